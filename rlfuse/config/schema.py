@@ -1,0 +1,344 @@
+"""The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
+
+Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
+`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class DataConfig:
+    """Prompts: files, lengths, order."""
+
+    train_files: list[str] = MISSING
+    """Parquet, JSON, JSONL files or Hugging Face data-set folders with verl or TRL rows."""
+    val_files: list[str] = field(default_factory=list)
+    """Held-out rows; empty turns validation off."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string or a list of chat messages."""
+    max_prompt_length: int = 512
+    """Longest prompt, in tokens, chat template included."""
+    max_response_length: int = 512
+    """Most tokens that a response may have."""
+    train_batch_size: int = 64
+    """Prompts per step; the step has train_batch_size * rollout.n samples."""
+    truncation: str = "error"
+    """What to do with longer prompts: error | left | right | middle (what is kept: the end, the start, both ends)."""
+    filter_overlong_prompts: bool = False
+    """Drop longer prompts while loading, and say how many, instead of applying `truncation`."""
+    shuffle: bool = True
+    """Shuffle rows every epoch, deterministically from `seed`."""
+    seed: int = 1
+    """Seed of the run: order of data, sampling, the critic's fresh head."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy's model; actor, reference and (unless given its own) critic start from it."""
+
+    path: str = MISSING
+    """Hugging Face folder or hub name."""
+    dtype: str = "bfloat16"
+    """float32 | bfloat16, for training and for the engines."""
+    trust_remote_code: bool = False
+    """Run modelling code that ships with the model."""
+    use_remove_padding: bool = True
+    """Pack sequences instead of padding them, where the architecture allows it (else padded, and said so)."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass
+class ValKwargs:
+    """Sampling while validating."""
+
+    n: int = 1
+    """Responses per validation prompt."""
+    temperature: float = 0.0
+    """0 is greedy."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation with vLLM, one engine per rollout slot."""
+
+    name: str = "vllm"
+    """The engine: vllm."""
+    n: int = 1
+    """Responses per prompt (the group size)."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer scales its logits by the same."""
+    top_p: float = 1.0
+    """Nucleus mass. Below 1 the engine's log-probs are of the truncated distribution."""
+    top_k: int = -1
+    """Candidates per token, -1 for all."""
+    tensor_model_parallel_size: int = 1
+    """Devices per engine; slots / this = number of engines."""
+    gpu_memory_utilization: float = 0.5
+    """Share of device memory that an engine may take (GPUs)."""
+    kv_cache_memory_mb: int = 256
+    """KV cache of an engine on CPU hosts, in MiB."""
+    max_num_seqs: int = 256
+    """Most sequences that an engine decodes at once."""
+    weight_transfer: str = "auto"
+    """How new weights reach the engines: auto (shm on CPU hosts, nccl on GPUs) | shm | nccl | ipc."""
+    update_weights_bucket_mb: int = 512
+    """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """More of vLLM's AsyncEngineArgs, by their names."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+
+
+@dataclass
+class OverlongBuffer:
+    """DAPO's soft penalty for responses near the length limit."""
+
+    len: int = 0
+    """Tokens before max_response_length where the penalty begins; 0 turns it off."""
+    penalty_factor: float = 1.0
+    """Penalty at the limit."""
+
+
+@dataclass
+class RewardConfig:
+    """What scores a response. Everything given is summed with its weight."""
+
+    functions: list[str] = field(default_factory=list)
+    """`path/file.py:function` or `package.module:function`, in verl's or TRL's shape."""
+    weights: list[float] = field(default_factory=list)
+    """One weight per function (and last for model_path, if given); empty means 1 each."""
+    model_path: str | None = None
+    """Sequence-classification reward model: Hugging Face folder or hub name."""
+    num_workers: int = 1
+    """Processes that run reward functions."""
+    timeout_s: float = 30.0
+    """Longest time one call of a reward function may take."""
+    max_failure_rate: float = 0.1
+    """Failed samples are dropped; above this share of a step's samples the run stops."""
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+
+
+@dataclass
+class KlCtrl:
+    """Coefficient of the KL penalty in the reward."""
+
+    kl_coef: float = 0.001
+    """Coefficient, or where the adaptive controller starts."""
+    target_kl: float | None = None
+    """Steer the coefficient to this KL per response (Ziegler et al. 2019); null keeps it fixed."""
+    horizon: int = 10000
+    """Adaptive: samples over which the coefficient adjusts."""
+
+
+@dataclass
+class FilterGroups:
+    """DAPO's dynamic sampling: leave out groups whose rewards are all equal."""
+
+    max_num_gen_batches: int = 0
+    """Replace such groups by new ones from at most this many batches of prompts per step; 0 turns filtering off."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | rloo | reinforce_plus_plus | dapo | gspo."""
+
+    adv_estimator: str = "gae"
+    """gae | grpo | rloo | reinforce_plus_plus."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """False leaves the group's standard deviation out (Dr. GRPO)."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the per-token reward."""
+    kl_penalty: str = "k1"
+    """Estimator for the reward: k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs."""
+    kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    old_log_probs: str = "trainer"
+    """Whose log-probs PPO's ratio is relative to: trainer (one more forward pass) | engine."""
+    rollout_is_threshold: float | None = None
+    """Cap of the truncated importance weight for the engine/trainer mismatch; null turns it off."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Learning rate after warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler_type: str = "constant"
+    """After warm-up: constant | cosine (to zero at the last step)."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy's updates, and DeepSpeed's settings for actor, critic and reference."""
+
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage, 0-3."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory (ZeRO 1-3, GPUs)."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of a micro-batch on one rank; a longer sequence gets a micro-batch of its own."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences per micro-batch at the most; null lets the token budget decide alone."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_mini_batch_size: int = 64
+    """Prompts per optimizer step; divides data.train_batch_size."""
+    ppo_epochs: int = 1
+    """Passes over a step's samples."""
+    clip_ratio: float = 0.2
+    """PPO's clip range, both sides unless low / high are given."""
+    clip_ratio_low: float | None = None
+    """Lower clip range (DAPO); null takes clip_ratio."""
+    clip_ratio_high: float | None = None
+    """Upper clip range (DAPO); null takes clip_ratio."""
+    clip_ratio_c: float | None = 3.0
+    """Dual clip for negative advantages (Ye et al. 2020); null turns it off."""
+    loss_mode: str = "vanilla"
+    """vanilla (ratio per token) | gspo (ratio per sequence)."""
+    loss_agg_mode: str = "token-mean"
+    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+    kl_loss_type: str = "k3"
+    """Estimator for the loss: k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs."""
+
+
+@dataclass
+class CriticOptim:
+    """The rest is as actor.optim."""
+
+    lr: float = 1e-5
+    """The critic's learning rate after warm-up."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model; used when algorithm.adv_estimator=gae. What is not here is as in `actor`."""
+
+    path: str | None = None
+    """Its starting weights; null takes model.path with a fresh value head."""
+    cliprange_value: float = 0.5
+    """Clip range of the value loss."""
+    optim: CriticOptim = field(default_factory=CriticOptim)
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference policy; used when a KL is."""
+
+    path: str | None = None
+    """Its weights; null takes model.path."""
+
+
+@dataclass
+class FusionConfig:
+    """When each piece of work runs; never what is computed."""
+
+    policy: str = "serial"
+    """serial (stages one after the other) | stream (each sample is scored as soon as it is finished)."""
+
+
+@dataclass
+class VideoConfig:
+    """Long-video rollouts. No keys yet: jobs are text only, and rows with videos or images are refused by name."""
+
+
+@dataclass
+class TrainerConfig:
+    """The run: length, logging, checkpoints."""
+
+    project_name: str = "rlfuse"
+    """wandb project and folder name."""
+    experiment_name: str = "run"
+    """wandb run and folder name."""
+    logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
+    """console | wandb; metrics.jsonl is always written."""
+    wandb_mode: str = "offline"
+    """offline | online | disabled."""
+    log_samples: int = 16
+    """Rows of the wandb table of samples per step; 0 for none."""
+    nnodes: int = 1
+    """Nodes."""
+    n_gpus_per_node: int = 1
+    """Slots per node: GPUs, or on CPU hosts processes that share the cores."""
+    total_epochs: int = 1
+    """Passes over the training files."""
+    total_training_steps: int | None = None
+    """Steps; overrides total_epochs."""
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: int = -1
+    """Validate every so many steps; -1 only at the end."""
+    save_freq: int = -1
+    """Checkpoint every so many steps; -1 only at the end, 0 never."""
+    max_ckpt_to_keep: int | None = 2
+    """Keep the newest so many checkpoints; null keeps all."""
+    resume_mode: str = "auto"
+    """auto (newest complete checkpoint of the run folder) | disable | the path of a global_step_N folder."""
+    default_local_dir: str = "runs"
+    """Run folders are {default_local_dir}/{project_name}/{experiment_name}."""
+
+
+@dataclass
+class ClusterConfig:
+    """Ray and the devices it places work on."""
+
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    ray_address: str | None = None
+    """A running Ray cluster (`auto` or host:port); null starts one for this run."""
+    timeout_s: float = 1800.0
+    """Longest time that a worker's start or one remote call may take."""
+
+
+@dataclass
+class Config:
+    """A whole job."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def slots(self) -> int:
+        """Devices of the run: one trainer rank each, shared in tensor-parallel groups by the rollout engines."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss

@@ -1,0 +1,132 @@
+"""What moves through a run: prompts become groups of samples, samples gain a response, a reward and per-token tensors.
+
+Role: the nouns that every other module shares. Plain data: no Ray, vLLM or torch import.
+Invariants:
+- a sample's identity is (step, prompt index, sibling) and its seed derives from them and the run's seed, so *where*
+  and *when* it is generated never changes *what* is sampled;
+- every per-token array of a sample has one entry for each response token;
+- a response carries the version of the weights that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of data after tokenisation."""
+
+    index: int
+    """Row number in the loaded data set; stable for a given list of files."""
+    token_ids: np.ndarray
+    """int32 [prompt tokens], chat template applied."""
+    text: str
+    """The templated prompt as text."""
+    messages: tuple[dict[str, Any], ...]
+    """Chat messages as the row gave them (a plain string becomes one user message)."""
+    data_source: str
+    ground_truth: Any
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Every column of the row, handed to reward functions by name (`extra_info`, `answer`, ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a rollout engine returns for one sample."""
+
+    token_ids: np.ndarray
+    """int32 [T]; includes the end-of-sequence token when the model wrote one."""
+    log_probs: np.ndarray
+    """float32 [T], of the sampled tokens under the engine's weights at the sampling temperature."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+    weight_version: int
+    text: str
+    """Decoded without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A sample's reward: the value that is trained on and the named parts it was made of."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    text: str | None = None
+    """Optional note for the log, for instance why a value is zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """A reward function raised, timed out or lost its process. Never becomes a number."""
+
+    function: str
+    message: str
+    """One line: the exception or what was waited for."""
+    traceback: str = ""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to one prompt, from its seed to its advantages."""
+
+    prompt: Prompt
+    step: int
+    sibling: int
+    seed: int
+    response: Response | None = None
+    reward: Reward | RewardFailure | None = None
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32 [T] each: `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns`."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.step}/{self.prompt.index}/{self.sibling}"
+
+    @property
+    def tokens(self) -> int:
+        """Prompt plus response tokens, 0 response tokens while unfinished."""
+        return len(self.prompt.token_ids) + (len(self.response.token_ids) if self.response else 0)
+
+    def row(self, *names: str) -> Row:
+        """The part that a trainer rank needs, with the named per-token arrays."""
+        return Row(self.prompt.token_ids, self.response.token_ids, {name: self.tensors[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence as trainer ranks see it: prompt, response, and per-token arrays of the response."""
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(slots=True)
+class Group:
+    """The n samples of one prompt: generated on one engine (they share its prefix), compared by group estimators."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+
+def sample_seed(run_seed: int, step: int, prompt_index: int, sibling: int) -> int:
+    """A 31-bit seed owned by the sample: the same wherever and whenever the sample is generated."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}/{sibling}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_groups(prompts: list[Prompt], n: int, run_seed: int, step: int) -> list[Group]:
+    """`n` seeded, unfinished samples for each prompt, in the order of `prompts`."""
+    return [
+        Group(prompt, [Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k)) for k in range(n)])
+        for prompt in prompts
+    ]

@@ -94,7 +94,8 @@ class Sample:
 
     def row(self, *names: str) -> Row:
         """The part that a trainer rank needs, with the named per-token arrays."""
-        return Row(self.prompt.token_ids, self.response.token_ids, {name: self.tensors[name] for name in names})
+        tensors = {name: self.tensors[name] for name in names}
+        return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Row:
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    id: str = ""
 
     @property
     def tokens(self) -> int:
@@ -130,3 +132,12 @@ def make_groups(prompts: list[Prompt], n: int, run_seed: int, step: int) -> list
         Group(prompt, [Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k)) for k in range(n)])
         for prompt in prompts
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one forward (and backward) pass on one rank."""
+
+    rows: tuple[Row, ...]
+    weight: float = 1.0
+    """0 for a filler: collectives need equal counts on all ranks, so a rank may repeat a row that must not count."""

@@ -74,7 +74,7 @@ class Trainer(Recorded, Protocol):
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value of the state before each response token."""
 
-    async def update_actor(self, rows: Sequence[Row], kl_coef: float) -> dict[str, float]:
+    async def update_actor(self, rows: Sequence[Row]) -> dict[str, float]:
         """One optimizer step on one mini-batch; rows carry `old_log_probs`, `advantages` (and what the loss needs)."""
 
     async def update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -91,3 +91,13 @@ class WeightSync(Protocol):
 
     async def push(self, version: int) -> None:
         """All engines hold the actor's present weights as `version` when this returns; caches are reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The hands of the controller."""
+
+    rollout: Sequence[RolloutEngine]
+    reward: RewardScorer
+    trainer: Trainer
+    weights: WeightSync

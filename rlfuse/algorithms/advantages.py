@@ -1,0 +1,167 @@
+"""Advantage estimators: from per-token rewards to how much better than expected each response token was.
+
+Role: called by the controller once a step's rewards (and values) are there. Pure functions of padded tensors:
+`[B, T]` float32, B responses of at most T tokens, `mask` [B, T] 1 on response tokens; rewards, values in reward units.
+Invariants:
+- what stands at masked-out positions, NaN included, changes nothing, and every result is 0 there;
+- a masked-out position between response tokens is skipped, as if its neighbours were adjacent;
+- a row's group estimate depends on the row's group only; whitened estimates depend on the whole batch, so they can be
+  computed only once all of it has arrived (`needs_whole_batch`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
+_WHITENED = ("gae", "reinforce_plus_plus")
+
+
+def needs_whole_batch(estimator: str) -> bool:
+    """True if the estimate is whitened over the batch, False if a complete group is enough."""
+    _check_estimator(estimator)
+    return estimator in _WHITENED
+
+
+def advantages_and_returns(
+    estimator: str,
+    token_rewards: Tensor,
+    values: Tensor | None,
+    groups: Tensor | None,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), each [B, T], by the estimator's name.
+
+    `values` [B, T] is read by gae only, `groups` [B] int by grpo and rloo only; for these two a response's score is the
+    sum of its token rewards, and returns are the advantages. gae and reinforce_plus_plus are whitened.
+    """
+    _check_estimator(estimator)
+    if estimator == "gae":
+        if values is None:
+            raise ValueError(
+                "algorithm.adv_estimator=gae needs values, received None: run the critic before advantages."
+            )
+        advantages, returns = gae(token_rewards, values, mask, gamma, lam)
+        return whiten(advantages, mask), returns
+    if estimator == "reinforce_plus_plus":
+        return reinforce_plus_plus(token_rewards, mask, gamma)
+    if groups is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={estimator} needs groups, received None: pass each row's group number."
+        )
+    # Token after token: the order of a plain sum, and so its last bit, depends on the width that rows are padded to.
+    scores = _response_part(token_rewards, mask).double().cumsum(-1)[:, -1]
+    advantages = grpo(scores, groups, mask, by_std) if estimator == "grpo" else rloo(scores, groups, mask)
+    return advantages, advantages
+
+
+def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438), not whitened.
+
+    `values` [B, T]: the value of the state before each token; after the last response token it is 0. Returns
+    (advantages, returns = advantages + values), each [B, T].
+    """
+    rewards, values, keep = _response_part(token_rewards, mask), _response_part(values, mask), mask.bool()
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(keep[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(keep[:, t], values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return _response_part(advantages, mask), _response_part(advantages + values, mask)
+
+
+def grpo(scores: Tensor, groups: Tensor, mask: Tensor, by_std: bool) -> Tensor:
+    """Group-relative advantages (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300), [B, T].
+
+    `scores` [B], `groups` [B] int. Score minus the group's mean, over the group's sample standard deviation (n - 1,
+    plus 1e-6) when `by_std`; Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) leaves the deviation out. A group of one has
+    nothing to be compared with: mean 0 and deviation 1 are taken, so its advantage is the score.
+    """
+    mean, size = _group_means(scores, groups)
+    alone = size == 1
+    centred = torch.where(alone, scores.double(), scores.double() - mean)
+    if by_std:
+        mean_square, _ = _group_means(centred.square(), groups)
+        variance = mean_square * size / (size - 1).clamp(min=1)
+        centred = centred / (torch.where(alone, torch.ones_like(variance), variance).sqrt() + 1e-6)
+    return _over_tokens(centred, mask)
+
+
+def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Leave-one-out advantages (Ahmadian et al. 2024, arXiv 2402.14740), [B, T].
+
+    `scores` [B], `groups` [B] int. Score minus the mean score of the *other* responses of its group. A group of one has
+    no others, so its baseline is 0 and its advantage the score itself.
+    """
+    mean, size = _group_means(scores, groups)
+    # score - (sum - score) / (n - 1) = (score - mean) * n / (n - 1)
+    centred = (scores.double() - mean) * size / (size - 1).clamp(min=1)
+    return _over_tokens(torch.where(size == 1, scores.double(), centred), mask)
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): (advantages, returns), each [B, T].
+
+    The return of a token is the discounted sum of the rewards from it on; advantages are the returns whitened over the
+    batch. No critic, no groups.
+    """
+    rewards, keep = _response_part(token_rewards, mask), mask.bool()
+    returns = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        running = torch.where(keep[:, t], rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return whiten(returns, mask), _response_part(returns, mask)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Zero mean and unit variance over all response tokens of the batch, [B, T]; sample variance (n - 1) plus 1e-8."""
+    tokens = advantages[mask.bool()].double()  # response tokens only, in order: padding cannot touch even the rounding
+    if tokens.numel() < 2:
+        raise ValueError(
+            f"Whitened advantages need at least 2 response tokens in the batch, received {tokens.numel()}: "
+            "raise data.train_batch_size, or use algorithm.adv_estimator=grpo or rloo."
+        )
+    white = (advantages.double() - tokens.mean()) * (tokens.var(unbiased=True) + 1e-8).rsqrt()
+    return _response_part(white, mask).float()
+
+
+def place_at_end(scores: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards [B, T] with each response's score [B] on its last response token and 0 elsewhere."""
+    empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"Rows {empty} have no response token to carry their score: drop empty responses first.")
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask.bool(), positions, -1).amax(-1, keepdim=True)
+    rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return rewards.scatter_(1, last, scores.float().unsqueeze(-1))
+
+
+def _check_estimator(estimator: str) -> None:
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"algorithm.adv_estimator={estimator!r} is not known; use one of {', '.join(ESTIMATORS)}.")
+
+
+def _response_part(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def _over_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
+    return _response_part(per_row.float().unsqueeze(-1).expand(mask.shape), mask)
+
+
+def _group_means(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row, the mean of `x` [B] over the row's group and the size of that group, both [B] float64.
+
+    In float64, since in float32 the mean of three scores of 0.1 is not 0.1, and a group without spread would get
+    advantages of about 0.01 after division by its tiny deviation.
+    """
+    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=torch.float64, device=x.device).index_add_(0, index, x.double())
+    return (sums / counts)[index], counts[index].double()

@@ -1,0 +1,61 @@
+"""The engine samples with slightly other probabilities than the trainer computes: measure it, and correct for it.
+
+Role: the controller logs the mismatch of every step; the policy loss multiplies by the weights when they are on.
+Pure functions; log-probs in nats, of the same sampled tokens under the same weight version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def truncated_importance_weights(
+    trainer_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor, cap: float
+) -> Tensor:
+    """min(trainer probability / engine probability, cap) per token, [B, T], without gradient; 0 where `mask` is 0.
+
+    All arguments [B, T]. "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025,
+    fengyao.notion.site); truncation of importance weights is from Ionides 2008. Without a mismatch every weight is 1.
+    """
+    if not cap > 0:
+        raise ValueError(f"algorithm.rollout_is_threshold={cap} must be above 0 (2 is usual); null turns it off.")
+    log_weights = (trainer_log_probs - engine_log_probs).detach().clamp(-20.0, 20.0)
+    return torch.where(mask.bool(), log_weights.exp().clamp(max=cap), torch.zeros_like(log_weights))
+
+
+def mismatch_metrics(
+    engine_log_probs: np.ndarray | Sequence[float], trainer_log_probs: np.ndarray | Sequence[float]
+) -> dict[str, float]:
+    """How far the engine's probabilities of the sampled tokens are from the trainer's; both flat [tokens].
+
+    `diff` is the absolute difference of probabilities (of log-probs where the name says so), std with n - 1. A figure
+    that does not exist (std of one token, correlation of a constant) is NaN, not 0.
+    """
+    engine = np.asarray(engine_log_probs, dtype=np.float64)
+    trainer = np.asarray(trainer_log_probs, dtype=np.float64)
+    if engine.ndim != 1 or engine.shape != trainer.shape or engine.size == 0:
+        raise ValueError(
+            f"Mismatch needs two flat, equally long, non-empty arrays; received engine {engine.shape} and trainer "
+            f"{trainer.shape}: concatenate the response tokens of both in the same order."
+        )
+    engine_probs, trainer_probs = np.exp(engine), np.exp(trainer)
+    diff = np.abs(engine_probs - trainer_probs)
+    return {
+        "training/rollout_probs_diff_mean": float(diff.mean()),
+        "training/rollout_probs_diff_max": float(diff.max()),
+        "training/rollout_probs_diff_std": float(diff.std(ddof=1)) if diff.size > 1 else math.nan,
+        "training/rollout_actor_probs_pearson_corr": _pearson(engine_probs, trainer_probs),
+        "training/rollout_log_probs_diff_max": float(np.abs(engine - trainer).max()),
+    }
+
+
+def _pearson(x: np.ndarray, y: np.ndarray) -> float:
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    return float((x @ y) / math.sqrt((x @ x) * (y @ y)))

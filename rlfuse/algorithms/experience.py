@@ -1,0 +1,140 @@
+"""From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
+
+Role: the controller calls `Experience.prepare` once a step, when every sample is scored; it fills the samples' tensors.
+Pure but for the KL coefficient, which it carries from step to step (and into checkpoints).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end
+from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
+from rlfuse.algorithms.kl import AdaptiveKl, kl_estimate, penalised
+from rlfuse.algorithms.shaping import overlong_penalty, zero_spread
+from rlfuse.config.schema import Config
+from rlfuse.samples import Group, Reward, Sample
+
+
+class Experience:
+    """The algorithm's part between scoring and training, set up from the configuration."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        ctrl = config.algorithm.kl_ctrl
+        self.kl = AdaptiveKl(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of scoring that every sample needs, in the serial order."""
+        wanted = {
+            "reward": True,
+            "old_log_prob": self.config.algorithm.old_log_probs == "trainer",
+            "ref": self.config.uses_reference,
+            "values": self.config.uses_critic,
+        }
+        return tuple(kind for kind, needed in wanted.items() if needed)
+
+    @property
+    def actor_tensors(self) -> tuple[str, ...]:
+        """Per-token arrays that the actor's loss reads."""
+        extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
+        extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
+        return ("old_log_probs", "advantages", *extra)
+
+    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+        """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
+        rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
+        return [i for i, flat in enumerate(zero_spread(rewards)) if not flat]
+
+    def prepare(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Fill `token_rewards`, `advantages`, `returns` (and `old_log_probs`, `is_weights`) of every sample."""
+        samples = [sample for group in groups for sample in group.samples]
+        algorithm = self.config.algorithm
+        for sample in samples:
+            if algorithm.old_log_probs == "engine":
+                sample.tensors["old_log_probs"] = sample.response.log_probs
+        mask = _mask(samples)
+        token_rewards = place_at_end(self._scores(samples), mask)
+        metrics = self._mismatch(samples, mask)
+        if algorithm.use_kl_in_reward:
+            token_rewards, kl = self._penalise(samples, token_rewards, mask)
+            metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl.value}
+            self.kl.update(kl, len(samples))
+        group_of = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+        advantages, returns = advantages_and_returns(
+            algorithm.adv_estimator,
+            token_rewards,
+            _matrix(samples, "values", mask) if self.config.uses_critic else None,
+            group_of,
+            mask,
+            algorithm.gamma,
+            algorithm.lam,
+            algorithm.norm_adv_by_std_in_grpo,
+        )
+        _spread(samples, mask, token_rewards=token_rewards, advantages=advantages, returns=returns)
+        return metrics
+
+    def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""
+        scores = np.array([sample.reward.value for sample in samples])
+        buffer = self.config.reward.overlong_buffer
+        if buffer.len:
+            penalties = overlong_penalty(
+                [len(sample.response.token_ids) for sample in samples],
+                self.config.data.max_response_length,
+                buffer.len,
+                buffer.penalty_factor,
+            )
+            for sample, penalty in zip(samples, penalties, strict=True):
+                sample.reward.parts["overlong_penalty"] = float(penalty)
+            scores = scores + penalties
+        return torch.from_numpy(scores).float()
+
+    def _mismatch(self, samples: Sequence[Sample], mask: torch.Tensor) -> dict[str, float]:
+        """Engine against trainer on the sampled tokens, and the weights that correct for it."""
+        if self.config.algorithm.old_log_probs == "engine":
+            return {}
+        metrics = mismatch_metrics(
+            np.concatenate([sample.response.log_probs for sample in samples]),
+            np.concatenate([sample.tensors["old_log_probs"] for sample in samples]),
+        )
+        cap = self.config.algorithm.rollout_is_threshold
+        if cap is not None:
+            engine = _pad([sample.response.log_probs for sample in samples], mask)
+            weights = truncated_importance_weights(_matrix(samples, "old_log_probs", mask), engine, mask, cap)
+            _spread(samples, mask, is_weights=weights)
+            metrics["training/rollout_is_weight_mean"] = float(weights[mask].mean())
+        return metrics
+
+    def _penalise(
+        self, samples: Sequence[Sample], token_rewards: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
+        """Token rewards less the KL penalty, and the mean KL per response in nats."""
+        policy, reference = (_matrix(samples, name, mask) for name in ("old_log_probs", "ref_log_probs"))
+        kl = kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
+        return penalised(token_rewards, kl, self.kl.value), float(kl.sum(-1).mean())
+
+
+def _mask(samples: Sequence[Sample]) -> torch.Tensor:
+    lengths = torch.tensor([len(sample.response.token_ids) for sample in samples])
+    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+
+
+def _pad(arrays: Sequence[np.ndarray], mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_scatter(mask, torch.from_numpy(np.concatenate(arrays)))
+
+
+def _matrix(samples: Sequence[Sample], name: str, mask: torch.Tensor) -> torch.Tensor:
+    return _pad([sample.tensors[name] for sample in samples], mask)
+
+
+def _spread(samples: Sequence[Sample], mask: torch.Tensor, **matrices: torch.Tensor) -> None:
+    """Write [B, T] matrices back to the samples as arrays of their own length."""
+    lengths = mask.sum(-1).tolist()
+    for name, matrix in matrices.items():
+        for sample, values in zip(samples, matrix[mask].split(lengths), strict=True):
+            sample.tensors[name] = values.numpy()

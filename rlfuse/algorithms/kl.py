@@ -1,0 +1,85 @@
+"""KL between policy and reference: per-token estimates, the penalised reward, the coefficient's controller.
+
+Role: the controller subtracts the penalty from rewards and steers the coefficient; trainer ranks add an estimate to the
+loss. Pure functions of tensors and one small plain-data controller, saved with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Per-token estimate in nats of KL(policy || reference) from tokens that the policy sampled; same shape out.
+
+    From Schulman's note "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html), r = reference / policy:
+    k1 (kl) = -log r, unbiased, any sign; abs = |log r|; k2 (mse) = (log r)^2 / 2, biased, low variance;
+    k3 (low_var_kl) = r - 1 - log r, unbiased and never negative. k3 clamps log r to +-20 and itself to +-10 so that one
+    token cannot overflow a batch.
+    As a *loss* the gradients differ from this: on the policy's own samples that of k2 is the KL's, that of k1 has
+    expectation zero, that of k3 belongs to the reverse direction. k1 is for rewards.
+    """
+    log_ratio = ref_log_probs - log_probs
+    if kind in ("k1", "kl"):
+        return -log_ratio
+    if kind == "abs":
+        return log_ratio.abs()
+    if kind in ("k2", "mse"):
+        return 0.5 * log_ratio.square()
+    if kind in ("k3", "low_var_kl"):
+        log_ratio = log_ratio.clamp(-20.0, 20.0)
+        return (torch.expm1(log_ratio) - log_ratio).clamp(-10.0, 10.0)
+    raise ValueError(
+        f"KL estimator {kind!r} (kl_penalty, kl_loss_type) is not known; use one of {', '.join(KL_KINDS)}."
+    )
+
+
+def penalised(token_rewards: Tensor, kl: Tensor, coef: float) -> Tensor:
+    """Token rewards less `coef` times the token's KL, same shape (Ouyang et al. 2022, arXiv 2203.02155)."""
+    return token_rewards - coef * kl
+
+
+class AdaptiveKl:
+    """The coefficient of the KL penalty: fixed, or steered to a target KL (Ziegler et al. 2019, arXiv 1909.08593).
+
+    With a target, `update` multiplies `value` by 1 + error * n / horizon, where error = KL / target - 1, clipped to
+    +-0.2. The KL is per response (summed over its tokens, mean over responses), in nats; n and horizon count samples.
+    """
+
+    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
+        if target is not None and target <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.target_kl={target} must be above 0; null keeps the coefficient fixed.")
+        if horizon <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.horizon={horizon} must be above 0.")
+        self.value = value
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """Account for `n` samples whose mean KL per response was `kl`; nothing happens without a target."""
+        if self.target is None:
+            return
+        if not math.isfinite(kl):
+            raise ValueError(
+                f"The KL to the reference is {kl}, so its coefficient cannot be steered: look at the log-probs."
+            )
+        if 0.2 * n >= self.horizon:
+            raise ValueError(
+                f"algorithm.kl_ctrl.horizon={self.horizon} is too short for {n} samples a step: one step could turn "
+                f"the coefficient negative. Set it above {0.2 * n:g}."
+            )
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; target and horizon come from the configuration."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint's coefficient."""
+        self.value = float(state["value"])

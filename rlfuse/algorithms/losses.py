@@ -1,0 +1,217 @@
+"""Losses of policy and critic, and their aggregation, exact under any split into micro-batches.
+
+Role: called by trainer ranks for each micro-batch. Pure functions of padded tensors: `[B, T]` float32, B whole
+responses of at most T tokens, `mask` [B, T] 1 on response tokens; log-probs in nats.
+Invariants:
+- loss functions give a matrix, never a mean. `loss_sum` adds it up unnormalised; the one division is by `loss_count`
+  of the *whole* mini-batch. So micro-batches, ranks and pipelines may split rows as they like, with the same gradient;
+- diagnostics are unnormalised sums over response tokens: add them up and divide once by the number of tokens;
+- what stands at masked-out positions reaches neither a loss nor a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_MODES = ("vanilla", "gspo")
+_CHUNK_ELEMENTS = 1 << 24  # vocabulary rows are upcast in pieces of at most this many numbers (64 MiB in float32)
+
+
+def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = None) -> Tensor:
+    """Scalar: the micro-batch's part of the loss, to be divided by `loss_count` of the whole mini-batch.
+
+    token-mean weighs every token alike (DAPO, Yu et al. 2025, arXiv 2503.14476); seq-mean-token-mean every response
+    alike (GRPO, Shao et al. 2024, arXiv 2402.03300); seq-mean-token-sum adds tokens up within a response;
+    seq-mean-token-sum-norm also divides by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    """
+    _check_mode(mode, max_tokens)
+    sums = _response_part(matrix, mask).sum(-1)
+    if mode == "seq-mean-token-mean":
+        sums = sums / mask.sum(-1).clamp(min=1)
+    elif mode == "seq-mean-token-sum-norm":
+        sums = sums / max_tokens
+    return sums.sum()
+
+
+def loss_count(response_lengths: Sequence[int] | np.ndarray, mode: str, max_tokens: int | None = None) -> float:
+    """What the `loss_sum`s of a mini-batch are divided by: its response tokens (token-mean), else its responses.
+
+    `response_lengths` [samples of the whole mini-batch], in response tokens; rows of length 0 are padding, not counted.
+    """
+    _check_mode(mode, max_tokens)
+    lengths = np.asarray(response_lengths)
+    count = float(lengths.sum() if mode == "token-mean" else (lengths > 0).sum())
+    if count == 0:
+        raise ValueError(
+            "The mini-batch has no response token, so its mean loss is undefined: drop empty responses first."
+        )
+    return count
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float | None,
+    mode: str = "vanilla",
+    is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss per token [B, T], and detached sums over tokens of `pg_clipfrac`, `pg_clipfrac_lower` and `ppo_kl`.
+
+    vanilla: PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347) with separate ranges below and above 1
+    (DAPO, Yu et al. 2025, arXiv 2503.14476); for negative advantages the loss is at most `clip_c` times -advantage
+    (dual clip, Ye et al. 2020, arXiv 1912.09729; None turns it off).
+    gspo: the same clip around the ratio of whole responses (Zheng et al. 2025, arXiv 2507.18071); it has no dual clip,
+    so `clip_c` is not read. See `_gspo_log_ratio`; aggregate it with seq-mean-token-mean.
+    `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
+    `ppo_kl` is the k1 estimate of KL(old || new).
+    """
+    if mode not in LOSS_MODES:
+        raise ValueError(f"actor.loss_mode={mode!r} is not known; use one of {', '.join(LOSS_MODES)}.")
+    token_log_ratio = _response_part(log_probs - old_log_probs, mask)
+    log_ratio = _gspo_log_ratio(token_log_ratio, mask) if mode == "gspo" else token_log_ratio
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    advantages = _response_part(advantages, mask)
+    free = -advantages * ratio
+    loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
+    clipped, clipped_lower = loss > free, torch.zeros_like(free, dtype=torch.bool)
+    if clip_c is not None and mode == "vanilla":
+        ceiling = -advantages * clip_c
+        clipped_lower = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
+    if is_weights is not None:
+        loss = loss * _response_part(is_weights.detach(), mask)
+    diagnostics = {
+        "pg_clipfrac": clipped.sum().float(),
+        "pg_clipfrac_lower": clipped_lower.sum().float(),
+        "ppo_kl": -token_log_ratio.detach().clamp(-20.0, 20.0).sum(),
+    }
+    return loss, diagnostics
+
+
+def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Log of s_i(theta) = exp(mean over t of log pi - log old) for every token of response i, [B, T].
+
+    The value at each token is log s_i; the gradient is routed through that token alone:
+    s_it = sg[s_i] * pi_it / sg[pi_it], sg = stop gradient (GSPO-token, section 4.3 of the paper).
+    Averaged over the response's tokens this gives the value and the gradient of s_i itself, since
+    d s_i = s_i * mean over t of d log pi_it; with advantages that differ by token each token keeps its own.
+    """
+    mean = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return _response_part(token_log_ratio - token_log_ratio.detach() + mean.detach(), mask)
+
+
+def value_loss(
+    values_new: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped squared error per token [B, T], and the number of tokens where the clip decides (scalar).
+
+    0.5 * max((new - returns)^2, (new clipped to old +- clip - returns)^2), the value clip of OpenAI's implementation of
+    PPO (Schulman et al. 2017, arXiv 1707.06347, itself has none); values, returns and `clip` in reward units.
+    """
+    new, old, target = (_response_part(x, mask) for x in (values_new, values_old, returns))
+    free = (new - target).square()
+    clipped = (torch.clamp(new, old - clip, old + clip) - target).square()
+    return 0.5 * torch.maximum(free, clipped), (clipped > free).sum().float()
+
+
+def log_probs_from_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-prob in nats of each target: logits [..., V], targets [...] int -> [...], in float32 or wider.
+
+    Keeps for the backward pass the logits as they came (bfloat16 stays bfloat16) and one number per row; the float32
+    copy and the softmax exist only for a slice of rows at a time. Rows that are not contiguous are copied first.
+    """
+    return _LogProbs.apply(logits, targets)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of each row: logits [..., V] -> [...], in float32 or wider.
+
+    Memory as `log_probs_from_logits`. Logits of -inf contribute nothing. Call it under `torch.no_grad()` when the
+    entropy is only logged.
+    """
+    return _Entropy.apply(logits)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, picks = _rows(logits), targets.reshape(-1, 1)
+        normaliser = rows.new_empty(len(rows), dtype=_wide(rows))
+        out = torch.empty_like(normaliser)
+        for part in _slices(rows):
+            wide = rows[part].to(_wide(rows))
+            normaliser[part] = wide.logsumexp(-1)
+            out[part] = wide.gather(-1, picks[part]).squeeze(-1) - normaliser[part]
+        ctx.save_for_backward(logits, targets, normaliser)
+        return out.view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, None]:
+        logits, targets, normaliser = ctx.saved_tensors
+        rows, picks = _rows(logits), targets.reshape(-1, 1)
+        upstream, grad = grad_out.reshape(-1, 1), torch.empty_like(rows)
+        for part in _slices(rows):
+            probs = (rows[part].to(_wide(rows)) - normaliser[part, None]).exp_()
+            grad[part] = probs.mul_(-upstream[part]).scatter_add_(-1, picks[part], upstream[part])
+        return grad.view(logits.shape), None
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        rows = _rows(logits)
+        out = rows.new_empty(len(rows), dtype=_wide(rows))
+        for part in _slices(rows):
+            out[part] = torch.special.entr(rows[part].to(_wide(rows)).softmax(-1)).sum(-1)
+        ctx.save_for_backward(logits, out)
+        return out.view(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor) -> Tensor:
+        logits, entropy = ctx.saved_tensors
+        rows = _rows(logits)
+        upstream, grad = grad_out.reshape(-1, 1), torch.empty_like(rows)
+        for part in _slices(rows):
+            probs = rows[part].to(_wide(rows)).softmax(-1)
+            # dH / dlogit = -p * (log p + H)
+            grad[part] = (torch.special.entr(probs) - probs * entropy.view(-1, 1)[part]).mul_(upstream[part])
+        return grad.view(logits.shape)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _slices(rows: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // rows.shape[-1])
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
+
+
+def _response_part(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def _check_mode(mode: str, max_tokens: int | None) -> None:
+    if mode not in AGG_MODES:
+        raise ValueError(f"actor.loss_agg_mode={mode!r} is not known; use one of {', '.join(AGG_MODES)}.")
+    if mode == "seq-mean-token-sum-norm" and (max_tokens is None or max_tokens < 1):
+        raise ValueError(
+            f"actor.loss_agg_mode={mode} divides by max_tokens, received {max_tokens}: "
+            "pass data.max_response_length (at least 1)."
+        )

@@ -1,0 +1,256 @@
+"""Everything that is wrong with a typed configuration, found before any process starts.
+
+Role: `check` is a pure function of the configuration and of `Facts`; compose.py raises `ConfigError` with all problems
+at once, so that a user mends them in one go. Invariants: every message gives the key, the value received, the valid
+range and what to change; a configuration without problems starts (what only the data can show is found by rlfuse.data).
+Single values are judged by the two tables at the top, combinations by the functions below them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterator
+
+from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.facts import Facts, reward_file
+from rlfuse.config.keys import did_you_mean
+from rlfuse.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """The configuration can't be run. `problems` has one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"The configuration has a problem:\n  {self.problems[0]}"
+        numbered = (f"{number:>3}. {problem}" for number, problem in enumerate(self.problems, 1))
+        return "\n".join([f"The configuration has {len(self.problems)} problems:", *numbered])
+
+
+KL_ESTIMATORS = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.truncation": ("error", "left", "right", "middle"),
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.name": ("vllm",),
+    "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
+    "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
+    "algorithm.kl_penalty": KL_ESTIMATORS,
+    "algorithm.old_log_probs": ("trainer", "engine"),
+    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "actor.loss_mode": ("vanilla", "gspo"),
+    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "actor.kl_loss_type": KL_ESTIMATORS,
+    "fusion.policy": ("serial", "stream"),
+    "trainer.logger": ("console", "wandb"),
+    "trainer.wandb_mode": ("offline", "online", "disabled"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+"""Keys with named values; a list is judged entry by entry."""
+
+KEYS_BY_RANGE = {
+    "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.val_kwargs.n "
+    "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs "
+    "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
+    "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
+    "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep",
+    "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
+    "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
+    "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
+    "actor.kl_loss_coef critic.optim.lr trainer.log_samples",
+    "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
+    "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s",
+    "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization",
+    "0 or more and 1 or less": "reward.max_failure_rate algorithm.gamma algorithm.lam",
+    "0 or more and 3 or less": "actor.zero_stage",
+    "above 1": "actor.clip_ratio_c",
+    "-1 or 1 or more": "rollout.top_k trainer.test_freq",
+    "-1 or 0 or more": "trainer.save_freq",
+}
+RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in names.split()}
+"""Valid values of numbers, in the words of the message; `_in_range` reads the same words, so the two can't differ."""
+
+COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", operator.le))
+
+
+def check(config: Config, facts: Facts) -> list[str]:
+    """One line per problem, in the order of the schema's groups for single values, then combinations."""
+    finders = (_values, _files, _lengths, _batches, _advantages, _log_probs, _devices, _reward, _resume)
+    return [problem for find in finders for problem in find(config, facts)]
+
+
+def value_of(config: Config, name: str) -> object:
+    """The value of a key by its full name."""
+    return operator.attrgetter(name)(config)
+
+
+def _problem(config: Config, name: str, valid: str, remedy: str) -> str:
+    return f"{name}={as_typed(value_of(config, name))}: {valid}; {remedy}"
+
+
+def _in_range(value: float, words: str) -> bool:
+    """Whether `value` satisfies a phrase of RANGES."""
+    if not math.isfinite(value):
+        return False
+    if words.startswith("-1 or "):
+        return value == -1 or _in_range(value, words.removeprefix("-1 or "))
+    for part in words.split(" and "):
+        mark, compare = next((m, c) for m, c in COMPARISONS if m in part)
+        if not compare(value, float(part.replace(mark, ""))):
+            return False
+    return True
+
+
+def _values(config: Config, facts: Facts) -> Iterator[str]:
+    """Each value by itself, in the schema's order."""
+    for name, key in by_name().items():
+        value = value_of(config, name)
+        if name in CHOICES:
+            for given in value if isinstance(value, list) else [value]:
+                if given not in CHOICES[name]:
+                    near = did_you_mean(given, CHOICES[name])
+                    yield f"{name}={as_typed(value)}: `{given}` is not one of {', '.join(CHOICES[name])}" + (
+                        near or "; take one of these"
+                    )
+        elif name in RANGES and value is not None and not _in_range(value, RANGES[name]):
+            null = ", or null" if key.type.endswith("| None") else ""
+            yield f"{name}={as_typed(value)}: must be {RANGES[name]}{null}; {_remedy(name, key.default_text)}"
+
+
+def _remedy(name: str, default: str) -> str:
+    if name == "rollout.temperature":
+        return "training compares sampled responses; for greedy validation set rollout.val_kwargs.temperature=0"
+    return f"the default is {name}={default}"
+
+
+def _files(config: Config, facts: Facts) -> Iterator[str]:
+    if not config.data.train_files:
+        yield "data.train_files: is required; give at least one file, as data.train_files=[path/train.parquet]"
+    for name in ("data.train_files", "data.val_files"):
+        for path in value_of(config, name):
+            if path in facts.missing:
+                yield f"{name}: `{path}` does not exist; correct the path (relative ones start at the working folder)"
+    if not config.model.path:
+        yield "model.path: is required; give a Hugging Face folder or a hub name"
+    for name, why in facts.model_problems.items():
+        yield _problem(config, name, why, "give the folder of a Hugging Face model, or a hub name that can be reached")
+
+
+def _lengths(config: Config, facts: Facts) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    context = facts.context_length
+    if context is not None and prompt + response > context:
+        yield (
+            f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response}: must be at "
+            f"most {context}, the context of {config.model.path}; shorten one by {prompt + response - context}"
+        )
+    buffer = config.reward.overlong_buffer.len
+    if buffer > 0 and buffer >= response:
+        valid = f"must be below data.max_response_length={response}"
+        yield _problem(config, "reward.overlong_buffer.len", valid, "shorten it, or 0 turns the penalty off")
+
+
+def _batches(config: Config, facts: Facts) -> Iterator[str]:
+    batch, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
+    if min(batch, mini, n, config.slots) < 1:
+        return  # reported as single values
+    if batch % mini:
+        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+        near = min(divisors, key=lambda d: abs(d - mini))
+        valid = f"must divide data.train_batch_size={batch}"
+        yield _problem(config, "actor.ppo_mini_batch_size", valid, f"for instance actor.ppo_mini_batch_size={near}")
+    if mini * n < config.slots:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} * rollout.n={n} = {mini * n} samples: must be at least the "
+            f"{config.slots} slots (trainer.nnodes * trainer.n_gpus_per_node), one sample for each; "
+            f"set actor.ppo_mini_batch_size={math.ceil(config.slots / n)} or more"
+        )
+
+
+def _advantages(config: Config, facts: Facts) -> Iterator[str]:
+    estimator, n = config.algorithm.adv_estimator, config.rollout.n
+    if estimator in ("grpo", "rloo") and n == 1:
+        valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
+        yield _problem(config, "rollout.n", valid, "set rollout.n=8, or algorithm=ppo")
+    if config.algorithm.filter_groups.max_num_gen_batches > 0 and n == 1:
+        valid = "must be 0 with rollout.n=1, where every group's rewards are equal"
+        yield _problem(config, "algorithm.filter_groups.max_num_gen_batches", valid, "set rollout.n=8, or 0 here")
+    if config.trainer.critic_warmup > 0 and not config.uses_critic:
+        valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
+        yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
+    if config.algorithm.kl_ctrl.target_kl is not None and not config.algorithm.use_kl_in_reward:
+        valid = "has an effect only with algorithm.use_kl_in_reward=true"
+        yield _problem(config, "algorithm.kl_ctrl.target_kl", valid, "set that, or null here")
+    validation = config.rollout.val_kwargs
+    if validation.temperature == 0 and validation.n > 1:
+        valid = "must be 1 with rollout.val_kwargs.temperature=0, where all responses to a prompt are equal"
+        yield _problem(config, "rollout.val_kwargs.n", valid, "set it to 1, or a temperature above 0")
+
+
+def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
+    if config.algorithm.old_log_probs != "engine":
+        return
+    if config.algorithm.rollout_is_threshold is not None:
+        valid = "corrects the engine against the trainer, so it needs algorithm.old_log_probs=trainer"
+        yield _problem(config, "algorithm.rollout_is_threshold", valid, "set that, or null here")
+    for name, whole in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
+        if value_of(config, name) != whole:
+            valid = "must be {} with algorithm.old_log_probs=engine: the engine's log-probs are of the truncated "
+            valid = valid.format(as_typed(whole)) + "distribution, the trainer's are not"
+            yield _problem(config, name, valid, f"set {name}={as_typed(whole)}, or algorithm.old_log_probs=trainer")
+
+
+def _devices(config: Config, facts: Facts) -> Iterator[str]:
+    parallel, slots = config.rollout.tensor_model_parallel_size, config.slots
+    name = "rollout.tensor_model_parallel_size"
+    if parallel >= 1 and slots >= 1 and slots % parallel:
+        yield _problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(parallel, slots)}")
+    heads = facts.attention_heads
+    if parallel >= 1 and heads and heads % parallel:
+        valid = f"must divide the {heads} attention heads of {config.model.path}"
+        yield _problem(config, name, valid, f"set {name}={math.gcd(parallel, heads)}")
+    if config.actor.offload_optimizer and config.actor.zero_stage == 0:
+        valid = "needs actor.zero_stage of 1, 2 or 3"
+        yield _problem(config, "actor.offload_optimizer", valid, "set actor.zero_stage=1, or false here")
+    if config.actor.offload_optimizer and facts.cuda is False:
+        valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
+        yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
+    if config.rollout.weight_transfer in ("nccl", "ipc") and facts.cuda is False:
+        yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
+
+
+def _reward(config: Config, facts: Facts) -> Iterator[str]:
+    functions, weights, model = config.reward.functions, config.reward.weights, config.reward.model_path
+    if not functions and model is None:
+        yield (
+            "reward.functions=[]: nothing scores the responses; give at least one function, as "
+            "reward.functions=[path/file.py:function], or reward.model_path"
+        )
+    parts = len(functions) + (model is not None)
+    if weights and len(weights) != parts:
+        of = "one per function" + (", the last for reward.model_path" if model is not None else "")
+        yield _problem(config, "reward.weights", f"has {len(weights)} entries, must have {parts} ({of})", "or be empty")
+    for function in functions:
+        source, colon, name = function.rpartition(":")
+        file = reward_file(function)
+        if not colon or not name.isidentifier():
+            form = "path/file.py:function" if file else "package.module:function"
+            yield f"reward.functions: `{function}` has no function name; write it as {form}"
+        if file is not None and file in facts.missing:
+            yield f"reward.functions: the file `{file}` does not exist; correct the path"
+        elif source.split(".")[0] in facts.unknown_modules:
+            yield f"reward.functions: Python finds no package `{source.split('.')[0]}`; install it, or give a .py file"
+
+
+def _resume(config: Config, facts: Facts) -> Iterator[str]:
+    mode = config.trainer.resume_mode
+    if mode in facts.missing:
+        near = difflib.get_close_matches(mode, ("auto", "disable"), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "correct the path"
+        valid = "must be auto, disable or the path of a global_step_N folder; there is no such folder"
+        yield _problem(config, "trainer.resume_mode", valid, remedy)

@@ -1,0 +1,172 @@
+"""The list of keys with type, default and docstring, read from the schema's source.
+
+Role: one source for `rlfuse train --help`, for error messages that name a key's meaning, and for the check that README
+names only keys that exist. Python keeps no docstring of a dataclass field, so the strings are taken from the syntax
+tree of schema.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from omegaconf import MISSING
+
+from rlfuse.config import schema
+
+COLUMNS = 100
+"""Widest help text; longer lines are tiring to read, and many terminals end here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting of a job."""
+
+    name: str
+    """Full dotted name, as it is typed on the command line."""
+    type: str
+    """As annotated in the schema: `int`, `list[str]`, `float | None`."""
+    default: Any
+    text: str
+    """What it does."""
+
+    @property
+    def group(self) -> str:
+        return self.name.split(".", 1)[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+    @property
+    def required(self) -> bool:
+        return isinstance(self.default, str) and self.default == MISSING
+
+    @property
+    def free(self) -> bool:
+        """Keys below it are not listed here: anything goes."""
+        return self.type.startswith("dict")
+
+    @property
+    def default_text(self) -> str:
+        """The default as it would be typed in YAML."""
+        return "required" if self.required else as_typed(self.default)
+
+
+def as_typed(value: Any) -> str:
+    """A value as it is typed in YAML or on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(as_typed(item) for item in value) + "]"
+    return str(value)
+
+
+@functools.cache
+def keys() -> tuple[Key, ...]:
+    """All keys of a job, in the order of the schema."""
+    return tuple(_walk(schema.Config, ""))
+
+
+@functools.cache
+def by_name() -> dict[str, Key]:
+    """All keys by their full name."""
+    return {key.name: key for key in keys()}
+
+
+@functools.cache
+def groups() -> dict[str, str]:
+    """Every group (`actor`, `actor.optim`, ...) with the first line of its docstring."""
+    found: dict[str, str] = {}
+
+    def visit(node: type, prefix: str) -> None:
+        for field in dataclasses.fields(node):
+            nested = getattr(schema, str(field.type), None)
+            if nested is not None:
+                found[prefix + field.name] = " ".join((nested.__doc__ or "").split())
+                visit(nested, f"{prefix}{field.name}.")
+
+    visit(schema.Config, "")
+    return found
+
+
+@functools.cache
+def _texts() -> dict[tuple[str, str], str]:
+    """(class, field) -> the string below the field."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and documented and isinstance(below.value.value, str):
+                found[node.name, field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _walk(node: type, prefix: str) -> list[Key]:
+    found: list[Key] = []
+    for field in dataclasses.fields(node):
+        # The schema's annotations are strings, so a nested group is recognised by its class name.
+        nested = getattr(schema, str(field.type), None)
+        if nested is not None:
+            found += _walk(nested, f"{prefix}{field.name}.")
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        type_name = str(field.type).replace("dict[str, Any]", "dict")
+        text = _texts().get((node.__name__, field.name), "")
+        found.append(Key(prefix + field.name, type_name, default, text))
+    return found
+
+
+def print_help(words: list[str], out: TextIO | None = None) -> None:
+    """The keys by group; `words` narrow it to keys that contain one of them (in name or text)."""
+    out = out or sys.stdout
+    wanted = [key for key in keys() if not words or any(w in key.name or w in key.text.lower() for w in words)]
+    if not wanted:
+        print(f"No key is about {' or '.join(words)}. All keys: rlfuse train --help", file=out)
+    elif out.isatty():
+        _print_rich(wanted, out)
+    else:
+        print(help_text(wanted), file=out)
+
+
+def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
+    """Plain help, at most `COLUMNS` wide."""
+    lines: list[str] = []
+    group = None
+    for key in wanted:
+        if key.group != group:
+            group = key.group
+            lines += ["", *textwrap.wrap(f"{group}: {groups()[group]}", COLUMNS, subsequent_indent="    ")]
+        value = key.type if key.required else f"{key.type} = {key.default_text}"
+        lines.append(f"  {key.name}: {value}{'  (required)' if key.required else ''}")
+        lines += textwrap.wrap(key.text, COLUMNS, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines).lstrip("\n")
+
+
+def _print_rich(wanted: list[Key], out: TextIO) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(file=out, width=min(COLUMNS, shutil.get_terminal_size().columns), highlight=False)
+    for group in dict.fromkeys(key.group for key in wanted):
+        console.print(f"\n[bold]{group}[/bold]  {escape(groups()[group])}")
+        table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=True)
+        table.add_column(style="cyan", width=max(len(key.name) for key in keys()), overflow="fold")
+        table.add_column(ratio=1)
+        for key in (key for key in wanted if key.group == group):
+            default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")
+            table.add_row(key.name, f"[dim]{escape(key.type)}[/dim] {default}\n{escape(key.text)}")
+        console.print(table)

@@ -1,0 +1,129 @@
+"""What the checks need to know of the world: files that are missing, the model's limits, devices.
+
+Role: the only part of the configuration's checking that touches the disk (and, for a hub name, the network); compose.py
+calls `read_facts` once and hands the result to the pure `checks.check`. Invariants: never raises for a user's mistake,
+it records it; None means "not known", and no check is made of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlfuse.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Plain data about the machine and the files that a configuration names."""
+
+    context_length: int | None = None
+    """Positions that the model knows (max_position_embeddings)."""
+    attention_heads: int | None = None
+    model_problems: dict[str, str] = field(default_factory=dict)
+    """key (`model.path`, ...) -> why its model can't be read."""
+    missing: frozenset[str] = frozenset()
+    """Paths named by the configuration that do not exist, as they were given."""
+    unknown_modules: frozenset[str] = frozenset()
+    """Top-level packages of reward functions that Python does not find."""
+    cuda: bool | None = None
+    """Whether workers will have GPUs."""
+
+
+def read_facts(config: Config) -> Facts:
+    """Look at what `config` names."""
+    problems: dict[str, str] = {}
+    model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code)
+    for key, path in (
+        ("critic.path", config.critic.path),
+        ("ref.path", config.ref.path),
+        ("reward.model_path", config.reward.model_path),
+    ):
+        if path is not None and path != config.model.path:
+            _folder_problem(path, key, problems)
+    text = {**model, **(model.get("text_config") or {})}
+    return Facts(
+        context_length=text.get("max_position_embeddings"),
+        attention_heads=text.get("num_attention_heads"),
+        model_problems=problems,
+        missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
+        unknown_modules=frozenset(_unknown_modules(config.reward.functions)),
+        cuda=_cuda(config),
+    )
+
+
+def reward_file(function: str) -> str | None:
+    """The file part of `path/file.py:function`; None for `package.module:function`."""
+    source = function.rpartition(":")[0] or function
+    return source if source.endswith(".py") or "/" in source else None
+
+
+def _named_paths(config: Config) -> list[str]:
+    paths = [*config.data.train_files, *config.data.val_files]
+    paths += [file for file in map(reward_file, config.reward.functions) if file is not None]
+    if config.trainer.resume_mode not in ("auto", "disable"):
+        paths.append(config.trainer.resume_mode)
+    return paths
+
+
+def _unknown_modules(functions: list[str]) -> list[str]:
+    packages = {f.partition(":")[0].split(".")[0] for f in functions if reward_file(f) is None and ":" in f}
+    return [name for name in packages if name.isidentifier() and importlib.util.find_spec(name) is None]
+
+
+def _is_hub_name(path: str) -> bool:
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1 and not Path(path).exists()
+
+
+def _folder_problem(path: str, key: str, problems: dict[str, str]) -> Path | None:
+    """The model's folder, or None (a hub name, or a recorded problem)."""
+    if not path or _is_hub_name(path):
+        return None
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        problems[key] = "there is no such folder"
+    elif not (folder / "config.json").is_file():
+        problems[key] = "the folder has no config.json"
+    elif key != "reward.model_path" and not any((folder / n).is_file() for n in TOKENIZER_FILES):
+        problems[key] = f"the folder has no tokenizer (one of {', '.join(TOKENIZER_FILES)})"
+    return folder if key not in problems else None
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def _model_config(path: str, key: str, problems: dict[str, str], trust_remote_code: bool) -> dict:
+    """The model's config.json as a dictionary, with Transformers' defaults where the file leaves the context out."""
+    folder = _folder_problem(path, key, problems)
+    if not path or key in problems:
+        return {}
+    if folder is not None:
+        # Read directly where it is enough: importing Transformers takes 3 to 8 s, and most mistakes show without it.
+        try:
+            raw = json.loads((folder / "config.json").read_text())
+        except ValueError as error:
+            problems[key] = f"its config.json is not JSON ({error})"
+            return {}
+        if "max_position_embeddings" in {**raw, **(raw.get("text_config") or {})}:
+            return raw
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder or path), trust_remote_code=trust_remote_code).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        offline = " (HF_HUB_OFFLINE=1 is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        where = "the folder" if folder else f"neither a folder nor a model of the hub{offline}"
+        problems[key] = f"{where}: {str(error).strip().splitlines()[0]}"
+        return {}
+
+
+def _cuda(config: Config) -> bool | None:
+    """None where another machine decides: a Ray cluster that is already running."""
+    if config.cluster.device == "cpu":
+        return False
+    if config.cluster.device == "cuda":
+        return True
+    return None if config.cluster.ray_address else any(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,0 +1,230 @@
+"""Other trainers' setting names, and the key to use here.
+
+Role: what keys.py consults when someone brings a command line from verl, TRL or OpenRLHF. Data and one lookup.
+Invariants: every key named as a counterpart exists in the schema (a test walks the tables); a name that is also a key
+of ours is never looked up here, except below verl's own prefixes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """What a foreign name becomes here."""
+
+    origin: str
+    """The trainer that the name comes from."""
+    keys: tuple[str, ...]
+    """Keys to use instead; empty if there is none."""
+    note: str = ""
+    """How the value changes, or why there is no counterpart."""
+
+
+VERL = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size": ("actor.ppo_micro_batch_size_per_gpu", ""),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("actor.loss_mode", ""),
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": ("actor.offload_optimizer", ""),
+    "actor_rollout_ref.actor.optim.clip_grad": ("actor.grad_clip", ""),
+    "actor_rollout_ref.actor.optim.warmup_style": ("actor.optim.lr_scheduler_type", "constant or cosine"),
+    "actor_rollout_ref.actor.optim.total_training_steps": ("trainer.total_training_steps", ""),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", "give steps, not a share"),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("algorithm.rollout_is_threshold", ""),
+    "actor_rollout_ref.model.lora_adapter_path": ("", "LoRA is not supported; all weights are trained"),
+    "actor_rollout_ref.ref.model.path": ("ref.path", ""),
+    "actor_rollout_ref.rollout.prompt_length": ("data.max_prompt_length", ""),
+    "actor_rollout_ref.rollout.response_length": ("data.max_response_length", ""),
+    "actor_rollout_ref.rollout.dtype": ("model.dtype", "engines and training use the same"),
+    "actor_rollout_ref.rollout.do_sample": ("rollout.temperature", "0 is greedy, in rollout.val_kwargs"),
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": ("rollout.update_weights_bucket_mb", ""),
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": (
+        "rollout.update_weights_bucket_mb",
+        "",
+    ),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("rollout.weight_transfer", ""),
+    "actor_rollout_ref.nccl_timeout": ("cluster.timeout_s", ""),
+    "critic.model.path": ("critic.path", ""),
+    "critic.optim.weight_decay": ("actor.optim.weight_decay", "one setting for actor and critic"),
+    "custom_reward_function.path": ("reward.functions", "as reward.functions=[path/file.py:function]"),
+    "custom_reward_function.name": ("reward.functions", "as reward.functions=[path/file.py:function]"),
+    "reward.custom_reward_function.path": ("reward.functions", "as reward.functions=[path/file.py:function]"),
+    "reward.custom_reward_function.name": ("reward.functions", "as reward.functions=[path/file.py:function]"),
+    "reward.reward_model.model_path": ("reward.model_path", ""),
+    "reward.reward_model.enable": ("reward.model_path", "giving a path turns it on"),
+    "reward_model.model.path": ("reward.model_path", ""),
+    "reward_model.enable": ("reward.model_path", "giving a path turns it on"),
+    "reward_model.num_workers": ("reward.num_workers", ""),
+    "algorithm.kl_ctrl.type": ("algorithm.kl_ctrl.target_kl", "null is the fixed controller, a number the adaptive"),
+    "algorithm.filter_groups.enable": ("algorithm.filter_groups.max_num_gen_batches", "above 0 turns it on"),
+    "algorithm.rollout_is": ("algorithm.rollout_is_threshold", "a number turns it on"),
+    "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.rollout_is_threshold", ""),
+    "algorithm.rollout_correction.bypass_mode": ("algorithm.old_log_probs", "`engine` in place of true"),
+    "trainer.resume_from_path": ("trainer.resume_mode", "give the folder itself"),
+    "trainer.max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep", ""),
+    "trainer.max_critic_ckpt_to_keep": ("trainer.max_ckpt_to_keep", ""),
+    "trainer.log_val_generations": ("trainer.log_samples", ""),
+    "trainer.device": ("cluster.device", ""),
+    "trainer.seed": ("data.seed", ""),
+}
+"""verl names whose counterpart no rule finds: (key here, note)."""
+
+VERL_PREFIXES = (
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
+    ("actor_rollout_ref.actor.", "actor."),
+    ("actor_rollout_ref.rollout.", "rollout."),
+    ("actor_rollout_ref.model.", "model."),
+    ("actor_rollout_ref.ref.", "ref."),
+    ("reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
+    ("reward.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
+    ("reward_model.overlong_buffer.", "reward.overlong_buffer."),
+    ("critic.optim.", "actor.optim."),
+    ("critic.", "actor."),
+)
+"""verl prefix -> ours; applies where the rest is a key there."""
+
+VLLM_OPTIONS = {
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "max_model_len",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "swap_space",
+    "quantization",
+    "disable_log_stats",
+}
+"""Leaves of verl's rollout group that go to vLLM's arguments by name."""
+
+NO_COUNTERPART = (
+    ("actor_rollout_ref.actor.strategy", "DeepSpeed trains always; its sharding is actor.zero_stage"),
+    ("critic.strategy", "DeepSpeed trains always; its sharding is actor.zero_stage"),
+    ("actor_rollout_ref.hybrid_engine", "generation and training share the slots always"),
+    ("trainer.balance_batch", "tokens are balanced over the ranks always"),
+    ("trainer.val_only", "to validate only, take trainer.total_training_steps=1 with actor.optim.lr=0"),
+    ("data.gen_batch_size", "prompts of a step are data.train_batch_size"),
+    ("data.val_batch_size", "all validation rows are generated together"),
+    ("data.reward_fn_key", "the column is data_source"),
+    ("data.return_raw_chat", "reward functions get the messages always"),
+    ("data.image_key", "jobs are text only"),
+    ("data.video_key", "jobs are text only"),
+    ("actor_rollout_ref.rollout.free_cache_engine", "the slots decide when an engine sleeps"),
+    ("actor_rollout_ref.rollout.calculate_log_probs", "engines return log-probs always"),
+    ("actor_rollout_ref.rollout.load_format", "engines start from model.path and get weights from the trainer"),
+    ("actor_rollout_ref.rollout.mode", "engines are asynchronous always"),
+    ("actor_rollout_ref.rollout.multi_turn", "jobs are single-turn"),
+    ("actor_rollout_ref.rollout.agent", "jobs are single-turn"),
+    ("actor_rollout_ref.rollout.val_kwargs.do_sample", "rollout.val_kwargs.temperature=0 is greedy"),
+    ("actor_rollout_ref.model.lora", "LoRA is not supported; all weights are trained"),
+    ("actor_rollout_ref.model.override_config", "put the change into the model's own config.json"),
+    ("reward_model.reward_manager", "reward functions are called for every sample; name them in reward.functions"),
+    ("reward_model.launch_reward_fn_async", "rewards run beside generation with fusion=stream"),
+    ("ray_kwargs", "Ray starts with the devices of this machine, or connects to cluster.ray_address"),
+    ("ray_init", "Ray starts with the devices of this machine, or connects to cluster.ray_address"),
+    ("global_profiler", "every run records its spans in the run folder"),
+)
+"""(verl name or prefix, why nothing here corresponds)."""
+
+NO_COUNTERPART_WORDS = (
+    ("megatron", "DeepSpeed trains, Megatron is not used; sharding is actor.zero_stage"),
+    ("fsdp", "DeepSpeed trains, FSDP is not used; sharding is actor.zero_stage"),
+    ("ulysses", "a sequence is not split over devices; memory per micro-batch is actor.ppo_max_token_len_per_gpu"),
+    ("use_dynamic_bsz", "micro-batches are filled by tokens always, up to actor.ppo_max_token_len_per_gpu"),
+    ("log_prob_", "passes without gradients use the token budget actor.ppo_max_token_len_per_gpu"),
+    ("lora_", "LoRA is not supported; all weights are trained"),
+    ("profiler", "every run records its spans in the run folder"),
+    ("torch_compile", "models run uncompiled in training"),
+)
+"""(word in a verl name, why nothing here corresponds)."""
+
+TRL = {
+    "per_device_train_batch_size": ("actor.ppo_micro_batch_size_per_gpu", "sequences per micro-batch on a rank"),
+    "gradient_accumulation_steps": ("actor.ppo_mini_batch_size", "prompts per optimizer step; accumulation follows"),
+    "num_generations": ("rollout.n", ""),
+    "num_iterations": ("actor.ppo_epochs", ""),
+    "num_ppo_epochs": ("actor.ppo_epochs", ""),
+    "max_completion_length": ("data.max_response_length", ""),
+    "response_length": ("data.max_response_length", ""),
+    "learning_rate": ("actor.optim.lr", ""),
+    "warmup_steps": ("actor.optim.lr_warmup_steps", ""),
+    "max_grad_norm": ("actor.grad_clip", ""),
+    "beta": ("actor.kl_loss_coef", "with actor.use_kl_loss=true"),
+    "kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
+    "epsilon": ("actor.clip_ratio", ""),
+    "epsilon_high": ("actor.clip_ratio_high", ""),
+    "cliprange": ("actor.clip_ratio", ""),
+    "vf_coef": ("critic.optim.lr", "actor and critic are separate models; the critic's step is set by its own rate"),
+    "loss_type": ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo"),
+    "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo", ""),
+    "gradient_checkpointing": ("model.enable_gradient_checkpointing", ""),
+    "model_name_or_path": ("model.path", ""),
+    "reward_model_path": ("reward.model_path", ""),
+    "reward_funcs": ("reward.functions", ""),
+    "reward_weights": ("reward.weights", ""),
+    "max_steps": ("trainer.total_training_steps", ""),
+    "num_train_epochs": ("trainer.total_epochs", ""),
+    "save_steps": ("trainer.save_freq", ""),
+    "eval_steps": ("trainer.test_freq", ""),
+    "save_total_limit": ("trainer.max_ckpt_to_keep", ""),
+    "output_dir": ("trainer.default_local_dir", ""),
+    "run_name": ("trainer.experiment_name", ""),
+    "report_to": ("trainer.logger", ""),
+}
+
+OPENRLHF = {
+    "init_kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
+    "kl_target": ("algorithm.kl_ctrl.target_kl", ""),
+    "kl_estimator": ("algorithm.kl_penalty", ""),
+    "pretrain": ("model.path", ""),
+    "reward_pretrain": ("reward.model_path", ""),
+    "critic_pretrain": ("critic.path", ""),
+    "remote_rm_url": ("reward.functions", "as reward.functions=[path/file.py:function]"),
+    "prompt_data": ("data.train_files", ""),
+    "input_key": ("data.prompt_key", ""),
+    "prompt_max_len": ("data.max_prompt_length", ""),
+    "generate_max_len": ("data.max_response_length", ""),
+    "rollout_batch_size": ("data.train_batch_size", ""),
+    "micro_train_batch_size": ("actor.ppo_micro_batch_size_per_gpu", ""),
+    "n_samples_per_prompt": ("rollout.n", ""),
+    "actor_learning_rate": ("actor.optim.lr", ""),
+    "critic_learning_rate": ("critic.optim.lr", ""),
+    "lr_warmup_ratio": ("actor.optim.lr_warmup_steps", "give steps, not a share"),
+    "eps_clip": ("actor.clip_ratio", ""),
+    "value_clip": ("critic.cliprange_value", ""),
+    "lambd": ("algorithm.lam", ""),
+    "advantage_estimator": ("algorithm.adv_estimator", ""),
+    "freezing_actor_steps": ("trainer.critic_warmup", ""),
+    "num_episodes": ("trainer.total_epochs", ""),
+    "vllm_num_engines": ("trainer.n_gpus_per_node", "slots / rollout.tensor_model_parallel_size engines"),
+    "vllm_tensor_parallel_size": ("rollout.tensor_model_parallel_size", ""),
+    "vllm_gpu_memory_utilization": ("rollout.gpu_memory_utilization", ""),
+    "use_wandb": ("trainer.logger", ""),
+    "save_path": ("trainer.default_local_dir", ""),
+}
+
+
+def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
+    """What `name` of verl, TRL or OpenRLHF becomes, given our keys; None if the name is nobody's we know."""
+    if name in VERL:
+        key, note = VERL[name]
+        return Counterpart("verl", (key,) if key else (), note)
+    for start, why in NO_COUNTERPART:
+        if name == start or name.startswith((start + ".", start + "_")):
+            return Counterpart("verl", (), why)
+    for prefix, ours in VERL_PREFIXES:
+        rest = name.removeprefix(prefix)
+        free = ours == "rollout.engine_kwargs."
+        if rest != name and (ours + rest in known or free):
+            note = "one setting for actor and critic" if prefix.startswith("critic.") else ""
+            return Counterpart("verl", (ours + rest,), note)
+    leaf = name.rsplit(".", 1)[-1]
+    if name.startswith("actor_rollout_ref.rollout.") and leaf in VLLM_OPTIONS:
+        return Counterpart("verl", (f"rollout.engine_kwargs.{leaf}",), "vLLM's own name and value")
+    for word, why in NO_COUNTERPART_WORDS:
+        if word in name and name.startswith(("actor_rollout_ref.", "critic.", "reward_model.", "actor.", "ref.")):
+            return Counterpart("verl", (), why)
+    if name.endswith(".overlong_buffer.enable"):
+        return Counterpart("verl", ("reward.overlong_buffer.len",), "above 0 turns it on")
+    for origin, table in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
+        if name in table:
+            return Counterpart(origin, (table[name][0],), table[name][1])
+    return None

@@ -1,0 +1,115 @@
+"""A user's own YAML file as a job: `rlfuse train my_job.yaml rollout.n=4`.
+
+Role: reads the file, judges each of its names with the line it stands on, and hands the content to Hydra as the only
+entry of the group `job_file`, which conf/config.yaml merges after every preset. Called by compose.py.
+What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.n: 4`), presets by name
+(`algorithm: grpo`, `experiment: quickstart`) and, for those who know Hydra, `defaults` that choose presets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.documentation import by_name
+from rlfuse.config.keys import PRESET_GROUPS, explain_name
+
+NAME = "given"
+"""Name of the file's content in the group `job_file`."""
+
+BASES = ("config", "schema", "_self_")
+"""Entries of a Hydra defaults list that a job file has without asking."""
+
+
+def register(path: Path) -> tuple[list[str], list[str]]:
+    """Give the file to Hydra: (presets it chooses, as `group=name`; problems with its names)."""
+    try:
+        text = path.expanduser().read_text()
+        content = OmegaConf.to_container(OmegaConf.create(text) if text.strip() else OmegaConf.create({}))
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no such job file; correct the path"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: can't be read ({error})"]) from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError([f"{path}: is not valid YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
+    presets, problems = _presets(content, path)
+    lines = _lines(text)
+    for name in _names(content):
+        problem = explain_name(name, None)
+        if problem is not None:
+            problems.append(f"{path}:{lines.get(name, 1)}: {problem}")
+    if not problems:
+        ConfigStore.instance().store(group="job_file", name=NAME, node=_nested(content), package="_global_")
+    return presets, problems
+
+
+def _presets(content: dict[str, Any], path: Path) -> tuple[list[str], list[str]]:
+    """Take the choices of presets out of `content`."""
+    presets, problems = [], []
+    for entry in content.pop("defaults", None) or []:
+        if isinstance(entry, dict) and len(entry) == 1:
+            group, choice = next(iter(entry.items()))
+            presets.append(f"{group.removeprefix('override ').strip().lstrip('/')}={choice}")
+        elif entry not in BASES:
+            problems.append(
+                f"{path}: defaults entry `{entry}` is not `group: preset`; groups: {', '.join(PRESET_GROUPS)}"
+            )
+    for group in PRESET_GROUPS:
+        if isinstance(content.get(group), str):
+            presets.append(f"{group}={content.pop(group)}")
+    return presets, problems
+
+
+def _names(content: dict[str, Any], prefix: str = "") -> list[str]:
+    """Full names of everything set; stops at keys and at unknown groups."""
+    found: list[str] = []
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if name.split(".")[0] == "hydra":
+            continue
+        if isinstance(value, dict) and value and name not in by_name():
+            found += _names(value, name + ".")
+        else:
+            found.append(name)
+    return found
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Full name -> line number in the file."""
+    found: dict[str, int] = {}
+
+    def visit(node: yaml.Node, prefix: str) -> None:
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            found[name] = key.start_mark.line + 1
+            if isinstance(value, yaml.MappingNode):
+                visit(value, name + ".")
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if isinstance(root, yaml.MappingNode):
+        visit(root, "")
+    return found
+
+
+def _nested(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with dotted names unfolded: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
+    nested: dict[str, Any] = {}
+    for key, value in content.items():
+        *above, last = str(key).split(".")
+        node = nested
+        for part in above:
+            node = node.setdefault(part, {})
+        value = _nested(value) if isinstance(value, dict) else value
+        if isinstance(value, dict) and isinstance(node.get(last), dict):
+            node[last] |= value
+        else:
+            node[last] = value
+    return nested

@@ -1,0 +1,149 @@
+"""What is wrong with the name of a setting, and which key was probably meant.
+
+Role: pure decisions on names, called by compose.py before Hydra sees a command line or a job file. Hydra by itself
+accepts `+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently.
+Invariants: None means that the name is right (its value is judged later); a message names the key received, the key to
+use and, where one is set, the value. Imports only the schema's documentation and the table of other trainers' names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from rlfuse.config.documentation import Key, by_name, groups, keys
+from rlfuse.config.foreign import VERL_PREFIXES, counterpart
+
+PRESET_GROUPS = ("algorithm", "fusion", "experiment")
+"""Groups with files in conf/, chosen by name: algorithm=grpo."""
+
+ALL_KEYS = "`rlfuse train --help` lists every key"
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `key=value` argument, taken apart."""
+
+    sign: str
+    """`+`, `++` or `~` in front; mostly empty."""
+    name: str
+    value: str | None
+    """None without an equals sign."""
+
+
+def parse_override(text: str) -> Override:
+    """`+a.b=c` -> Override("+", "a.b", "c"). Never fails: what is no name is found by `explain_override`."""
+    text = text.strip()
+    sign = re.match(r"\+{0,2}|~", text)[0] or ("~" if text.startswith("~") else "")
+    name, equals, value = text[len(sign) :].partition("=")
+    return Override(sign, name.strip(), value if equals else None)
+
+
+def is_free(name: str) -> bool:
+    """True below a free dictionary, where any key goes: rollout.engine_kwargs.enforce_eager."""
+    return any(key.free and name.startswith(key.name + ".") for key in keys())
+
+
+def explain_override(text: str) -> str | None:
+    """One line about a wrong `key=value` argument, or None."""
+    override = parse_override(text)
+    name, sign, value = override.name, override.sign, override.value
+    if re.match(r"hydra([./]|$)", name):
+        return None
+    if sign == "~":
+        return f"~{name}: keys of a job can't be removed; leave it out for the default, or set it: {name}=null"
+    if value is None:
+        return _explain_bare(name)
+    if name in PRESET_GROUPS or is_free(name):
+        return None
+    if name in by_name():
+        return f"+{name}: the key exists; write it without the plus: {name}={value}" if sign == "+" else None
+    return explain_name(name, value, sign)
+
+
+def _explain_bare(name: str) -> str:
+    """One line about an argument without an equals sign."""
+    if name in by_name() or is_free(name):
+        return f"{name}: has no value; write {name}=VALUE"
+    wrong = None if name in groups() else explain_name(name, None)
+    if wrong is None or "." not in name:
+        return f"{name}: settings are written KEY=VALUE, presets as experiment={name}, a job file as {name}.yaml"
+    return wrong
+
+
+def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
+    """One line about a name that is no key, or None for one that is (a key, a group, below a free dictionary)."""
+    if name in by_name() or is_free(name):
+        return None
+    shown = f"{sign}{name}" + (f"={value}" if value is not None else "")
+    if name in groups():
+        if value is None or value.lstrip().startswith("{"):
+            return None
+        inside = [key.name for key in keys() if key.name.startswith(name + ".")]
+        return f"{shown}: `{name}` is a group; set a key in it: {', '.join(inside) or 'it has none yet'}"
+    found = counterpart(name, frozenset(by_name()))
+    if found is not None and not found.keys:
+        return f"{shown}: a setting of {found.origin} with no counterpart here: {found.note}"
+    if found is not None:
+        note = f" ({found.note})" if found.note else ""
+        return f"{shown}: {found.origin}'s name; use `{found.keys[0]}` here{note}{_write(found.keys[0], value, note)}"
+    for prefix, ours in VERL_PREFIXES:
+        if name.startswith(prefix) and prefix.startswith("actor_rollout_ref."):
+            same_group = [key for key in nearest(ours + name.removeprefix(prefix)) if key.name.startswith(ours)]
+            near = _suggest(same_group) if same_group else ALL_KEYS
+            return f"{shown}: a setting of verl with no counterpart here; {near}"
+    refused = "`+` adds keys only below rollout.engine_kwargs; " if sign else ""
+    return f"{shown}: unknown key; {refused}{_suggest(nearest(name))}"
+
+
+def _write(key: str, value: str | None, note: str) -> str:
+    """The argument to type instead, unless its value has to change too."""
+    return "" if value is None or note else f"; write {key}={value}"
+
+
+def _suggest(near: list[Key]) -> str:
+    if not near:
+        return f"nothing here has such a name. Groups: {', '.join(g for g in groups() if '.' not in g)}; {ALL_KEYS}"
+    described = [f"{key.name} ({key.text.rstrip('.')})" for key in near]
+    return f"did you mean {' or '.join(described)}? {ALL_KEYS}"
+
+
+def nearest(name: str) -> list[Key]:
+    """The keys that `name` may have meant, best first, three at the most; empty if nothing resembles it."""
+    leaf = name.rsplit(".", 1)[-1]
+    group = name.split(".", 1)[0] if "." in name else ""
+    same_leaf = [key for key in keys() if key.leaf == leaf]
+    if same_leaf:
+        return [key for key in same_leaf if key.group == group] or same_leaf[:3]
+    close_leaves = difflib.get_close_matches(leaf, {key.leaf for key in keys()}, n=3, cutoff=0.75)
+    candidates = [key for wanted in close_leaves for key in keys() if key.leaf == wanted]
+    in_group = [key for key in candidates if key.group == group]
+    if in_group:
+        return in_group[:1]
+    close_names = difflib.get_close_matches(name, list(by_name()), n=2, cutoff=0.72)
+    candidates += [by_name()[wanted] for wanted in close_names]
+    return list(dict.fromkeys(candidates))[:3]
+
+
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+def explain_value(name: str, value: str) -> str:
+    """One line about a value of the wrong type for a known key."""
+    key = by_name()[name]
+    base = key.type.removesuffix(" | None")
+    null = " or null" if key.type.endswith("| None") else ""
+    remedy = f"the default is {name}={key.default_text}"
+    if base.startswith("list"):
+        kind = "a list"
+        remedy = "check its entries" if value.startswith("[") else f"write it in brackets: {name}=[{value}]"
+    else:
+        kind = KINDS.get(base, "a dictionary of options, {name: value}")
+    return f"{name}={value}: needs {kind}{null}; {remedy} ({key.text.rstrip('.')})"
+
+
+def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
+    """`; did you mean X?` for the choice nearest to `value`, or nothing."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,207 @@
+"""One trainer rank: actor, critic and reference in one process, each a DeepSpeed engine over all ranks.
+
+Role: the class that `TrainerGroup.start` makes a Ray actor, one per slot; every rank gets every call, because
+DeepSpeed's collectives need all of them. It waits for its peers only there, bounded by cluster.timeout_s.
+Invariants:
+- a loss is a sum over tokens times `1 / global count`, so any split into ranks and micro-batches gives one gradient;
+- all ranks run the same number of micro-batches; a filler has weight 0;
+- gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import ray
+import torch
+
+from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
+from rlfuse.algorithms.objectives import Scale, actor_objective, critic_objective
+from rlfuse.config.schema import Config
+from rlfuse.engines.exporting import Exporter
+from rlfuse.engines.models import (
+    Batch,
+    collate,
+    load_critic,
+    load_policy,
+    packs_exactly,
+    response_logits,
+    response_values,
+)
+from rlfuse.engines.optimizing import freeze, gradient_norm, matmul_rate, sharded_loading, trainable
+from rlfuse.observe.events import Recorder, Span
+from rlfuse.samples import MicroBatch
+
+
+class TrainerRank:
+    """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
+
+    def __init__(self, config: Config, rank: int, world: int, device: str):
+        self.config, self.rank, self.world, self.device = config, rank, world, device
+        self.recorder = Recorder(f"trainer/{rank}")
+
+    def address(self) -> tuple[str, int]:
+        """Where this rank's host is, and a port that is free there: rank 0 tells it to the others."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks; waits for all of them, at most cluster.timeout_s."""
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        limit = timedelta(seconds=self.config.cluster.timeout_s)
+        if self.device == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        deepspeed.init_distributed("gloo" if self.device == "cpu" else "nccl", timeout=limit, verbose=False)
+
+    def setup(self, optimizer_steps: int) -> dict[str, Any]:
+        """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log."""
+        config, start = self.config, self.config.model.path
+        torch.manual_seed(config.data.seed)
+        self.engines: dict[str, Any] = {}
+        with sharded_loading(config.actor, self.device):
+            policy = load_policy(start, config.model, self.device)
+            self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
+            if config.uses_critic:
+                critic = load_critic(config.critic.path or start, config.model, self.device, config.data.seed)
+                self.engines["critic"] = trainable(
+                    critic, config.actor, config.critic.optim.lr, optimizer_steps, self.device
+                )
+            if config.uses_reference:
+                reference = load_policy(config.ref.path or start, config.model, self.device)
+                self.engines["ref"] = freeze(reference, config.actor, self.device)
+        self.exporters = {
+            name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
+        }
+        vocabulary = policy.config.get_text_config().vocab_size
+        self.packed = config.model.use_remove_padding and packs_exactly(
+            self.engines["actor"], vocabulary, policy.dtype, self.device
+        )
+        return {
+            "packed": self.packed,
+            "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
+            "peak_flops": matmul_rate(policy.dtype, self.device),
+        }
+
+    # Passes without gradients ------------------------------------------------------------------------------------
+
+    def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature."""
+        kind = "old_log_prob" if model == "actor" else "ref"
+        return self._score(kind, model, micro_batches, lambda module, batch: self._log_probs(module, batch)[0])
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """float32 [T] per row, per micro-batch: the critic's value before each response token."""
+        return self._score("values", "critic", micro_batches, response_values)
+
+    @torch.no_grad()
+    def _score(
+        self,
+        kind: str,
+        model: str,
+        micro_batches: Sequence[MicroBatch],
+        function: Callable[[Any, Batch], torch.Tensor],
+    ) -> list[list[np.ndarray]]:
+        engine, results = self.engines[model], []
+        engine.eval()
+        for micro_batch in micro_batches:
+            with self._span(kind, micro_batch):
+                batch = collate(micro_batch.rows, self.packed, self.device)
+                results.append(batch.split(function(engine, batch)))
+        return results
+
+    def _log_probs(self, module: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = response_logits(module, batch).float() / self.config.rollout.temperature
+        return log_probs_from_logits(logits, batch.targets), logits
+
+    # Updates -----------------------------------------------------------------------------------------------------
+
+    def update_actor(self, micro_batches: Sequence[MicroBatch], scale: Scale) -> dict[str, float]:
+        """One optimizer step; this rank's shares of the mini-batch's means, which add up over ranks."""
+
+        def objective(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            log_probs, logits = self._log_probs(self.engines["actor"], batch)
+            with torch.set_grad_enabled(bool(self.config.actor.entropy_coeff)):
+                entropy = entropy_from_logits(logits)
+            return actor_objective(
+                self.config.actor, batch.matrix(log_probs), batch.matrix(entropy), batch.mask, batch.tensors, scale
+            )
+
+        return self._update("actor", micro_batches, objective)
+
+    def update_critic(self, micro_batches: Sequence[MicroBatch], scale: Scale) -> dict[str, float]:
+        """As `update_actor`, for the value model."""
+
+        def objective(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            values = batch.matrix(response_values(self.engines["critic"], batch))
+            clip, mode = self.config.critic.cliprange_value, self.config.actor.loss_agg_mode
+            return critic_objective(clip, mode, values, batch.mask, batch.tensors, scale)
+
+        return self._update("critic", micro_batches, objective)
+
+    def _update(self, model: str, micro_batches: Sequence[MicroBatch], objective: Callable) -> dict[str, float]:
+        engine, totals = self.engines[model], {}
+        engine.train()
+        for micro_batch in micro_batches:
+            batch = collate(micro_batch.rows, self.packed, self.device)
+            with self._span("forward", micro_batch, model=model):
+                loss, shares = objective(batch)
+            with self._span("backward", micro_batch, model=model):
+                # DeepSpeed averages gradients over ranks: times `world`, the global sum is what remains.
+                engine.backward(loss * (self.world * micro_batch.weight), scale_wrt_gas=False)
+            for name, share in shares.items():
+                totals[name] = totals.get(name, 0.0) + float(share) * micro_batch.weight
+        rate = engine.get_lr()[0]
+        with self.recorder.span("optimizer", attributes={"model": model}) as span:
+            engine.step()
+            if self.device != "cpu":
+                span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
+        if self.rank == 0:  # the same on every rank, and shares add up
+            totals |= {"lr": rate, "grad_norm": gradient_norm(engine)}
+        return {f"{model}/{name}": value for name, value in totals.items()}
+
+    # Weights and checkpoints -------------------------------------------------------------------------------------
+
+    def sizes(self, model: str) -> list[tuple[str, int]]:
+        """(name, bytes) of the model's tensors."""
+        return self.exporters[model].sizes()
+
+    def export_bucket(self, names: list[str], path: Path) -> None:
+        """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
+        self.exporters["actor"].write(names, path)
+
+    def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> None:
+        """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets."""
+        for name, exporter in self.exporters.items():
+            self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
+            exporter.save_pretrained(folder / name / "huggingface", buckets[name])
+
+    def load(self, folder: Path) -> None:
+        """Weights, optimizer and schedule of every trained model, as `save` left them."""
+        for name in self.exporters:
+            loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
+            if loaded is None:
+                raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
+
+    # Events ------------------------------------------------------------------------------------------------------
+
+    def _span(self, kind: str, micro_batch: MicroBatch, **attributes: Any):
+        rows = micro_batch.rows if micro_batch.weight else ()
+        return self.recorder.span(
+            kind,
+            samples=tuple(row.id for row in rows),
+            tokens=sum(row.tokens for row in rows),
+            attributes=attributes,
+        )
+
+    def drain(self) -> list[Span]:
+        """Spans since the last call."""
+        return self.recorder.drain()

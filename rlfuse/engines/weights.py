@@ -1,0 +1,215 @@
+"""New weights, from the trainer to every rollout engine, in buckets.
+
+Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and moves no tensor itself: it tells the
+trainer which bucket to hand over and the engines where to find it.
+
+    trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
+                                      at most two buckets exist: one being written, one being loaded
+
+Invariants:
+- engines are paused and their caches cleared before the first bucket, and resume only when all of them hold all
+  weights; the versions that they then report are compared with the one asked for;
+- a bucket's file is complete before any engine hears of it and is deleted, never rewritten; the folder is gone when
+  `push` returns or raises;
+- after an error the engines hold parts of two versions and stay paused: restart them.
+Called by the controller after an optimizer step. Waits for the slowest engine per bucket and for the trainer's next
+bucket; both bound their calls in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.weights_device import merge_ipc, nccl_join
+
+MIB = 1 << 20
+
+
+class WeightExporter(Protocol):
+    """The trainer's side, all ranks as one. Every method is bounded in time and raises `EngineError`."""
+
+    async def bucket_plan(self) -> list[list[str]]:
+        """All tensors of the actor in buckets, see `plan_buckets`."""
+
+    async def export_bucket(self, names: list[str], path: str) -> None:
+        """Write these tensors as safetensors under checkpoint names; every rank enters, rank 0 writes, complete on
+        return."""
+
+
+class DeviceWeightExporter(WeightExporter, Protocol):
+    """What `nccl` and `ipc` need besides, each a thin call of `weights_device` on the ranks' own devices."""
+
+    async def nccl_address(self) -> tuple[str, int]:
+        """`free_address` of rank 0."""
+
+    async def open_nccl(self, host: str, port: int, world_size: int) -> None:
+        """`open_nccl` on rank 0."""
+
+    async def describe(self, names: list[str]) -> dict[str, Any]:
+        """`describe` on rank 0."""
+
+    async def send_nccl(self, names: list[str]) -> None:
+        """`send_nccl` on rank 0; every rank enters to gather."""
+
+    async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
+        """`share_ipc` of every rank that shares a GPU with an engine; the ranks keep the tensors."""
+
+    async def release_ipc(self) -> None:
+        """The ranks let go of what `share_ipc` kept."""
+
+
+class WeightReceiver(Protocol):
+    """A rollout engine as weight sync sees it, implemented by `rollout.RolloutHandle`."""
+
+    name: str
+    devices: int
+
+    async def begin_update(self) -> None: ...
+
+    async def receive(self, info: dict[str, Any]) -> None: ...
+
+    async def finish_update(self, version: int) -> None: ...
+
+    async def version(self) -> int: ...
+
+    async def join_transfer(self, info: dict[str, Any]) -> None: ...
+
+
+def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
+    """Names in their order, cut into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    buckets: list[list[str]] = []
+    room = -1
+    for name, size in sizes:
+        if size > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(name)
+        room -= size
+    return buckets
+
+
+def resolve_transfer(setting: str, device: str) -> str:
+    """`rollout.weight_transfer` with auto resolved for the device: `cpu` or `cuda`."""
+    if setting == "auto":
+        return "nccl" if device == "cuda" else "shm"
+    if setting not in ("shm", "nccl", "ipc"):
+        raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm, nccl or ipc")
+    if device != "cuda" and setting != "shm":
+        raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, this run's device is {device}: choose shm")
+    return setting
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds `folder`."""
+    return shutil.disk_usage(folder).free
+
+
+class WeightPush:
+    """Pushes the trainer's weights to all engines, one bucket after the other."""
+
+    def __init__(
+        self,
+        exporter: WeightExporter,
+        engines: Sequence[WeightReceiver],
+        bucket_mb: int,
+        transfer: str = "shm",
+        root: Path = Path("/dev/shm"),
+    ):
+        self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
+        self.root = root
+        self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
+        self._joined = False
+
+    async def push(self, version: int) -> None:
+        """All engines hold the trainer's present weights as `version` when this returns."""
+        plan = await self.exporter.bucket_plan()
+        if not plan:
+            raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
+        await _all(engine.begin_update() for engine in self.engines)
+        move = {"shm": self._through_memory, "nccl": self._through_nccl, "ipc": self._through_ipc}[self.transfer]
+        await move(plan)
+        await _all(engine.finish_update(version) for engine in self.engines)
+        await self._check(version)
+
+    async def _check(self, version: int) -> None:
+        held = await _all(engine.version() for engine in self.engines)
+        wrong = [f"{engine.name} has {has}" for engine, has in zip(self.engines, held, strict=True) if has != version]
+        if wrong:
+            raise EngineError(
+                f"weights were pushed as version {version}, but {', '.join(wrong)}. Restart the run from its last "
+                "checkpoint (trainer.resume_mode=auto): those engines generate with other weights."
+            )
+
+    # Shared memory -----------------------------------------------------------------------------------------------
+
+    async def _through_memory(self, plan: list[list[str]]) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="rlfuse-weights-", dir=self.root))
+        writing = asyncio.create_task(self._write(plan[0], folder / "0.safetensors"))
+        try:
+            for i in range(len(plan)):
+                path = await writing
+                if i + 1 < len(plan):
+                    writing = asyncio.create_task(self._write(plan[i + 1], folder / f"{i + 1}.safetensors"))
+                await _all(engine.receive({"path": str(path)}) for engine in self.engines)
+                path.unlink()
+        finally:
+            writing.cancel()  # of no effect unless an engine failed
+            await asyncio.gather(writing, return_exceptions=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _write(self, names: list[str], path: Path) -> Path:
+        if free_bytes(self.root) < self._largest:
+            raise self._no_room(self._largest)
+        try:
+            await self.exporter.export_bucket(names, str(path))
+        except (EngineError, OSError) as error:
+            if "no space left" in str(error).lower():
+                raise self._no_room(self.bucket_mb * MIB) from error
+            raise
+        self._largest = max(self._largest, path.stat().st_size)
+        return path
+
+    def _no_room(self, needed: int) -> EngineError:
+        return EngineError(
+            f"trainer could not write a bucket of weights to {self.root}: it needs up to {-(-needed // MIB)} MiB, "
+            f"{free_bytes(self.root) // MIB} MiB are free, and two buckets exist at a time. Lower "
+            f"rollout.update_weights_bucket_mb (now {self.bucket_mb}) or give {self.root} more room (docker: "
+            "--shm-size)."
+        )
+
+    # Devices: not run without GPUs, see weights_device -------------------------------------------------------------
+
+    async def _through_nccl(self, plan: list[list[str]]) -> None:
+        if not self._joined:
+            await self._join()
+        for names in plan:
+            update = await self.exporter.describe(names)
+            await _all([self.exporter.send_nccl(names), *(engine.receive(update) for engine in self.engines)])
+
+    async def _join(self) -> None:
+        host, port = await self.exporter.nccl_address()
+        *offsets, world = accumulate((engine.devices for engine in self.engines), initial=1)  # 0 is the trainer
+        joins = [
+            engine.join_transfer(nccl_join(host, port, offset, world))
+            for engine, offset in zip(self.engines, offsets, strict=True)
+        ]
+        await _all([self.exporter.open_nccl(host, port, world), *joins])
+        self._joined = True
+
+    async def _through_ipc(self, plan: list[list[str]]) -> None:
+        for names in plan:
+            update = merge_ipc(await self.exporter.share_ipc(names))
+            await _all(engine.receive(update) for engine in self.engines)
+            await self.exporter.release_ipc()
+
+
+async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All results, or the first failure at once: it names its worker, and the others' calls end by themselves."""
+    return await asyncio.gather(*calls)

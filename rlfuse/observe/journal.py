@@ -1,0 +1,148 @@
+"""The run's memory: what happened becomes events, metrics, tables and checkpoints in the run folder.
+
+Role: the controller tells it what it learned (`note`, `validated`, `failures`), and at the end of a step `finish`
+drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
+spans and, in `checkpoint`, to write their state.
+
+    run folder: config.yaml  metrics.jsonl  events.jsonl  summary.json  reward_curve.png  wandb/  global_step_N/
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlfuse import checkpoints
+from rlfuse.config.schema import Config
+from rlfuse.engines.protocols import Recorded, Trainer
+from rlfuse.fusion.board import Board
+from rlfuse.observe import metrics as figures
+from rlfuse.observe.events import EventLog, Recorder, Span
+from rlfuse.observe.tracking import MetricsFile, Terminal, Wandb
+from rlfuse.rewards.items import RewardError
+
+
+class Journal:
+    """`state` gives what a checkpoint keeps beside the models; `facts` what the trainer said of itself at start-up."""
+
+    def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, total_steps: int, start: int):
+        self.config, self.folder, self.total_steps = config, folder, total_steps
+        self.recorder = Recorder("driver")
+        self.facts: dict[str, Any] = {}
+        self._engines: Sequence[Recorded] = ()
+        self._trainer: Trainer | None = None
+        self._state: Callable[[], dict[str, Any]] = dict
+        self._notes: dict[str, list[float]] = defaultdict(list)
+        self._events = EventLog(folder / "events.jsonl")
+        self._metrics = MetricsFile(folder / "metrics.jsonl", after=start)
+        self._terminal = Terminal(total_steps, start) if "console" in config.trainer.logger else None
+        self._wandb = Wandb(config, resolved, folder, start > 0) if "wandb" in config.trainer.logger else None
+
+    def attach(
+        self, engines: Sequence[Recorded], trainer: Trainer, state: Callable[[], dict[str, Any]], facts: dict[str, Any]
+    ) -> None:
+        """The engines whose spans to collect, the trainer that saves, and the rest of a checkpoint's state."""
+        self._engines, self._trainer, self._state, self.facts = engines, trainer, state, facts
+
+    def note(self, values: dict[str, float]) -> None:
+        """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
+        for name, value in values.items():
+            self._notes[name].append(value)
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        if self._terminal:
+            self._terminal.say(text)
+
+    def failures(self, board: Board) -> None:
+        """Show what failed to be scored; above reward.max_failure_rate the run stops."""
+        failed = board.failures()
+        if not failed:
+            return
+        sample, failure = failed[0]
+        detail = (
+            f"{len(failed)} of {len(board.samples)} samples have no reward and are left out; the first is {sample.id}: "
+            f"{failure.function}: {failure.message}\n{failure.traceback}"
+        ).rstrip()
+        self.say(detail)
+        if self._wandb:
+            self._wandb.failure("reward", detail)
+        if len(failed) > self.config.reward.max_failure_rate * len(board.samples):
+            raise RewardError(
+                f"{detail}\nThat is more than reward.max_failure_rate={self.config.reward.max_failure_rate}, so the "
+                "run stops. Mend the function, or raise the rate if these samples may be left out."
+            )
+
+    def validated(self, step: int, board: Board) -> None:
+        """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
+        values = figures.validation_metrics(board.groups)
+        self.say("validation  " + "  ".join(f"{k} {v:.3f}" for k, v in values.items() if k.startswith("val-core")))
+        if step:
+            self.note(values)
+        else:
+            self._log(0, values)
+
+    async def checkpoint(self, step: int) -> None:
+        """Write one, whole or not at all."""
+        with self.recorder.span("save_checkpoint", step=step):
+            await checkpoints.write(
+                self.folder, step, self._state(), self._trainer.save, self.config.trainer.max_ckpt_to_keep
+            )
+
+    async def finish(self, step: int, board: Board) -> None:
+        """Close the step: its events to the log, its scalars and samples to the sinks."""
+        spans = await self.collect(step)
+        values = self._scalars(step, board, spans)
+        self._log(step, values)
+        if self._terminal:
+            self._terminal.log(step, values)
+        shown = list(board.samples.values())[: self.config.trainer.log_samples]
+        if self._wandb and shown:
+            self._wandb.samples(step, shown)
+        self._notes.clear()
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self._metrics.log(step, values)
+        if self._wandb:
+            self._wandb.log(step, values)
+
+    async def collect(self, step: int) -> list[Span]:
+        """All spans since the last call, of every process, written to the log."""
+        spans = self.recorder.drain()
+        for drained in await asyncio.gather(*(engine.drain() for engine in self._engines)):
+            spans += drained
+        for span in spans:
+            span.step = step if span.step < 0 else span.step
+        self._events.write(sorted(spans, key=lambda span: span.start))
+        return spans
+
+    def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
+        data, slots, kept = self.config.data, self.config.slots, board.kept()
+        values: dict[str, float] = {"training/global_step": step, "training/epoch": self._state()["prompts"]["epoch"]}
+        if kept:
+            values |= figures.sample_metrics(kept, data.max_prompt_length, data.max_response_length, slots)
+        responses = sum(len(sample.response.token_ids) for sample in board.samples.values())
+        tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in board.samples.values()))
+        values |= figures.failure_metrics(board.failures())
+        values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
+        values |= figures.fusion_metrics(spans) | figures.memory_metrics(spans)
+        values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
+        values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
+        return values | {name: sum(v) / len(v) for name, v in self._notes.items()}
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close every sink; an error is written to wandb before."""
+        self._events.write(self.recorder.drain())
+        self._events.close()
+        self._metrics.close()
+        if self._terminal:
+            self._terminal.close()
+        if self._wandb:
+            if error is not None:
+                self._wandb.failure("run", f"{type(error).__name__}: {error}")
+            self._wandb.close(exit_code=int(error is not None))

@@ -1,0 +1,176 @@
+"""A step's scalars under verl's names: pure functions of its samples and spans.
+
+Role: the journal calls these once a step. Seconds come from the spans alone, so every chart can be traced to events.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlfuse.algorithms.shaping import zero_spread
+from rlfuse.engines.batching import balance
+from rlfuse.observe.events import Span
+from rlfuse.samples import Group, Reward, RewardFailure, Sample
+
+
+def sample_metrics(groups: Sequence[Group], max_prompt: int, max_response: int, ranks: int) -> dict[str, float]:
+    """Rewards, lengths and balance of a step's samples; `groups` holds those with a reward."""
+    samples = [sample for group in groups for sample in group.samples]
+    responses = np.array([len(sample.response.token_ids) for sample in samples])
+    prompts = np.array([len(sample.prompt.token_ids) for sample in samples])
+    metrics = _spread("critic/score", [sample.reward.value for sample in samples])
+    metrics |= _spread("response_length", responses) | _spread("prompt_length", prompts)
+    metrics["response_length/clip_ratio"] = float((responses >= max_response).mean())
+    metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt).mean())
+    metrics["response/aborted_ratio"] = float(np.mean([s.response.finish_reason == "abort" for s in samples]))
+    metrics["reward/frac_reward_zero_std"] = float(
+        np.mean(zero_spread([[sample.reward.value for sample in group.samples] for group in groups]))
+    )
+    return metrics | _parts(samples) | _balance(prompts + responses, ranks) | _trained(samples)
+
+
+def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
+
+
+def _parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """rewards/{fn}/mean and std of every named part, over the samples that have it."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.reward.parts.items():
+            parts[name].append(value)
+    return {
+        f"rewards/{name}/{kind}": float(getattr(np, kind)(values))
+        for name, values in parts.items()
+        for kind in ("mean", "std")
+    }
+
+
+def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
+    """Tokens per rank as they came and as they were balanced."""
+    came = [int(share.sum()) for share in np.array_split(tokens, ranks)]
+    balanced = [int(tokens[share].sum()) for share in balance(tokens.tolist(), ranks)]
+    return {
+        "global_seqlen/min": min(came),
+        "global_seqlen/max": max(came),
+        "global_seqlen/minmax_diff": max(came) - min(came),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+        "global_seqlen/mean": float(np.mean(came)),
+    }
+
+
+def _trained(samples: Sequence[Sample]) -> dict[str, float]:
+    """Advantages, returns and values, where the step trained."""
+    if "advantages" not in samples[0].tensors:
+        return {}
+    tensors = {
+        name: np.concatenate([sample.tensors[name] for sample in samples])
+        for name in ("advantages", "returns", "values")
+        if name in samples[0].tensors
+    }
+    metrics = _spread("critic/rewards", [float(sample.tensors["token_rewards"].sum()) for sample in samples])
+    for name, values in tensors.items():
+        metrics |= _spread(f"critic/{name}", values)
+    if "values" in tensors and (spread := tensors["returns"].var()) > 0:
+        metrics["critic/vf_explained_var"] = float(1 - (tensors["returns"] - tensors["values"]).var() / spread)
+    return metrics
+
+
+def failure_metrics(failures: Iterable[tuple[Sample, RewardFailure]]) -> dict[str, float]:
+    """reward/failures/{fn}: samples without a reward."""
+    counts: dict[str, float] = defaultdict(float)
+    for _, failure in failures:
+        counts[f"reward/failures/{failure.function}"] += 1
+    return dict(counts)
+
+
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """val-core/{data_source}/{acc or reward}/mean@N, every other reward part under val-aux."""
+    sources: dict[str, list[Sample]] = defaultdict(list)
+    for group in groups:
+        sources[group.prompt.data_source] += group.samples
+    metrics: dict[str, float] = {}
+    n = max(len(group.samples) for group in groups)
+    for source, samples in sources.items():
+        scored = [sample.reward for sample in samples if isinstance(sample.reward, Reward)]
+        figures: dict[str, list[float]] = {"reward": [reward.value for reward in scored]}
+        for reward in scored:
+            for name, value in reward.parts.items():
+                figures.setdefault(name.rsplit("/", 1)[-1] if name.endswith("/acc") else name, []).append(value)
+        core = "acc" if "acc" in figures else "reward"
+        for name, values in figures.items():
+            section = "val-core" if name == core else "val-aux"
+            metrics[f"{section}/{source}/{name}/mean@{n}"] = float(np.mean(values)) if values else float("nan")
+        metrics[f"val-aux/{source}/response_length/mean@{n}"] = float(
+            np.mean([len(sample.response.token_ids) for sample in samples])
+        )
+    return metrics
+
+
+TIMED = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+TIMED += ("save_checkpoint", "testing", "step")
+
+
+def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> dict[str, float]:
+    """timing_s/* (seconds in which that work was under way), milliseconds per token, throughput per slot.
+
+    `tokens` gives the tokens that each kind of work is counted by; `gen` by responses, the rest by whole sequences.
+    """
+    seconds = {kind: covered(span for span in spans if span.kind == kind and span.where == "driver") for kind in TIMED}
+    metrics: dict[str, float] = {f"timing_s/{kind}": value for kind, value in seconds.items() if value}
+    for kind, value in seconds.items():
+        if value and tokens.get(kind):
+            metrics[f"timing_per_token_ms/{kind}"] = 1000 * value / tokens[kind]
+    if seconds["step"]:
+        metrics["perf/time_per_step"] = seconds["step"]
+        metrics["perf/throughput"] = tokens["step"] / seconds["step"] / slots
+    metrics["perf/total_num_tokens"] = tokens["step"]
+    return metrics
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Seconds covered by at least one of the spans."""
+    total, reach = 0.0, -np.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, reach))
+        reach = max(reach, span.end)
+    return total
+
+
+def fusion_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """How much of the scoring ran beside generation."""
+    generated = [span for span in spans if span.kind == "gen"]
+    scored = [span for span in spans if span.where == "driver" and span.samples]
+    if not generated or not scored:
+        return {}
+    last = max(span.end for span in generated)
+    early: set[Any] = {sample for span in scored if span.start < last for sample in span.samples}
+    return {"fusion/samples_overlapped": float(len(early))}
+
+
+def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens: int, epochs: int) -> dict[str, float]:
+    """perf/mfu/*: model FLOPs (6 per parameter and token trained, 2 per token generated) over what the slots could do.
+
+    What a slot could do is its rate of large matrix products in the model's dtype, measured at start-up.
+    """
+    if "peak_flops" not in facts:
+        return {}
+    work = {"actor": ("update_actor", 6 * epochs), "critic": ("update_critic", 6 * epochs), "actor_infer": ("gen", 2)}
+    metrics = {}
+    for name, (kind, per_token) in work.items():
+        if seconds := covered(span for span in spans if span.kind == kind and span.where == "driver"):
+            done = per_token * facts["parameters"] * tokens
+            metrics[f"perf/mfu/{name}"] = done / (seconds * ranks * facts["peak_flops"])
+    return metrics
+
+
+def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs."""
+    peaks = [span.attributes["max_memory"] for span in spans if "max_memory" in span.attributes]
+    return {"perf/max_memory_allocated_gb": max(peaks) / 2**30} if peaks else {}

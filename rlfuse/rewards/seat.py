@@ -1,0 +1,168 @@
+"""One reward process and the task that feeds it: the process may be replaced, the seat stays.
+
+Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
+Invariants:
+- one call is under way at a time, so that a lost process is blamed on the call that it was doing;
+- a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
+  seat whose process could not be started again keeps answering, with that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rlfuse.cluster import remote
+from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.events import Recorder
+from rlfuse.rewards.items import Item, Outcome
+from rlfuse.rewards.shapes import timed_out
+from rlfuse.samples import RewardFailure
+
+
+@dataclass(slots=True)
+class Call:
+    """One function on some items."""
+
+    name: str
+    items: list[Item]
+    positions: list[int]
+    """Of the items among those that `score` was given."""
+    limit_s: float
+    """After this the process is killed."""
+    told_s: float
+    """The limit as the user set it."""
+    batched: bool
+    """The function takes all items at once; else the worker calls it for each."""
+    answer: asyncio.Future[list[Outcome]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error, if nobody has answered or given up."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def singles(self) -> list[Call]:
+        """The same, an item a call."""
+        rest = (self.limit_s, self.told_s, self.batched)
+        return [Call(self.name, [i], [p], *rest) for i, p in zip(self.items, self.positions, strict=True)]
+
+
+class Lost(Exception):
+    """The process was killed for taking too long, or died of its own."""
+
+    def __init__(self, failure: RewardFailure, late: bool):
+        super().__init__(failure.message)
+        self.failure = failure
+        self.late = late
+
+
+class Seat:
+    """Serves the calls of a queue with one process at a time."""
+
+    def __init__(self, where: str, queue: asyncio.Queue[Call], create: Callable[[], Any], start_timeout_s: float):
+        self.where = where
+        self.recorder = Recorder(where)
+        self._queue = queue
+        self._create = create
+        self._start_timeout_s = start_timeout_s
+        self._actor: Any = None
+        self._restart: asyncio.Task | None = None
+
+    async def start(self) -> None:
+        """A process with everything loaded, or EngineError."""
+        self._actor = self._create()
+        problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
+        if problem:
+            raise EngineError(f"{self.where} could not start: {problem}")
+
+    async def serve(self) -> None:
+        """Answer calls until cancelled."""
+        while True:
+            call = await self._queue.get()
+            if call.answer.done():
+                continue
+            try:
+                outcomes = await self._outcomes(call)
+            except asyncio.CancelledError:
+                call.fail(EngineError(f"{self.where} was closed while it scored {_ids(call)}"))
+                raise
+            except Exception as error:
+                call.fail(remote.explain(error, self.where, f"score {_ids(call)}", call.told_s))
+                continue
+            if not call.answer.done():
+                call.answer.set_result(outcomes)
+
+    async def close(self) -> None:
+        """Kill the process."""
+        if self._restart:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    async def _outcomes(self, call: Call) -> list[Outcome]:
+        """The call's outcomes; where it failed as a whole, those of its items one by one."""
+        several = len(call.items) > 1
+        try:
+            outcomes = await self._attempt(call)
+            all_failed = all(isinstance(outcome, RewardFailure) for outcome in outcomes)
+            if not (several and call.batched and all_failed):
+                return outcomes
+        except Lost as lost:
+            self._replace(lost)
+            if not several or (lost.late and call.batched):
+                return [lost.failure] * len(call.items)
+        outcomes = []
+        for single in call.singles():
+            if call.answer.done():  # given up by `score`: nobody will read the rest
+                break
+            outcomes += await self._outcomes(single)
+        return outcomes
+
+    async def _attempt(self, call: Call) -> list[Outcome]:
+        if self._restart:  # raises again for each call, where it failed
+            await self._restart
+        with self.recorder.span(
+            "reward",
+            step=call.items[0].step,
+            samples=tuple(item.id for item in call.items),
+            tokens=sum(len(item.response_ids) for item in call.items),
+            attributes={"function": call.name},
+        ):
+            reference = self._actor.score.remote(call.name, call.items)
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(reference.future()), call.limit_s)
+            except TimeoutError:
+                ray.kill(self._actor)
+                raise Lost(timed_out(call.name, call.told_s), late=True) from None
+            except RayTaskError:
+                raise
+            except RayError as error:
+                raise Lost(_death(call.name, error), late=False) from error
+
+    def _replace(self, lost: Lost) -> None:
+        """Start another process; the next call waits for it, the present answer does not."""
+        self._restart = asyncio.create_task(self._replacement(lost))
+
+    async def _replacement(self, lost: Lost) -> None:
+        with self.recorder.span("restart", cause=lost.failure.message):
+            await self.start()
+
+
+def _death(name: str, error: RayError) -> RewardFailure:
+    return RewardFailure(
+        name,
+        f"the process of {name} ended while it scored this sample: it called os._exit, crashed in native code, or ran "
+        "out of memory",
+        str(error),
+    )
+
+
+def _ids(call: Call) -> str:
+    ids = ", ".join(item.id for item in call.items[:4])
+    return f"{call.name} for {ids}" + (f" and {len(call.items) - 4} more" if len(call.items) > 4 else "")

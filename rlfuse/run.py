@@ -1,0 +1,212 @@
+"""One job from configuration to summary: loads data, starts engines, runs the controller, always cleans up.
+
+Role: called by `rlfuse.train` with a checked configuration (and by notebooks). What can fail without Ray fails before
+Ray starts. Waits for engines to start, all at once, then for the controller; on any end, Ctrl-C included, it stops
+every process it started and says how to go on.
+
+    data, tokenizer -> Ray, slots -> rollout engines | trainer ranks | reward workers   (started side by side)
+                                  -> checkpoint, if there is one -> Controller.run -> summary.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+from rlfuse import checkpoints
+from rlfuse.algorithms.experience import Experience
+from rlfuse.cluster import placement
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.schema import Config
+from rlfuse.controller import Controller
+from rlfuse.data.prompts import PromptSource, load_prompts
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.protocols import Engines
+from rlfuse.engines.rollout import RolloutHandle, RolloutWorker
+from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.trainer import TrainerGroup
+from rlfuse.engines.weights import WeightPush, resolve_transfer
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.observe.journal import Journal
+from rlfuse.observe.summary import summarise
+from rlfuse.rewards.pool import RewardPool
+from rlfuse.samples import Prompt
+
+
+def run(config: Config) -> Path:
+    """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message."""
+    started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
+    trainer = config.trainer
+    folder = (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()
+    config = _with_local_paths(config)
+    checkpoint = checkpoints.find(folder, trainer.resume_mode)
+    _refuse_used_folder(folder, checkpoint)
+    reward = _reward_pool(config)
+    prompts, held_out, report = _load_data(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = dataclasses.asdict(config)
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
+    total = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    journal = Journal(config, resolved, folder, total, state["step"])
+    journal.say(report)
+    error: BaseException | None = None
+    try:
+        asyncio.run(_run(config, reward, prompts, held_out, journal, total, checkpoint, state))
+    except BaseException as caught:
+        error = _one(caught)
+        raise error from error.__cause__
+    finally:
+        placement.stop()
+        journal.close(error)
+        if error is not None:
+            print(_how_to_resume(folder), flush=True)
+    summarise(folder, config, seconds=time.time() - started)
+    return folder
+
+
+async def _run(
+    config: Config,
+    reward: RewardPool,
+    prompts: PromptSource,
+    held_out: Sequence[Prompt],
+    journal: Journal,
+    total: int,
+    checkpoint: Path | None,
+    state: dict[str, Any],
+) -> None:
+    slots = placement.start(config)
+    passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    rollouts = _rollout_handles(config, slots)
+    try:
+        with journal.recorder.span("start", cause="run"):
+            (trainer, facts), *_ = await _together(
+                TrainerGroup.start(config, slots, total * passes),
+                reward.start(),
+                *(_start_engine(handle, config, slots.device) for handle in rollouts),
+            )
+        experience = Experience(config)
+        if checkpoint is not None:
+            await trainer.load(checkpoint)
+            prompts.load_state_dict(state["prompts"])
+            experience.kl.load_state_dict(state["kl"])
+            journal.say(f"resumed from {checkpoint} after step {state['step']}")
+        transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
+        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, journal.recorder)
+        journal.attach(
+            [*rollouts, trainer, reward],
+            trainer,
+            lambda: {"prompts": prompts.state_dict(), "kl": experience.kl.state_dict()},
+            facts,
+        )
+        engines = Engines(rollouts, reward, trainer, weights)
+        policy = POLICIES[config.fusion.policy]
+        await Controller(config, engines, policy, experience, prompts, held_out, journal, total).run(state["step"])
+    finally:
+        await _quietly(reward.close(), *(handle.stop() for handle in rollouts))
+
+
+def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHandle]:
+    """One actor per engine, on the first slot of its tensor-parallel group."""
+    width = config.rollout.tensor_model_parallel_size
+    environment = rollout_env(slots.device, config.rollout.weight_transfer)
+    remote = ray.remote(RolloutWorker)
+    return [
+        RolloutHandle(
+            remote.options(**slots.engine_options(first, width, environment), max_concurrency=1000).remote(
+                first // width
+            ),
+            f"rollout/{first // width}",
+            config.cluster.timeout_s,
+            width,
+        )
+        for first in range(0, slots.count, width)
+    ]
+
+
+async def _start_engine(handle: RolloutHandle, config: Config, device: str) -> dict[str, Any]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return await handle.start(config.model, config.rollout, longest, device)
+
+
+def _load_data(config: Config) -> tuple[PromptSource, list[Prompt], str]:
+    data = config.data
+    tokenizer = load_tokenizer(config.model)
+    rows, report = load_prompts(list(data.train_files), tokenizer, data)
+    lines = [str(report)]
+    held_out: list[Prompt] = []
+    if data.val_files:
+        held_out, report = load_prompts(list(data.val_files), tokenizer, data)
+        lines.append(str(report))
+    return PromptSource(rows, data.train_batch_size, data.shuffle, data.seed), held_out, "\n".join(lines)
+
+
+def _reward_pool(config: Config) -> RewardPool:
+    reward = config.reward
+    return RewardPool(
+        list(reward.functions),
+        list(reward.weights),
+        reward.model_path,
+        reward.num_workers,
+        reward.timeout_s,
+        engine_timeout_s=config.cluster.timeout_s,
+        prompt_key=config.data.prompt_key,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _with_local_paths(config: Config) -> Config:
+    """Model folders as absolute paths: workers may have another working directory. Hub names stay as they are."""
+
+    def local(path: str | None) -> str | None:
+        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=local(config.model.path)),
+        critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
+        ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
+        reward=dataclasses.replace(config.reward, model_path=local(config.reward.model_path)),
+    )
+
+
+def _refuse_used_folder(folder: Path, checkpoint: Path | None) -> None:
+    if checkpoint is None and (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
+        raise ConfigError(
+            [
+                f"{folder} holds a run already, and trainer.resume_mode finds nothing there to resume. Choose another "
+                "trainer.experiment_name, or remove the folder."
+            ]
+        )
+
+
+async def _together(*starts: Any) -> list[Any]:
+    """All results; the first failure ends the wait at once, the others are dropped."""
+    return await asyncio.gather(*starts)
+
+
+async def _quietly(*ends: Any) -> None:
+    """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
+    await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(end, 10)) for end in ends])
+
+
+def _one(error: BaseException) -> BaseException:
+    """The first error of a group: the others are its echo in workers that waited for the same thing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _how_to_resume(folder: Path) -> str:
+    whole = checkpoints.complete(folder)
+    if not whole:
+        return f"No checkpoint was written (trainer.save_freq); what was logged is in {folder}"
+    return f"The last checkpoint is {whole[-1]}; the same command goes on from there (trainer.resume_mode=auto)"

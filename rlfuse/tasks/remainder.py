@@ -1,0 +1,97 @@
+"""The quickstart's task: remainders by repeated subtraction, with responses as long as the quotient.
+
+Role: problems, their worked solutions, the rule reward and the verl-shaped parquet files. `47 mod 6 =` is answered by a
+scratchpad, `47 - 6 = 41 , 41 - 6 = 35 , ... , 11 - 6 = 5 ; 5`. Quotients are log-normal, so lengths have the long tail
+of real reasoning traces: a few responses of a batch are many times longer than its median.
+Invariants:
+- a problem belongs to training or to validation by a hash of its two numbers, so the two never share one, whatever
+  the seed and however many rows are drawn;
+- the reward is 1.0 for the right final answer and 0.0 otherwise: no partial credit that could be collected instead;
+- everything is a pure function of its arguments, except `write_parquet`.
+Callers: `prepare` writes the files, `warm_start` trains on the solutions, reward workers call `compute_score`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+DATA_SOURCE = "remainder"
+LARGEST_NUMBER = 199
+DIVISORS = range(3, 13)
+QUOTIENTS = range(1, 41)
+"""40 subtractions are 242 tokens: the longest solution fits into 256."""
+MEDIAN_QUOTIENT, QUOTIENT_SIGMA = 4.6, 0.9
+"""Of the log-normal: a median of 26 to 32 tokens and a 99th percentile near 200."""
+HELD_OUT_SHARE = 5
+"""One problem in so many belongs to validation."""
+
+_STEP = r"\d+ - \d+ = \d+"
+_SCRATCHPAD = re.compile(rf"(?:{_STEP}(?: , {_STEP})* )?; \d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`dividend mod divisor`."""
+
+    dividend: int
+    divisor: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.dividend} mod {self.divisor} ="
+
+    @property
+    def answer(self) -> int:
+        return self.dividend % self.divisor
+
+    @property
+    def quotient(self) -> int:
+        return self.dividend // self.divisor
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem belongs to validation."""
+        digest = hashlib.blake2b(f"{self.dividend}/{self.divisor}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
+
+
+def solution(dividend: int, divisor: int) -> str:
+    """The worked solution, without the end-of-sequence token."""
+    return write_steps(running_values(dividend, divisor), divisor)
+
+
+def running_values(dividend: int, divisor: int) -> list[int]:
+    """The dividend and what is left after every right subtraction, ending with the remainder."""
+    if divisor not in DIVISORS or not 0 <= dividend <= LARGEST_NUMBER:
+        raise ValueError(
+            f"problem: got {dividend} mod {divisor}; dividends are 0..{LARGEST_NUMBER} and divisors "
+            f"{DIVISORS[0]}..{DIVISORS[-1]}. Choose numbers in these ranges, or widen them in rlfuse/tasks/remainder.py."
+        )
+    return list(range(dividend, -1, -divisor))
+
+
+def write_steps(values: list[int], divisor: int) -> str:
+    """The scratchpad through `values`; the last value is given as the answer."""
+    steps = [f"{before} - {divisor} = {after}" for before, after in zip(values, values[1:], strict=False)]
+    return " ".join(filter(None, [" , ".join(steps), f"; {values[-1]}"]))
+
+
+def draw_problem(rng: np.random.Generator, held_out: bool) -> Problem:
+    """One problem of the given split: a log-normal quotient, then a divisor that leaves the dividend in range."""
+    while True:
+        quotient = round(float(rng.lognormal(np.log(MEDIAN_QUOTIENT), QUOTIENT_SIGMA)))
+        if quotient not in QUOTIENTS:
+            continue
+        largest = min(DIVISORS[-1], (LARGEST_NUMBER + 1) // (quotient + 1))
+        divisor = int(rng.integers(DIVISORS[0], largest + 1))
+        problem = Problem(quotient * divisor + int(rng.integers(divisor)), divisor)
+        if problem.held_out == held_out:
+            return problem

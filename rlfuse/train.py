@@ -1,0 +1,159 @@
+"""The Hydra application: `python -m rlfuse.train key=value ...`, also `rlfuse train`.
+
+Role: command line -> checked `Config` -> `rlfuse.run.run`. Everything a user can get wrong ends here as one message and
+an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed, 130 for
+Ctrl-C. RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets, `--cfg job` and `--multirun`.
+Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+LONGEST_NAME = 120
+OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+HELP = """\
+Train a job:
+  rlfuse train experiment=quickstart actor.optim.lr=1e-6    a preset of conf/experiment, one change
+  rlfuse train my_job.yaml rollout.n=8                      your own YAML file with the keys below
+  rlfuse train --config-dir DIR --config-name my_job        the same, in Hydra's words
+  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value
+  rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing
+  rlfuse train --help WORD                                  only keys about WORD
+Presets:
+  algorithm={algorithms}
+  fusion={policies}
+  experiment={experiments}
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what `argv` describes; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in argv or "-h" in argv:
+        return reported(lambda: show_help([word for word in argv if word not in ("--help", "-h")]))
+    return reported(lambda: launch(argv))
+
+
+def launch(argv: list[str]) -> None:
+    """Judge the names, then let Hydra compose and run the job or jobs."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from rlfuse.config.checks import ConfigError
+    from rlfuse.config.compose import conf_folder, explain_failure, read_command
+
+    command = read_command(argv)
+    application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(run_job)
+    arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [arguments[0], *command.options, *command.overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; raised, errors can be told in one line
+    try:
+        application()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([explain_failure(error, command.overrides)]) from error
+    finally:
+        sys.argv = arguments
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def run_job(job) -> None:
+    """One composed job. Ends the process by SystemExit on failure: Hydra adds lines of its own to other exceptions."""
+    status = reported(lambda: _run(job))
+    if status != OK:
+        raise SystemExit(status)
+
+
+def _run(job) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from rlfuse.config.compose import to_config
+
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        job.trainer.experiment_name = sweep_name(job.trainer.experiment_name, list(hydra_config.overrides.task))
+    config = to_config(job)
+    from rlfuse.run import run
+
+    run(config)
+
+
+def sweep_name(name: str, overrides: list[str]) -> str:
+    """A folder of its own for each job of a sweep; two in one folder would resume each other's checkpoints."""
+    settings = [word.lstrip("+") for word in overrides if not re.match(r"job_file=|experiment=|\+*hydra[./]", word)]
+    if any(word.startswith("trainer.experiment_name=") for word in settings):
+        return name
+    parts = []
+    for word in settings:
+        key, _, value = word.partition("=")
+        group, _, below = key.partition(".")  # group and leaf tell keys apart: actor.lr=1e-5
+        parts.append(f"{group}.{below.rpartition('.')[2]}={value}" if below else word)
+    full = "-".join([name, *(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)])
+    if len(full) <= LONGEST_NAME:
+        return full
+    return f"{full[: LONGEST_NAME - 9]}-{hashlib.blake2b(full.encode(), digest_size=4).hexdigest()}"
+
+
+def reported(action: Callable[[], None]) -> int:
+    """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
+    try:
+        action()
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe left, as in `rlfuse train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else OK if error.code is None else FAILED
+    except Exception as error:
+        status = known_failure(error)
+        if status is None:
+            traceback.print_exc()
+            return FAILED
+        if os.environ.get("RLFUSE_TRACEBACK") == "1":
+            traceback.print_exc()
+        else:
+            print(f"{error}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else error, file=sys.stderr)
+        return status
+    return OK
+
+
+def known_failure(error: Exception) -> int | None:
+    """The exit status of an error whose message says all a user needs; None for a defect, which keeps its traceback."""
+    own = [kind for kind in type(error).__mro__ if kind.__module__.split(".")[0] == "rlfuse"]
+    if own and isinstance(error, ValueError):  # ConfigError, DataError, RewardError
+        return USER_ERROR
+    return FAILED if any(kind.__name__ == "EngineError" for kind in own) else None
+
+
+def show_help(words: list[str]) -> None:
+    """Usage, presets and every key."""
+    from rlfuse.config.compose import conf_folder
+    from rlfuse.config.documentation import print_help
+
+    def presets(group: str) -> str:
+        return "|".join(sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")))
+
+    if not words:
+        names = {
+            "algorithms": presets("algorithm"),
+            "policies": presets("fusion"),
+            "experiments": presets("experiment"),
+        }
+        print(HELP.format(**names))
+    print_help([word.lower() for word in words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Shared by the tests that run real engines: one Ray cluster and one tiny model for the session."""
+
+from pathlib import Path
+
+import pytest
+
+from rlfuse.cluster import placement
+from rlfuse.config.schema import Config
+
+
+@pytest.fixture(scope="session")
+def slots():
+    """A Ray cluster for the whole session, with two slots reserved."""
+    config = Config()
+    config.trainer.n_gpus_per_node, config.cluster.device = 2, "cpu"
+    yield placement.start(config)
+    placement.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(slots):
+    """Ray is up."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A random Qwen2 that answers differently to every prompt, with a tokenizer of 200 words beside it."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 200)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=200,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder

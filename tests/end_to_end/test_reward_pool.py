@@ -1,0 +1,242 @@
+"""Reward functions that work, raise, hang and crash in real processes, and a reward model against direct scores."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.rewards.items import RewardError
+from rlfuse.rewards.pool import RewardPool
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
+
+# A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
+FUNCTIONS = """
+import asyncio, os, re, signal, time
+
+def act(text):
+    if text == "crash":
+        os._exit(7)
+    if text == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "hang":
+        time.sleep(600)
+    if text == "pattern":
+        re.match("(a+)+$", "a" * 40 + "b")
+    if text == "raise":
+        raise KeyError("what the user wrote")
+    return float(len(text))
+
+def single(solution_str):
+    return act(solution_str)
+
+def batched(prompts, completions, **columns):
+    return [act(completion[0]["content"]) for completion in completions]
+
+async def judge(solution_str):
+    if solution_str == "slow":
+        await asyncio.sleep(600)
+    await asyncio.sleep(0.3)
+    return act(solution_str)
+
+def alarmed(solution_str):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(1)
+    signal.alarm(0)
+    return asyncio.run(asyncio.sleep(0, 1.0))
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(textwrap.dedent(FUNCTIONS))
+    return path
+
+
+def samples(*texts, columns=None):
+    prompt = Prompt(
+        4, np.array([3, 4, 5], np.int32), "w3 w4 w5 ", ({"role": "user", "content": "w3"},), "", "", columns or {}
+    )
+    return [
+        Sample(prompt, 2, k, k, Response(np.array([6, 1], np.int32), np.zeros(2, np.float32), "stop", 0, text))
+        for k, text in enumerate(texts)
+    ]
+
+
+async def scored(pool, *texts):
+    await pool.start()
+    try:
+        return await pool.score(samples(*texts)), await pool.drain()
+    finally:
+        await pool.close()
+
+
+async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
+    pool = RewardPool([f"{functions}:single"], num_workers=2, timeout_s=2)
+    texts = ["good", "crash", "raise", "hang", "pattern", "segfault", "good", "good again"]
+    results, spans = await scored(pool, *texts)
+    assert [result.value for result in (results[0], *results[6:])] == [4.0, 4.0, 10.0]
+    failures = dict(zip(texts, results, strict=True))
+    for text in ("crash", "segfault"):
+        assert isinstance(failures[text], RewardFailure) and failures[text].function == "single"
+        assert "the process of single ended" in failures[text].message
+    for text in ("hang", "pattern"):
+        assert failures[text].message == "single took longer than 2 s (reward.timeout_s) and was stopped"
+    assert failures["raise"].message == "KeyError: 'what the user wrote'"
+    assert 'raise KeyError("what the user wrote")' in failures["raise"].traceback
+    calls = [span for span in spans if span.kind == "reward"]
+    assert sorted(span.samples for span in calls) == [(f"2/4/{k}",) for k in range(8)]
+    assert {span.where for span in calls} == {"reward/0", "reward/1"}
+    assert all(span.step == 2 and 0 <= span.seconds < 4 and span.tokens == 2 for span in calls)
+
+
+async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster, functions):
+    results, spans = await scored(RewardPool([f"{functions}:batched"]), "good", "raise", "crash", "fine")
+    assert results[0] == results[3] == Reward(4.0, {"batched": 4.0})
+    assert "KeyError" in results[1].message and "ended" in results[2].message
+    assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1]
+
+
+async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cluster, functions):
+    pool = RewardPool([f"{functions}:batched"], timeout_s=1)
+    await pool.start()
+    late = await pool.score(samples("good", "hang"))
+    assert [result.message for result in late] == [
+        "batched took longer than 1 s (reward.timeout_s) and was stopped"
+    ] * 2
+    first, second = await asyncio.gather(pool.score(samples("good")), pool.score(samples("fine!")))
+    assert (first[0].value, second[0].value) == (4.0, 5.0)
+    await pool.close()
+    with pytest.raises(EngineError, match="between start"):
+        await pool.score(samples("good"))
+
+
+async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_cluster, functions):
+    pool = RewardPool([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=2)
+    results, spans = await scored(pool, *["good"] * 10, "slow", "raise")
+    assert results[:10] == [Reward(4.5, {"judge": 4.0, "alarmed": 1.0})] * 10
+    assert results[10].message.startswith("judge took longer than 2 s") and "KeyError" in results[11].message
+    [together] = [span for span in spans if span.attributes["function"] == "judge"]
+    assert len(together.samples) == 12 and together.seconds < 4
+
+
+async def test_a_notebooks_callable_and_many_samples(ray_cluster):
+    offset = 0.25
+    results, _ = await scored(
+        RewardPool([lambda solution_str: len(solution_str) + offset], num_workers=2), *["abc"] * 300
+    )
+    assert [result.value for result in results] == [3.25] * 300
+
+
+async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, tmp_path):
+    path = tmp_path / "moved.py"
+    good = "import os\ndef f(solution_str):\n    os._exit(1) if solution_str == 'crash' else None\n    return 1.0\n"
+    path.write_text(good)
+    pool = RewardPool([f"{path}:f"])
+    path.write_text("raise RuntimeError('not here')\n")
+    with pytest.raises(EngineError, match=r"(?s)reward/0 could not start.*moved.py.*RuntimeError: not here") as caught:
+        await pool.start()
+    assert "ray::" not in str(caught.value)
+    path.write_text(good)
+    await pool.start()
+    path.write_text("raise RuntimeError('gone')\n")
+    assert isinstance((await pool.score(samples("crash")))[0], RewardFailure)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="RuntimeError: gone"):
+            await pool.score(samples(*["good"] * 9))
+    await pool.close()
+
+
+async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, functions):
+    pool = RewardPool([f"{functions}:single"])
+    await pool.start()
+    given_up = asyncio.create_task(pool.score(samples("hang", *["good"] * 20)))
+    waiting = [asyncio.create_task(pool.score(samples(*["good"] * 20))) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    given_up.cancel()
+    start = time.monotonic()
+    await pool.close()
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, EngineError)
+    assert given_up.cancelled() and time.monotonic() - start < 5
+
+
+# ---- reward model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    """A random sequence classifier with one label and the tiny model's tokenizer; context of 32 tokens."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("reward_models") / "rm"
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
+    config = Qwen2Config(**sizes, **heads, **special, initializer_range=0.3, num_labels=1)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def direct_scores(folder, texts):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(torch.tensor([tokenizer(text).input_ids])).logits.item() for text in texts]
+
+
+async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_model):
+    texts = [" ".join(f"w{3 + (7 * k + i) % 190}" for i in range(1 + 5 * k % 23)) for k in range(40)]
+    too_long = " ".join(["w9"] * 30)
+    pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
+    results, spans = await scored(pool, *texts, too_long)
+    expected = direct_scores(reward_model, ["w3 w4 w5 " + text for text in texts])
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose([result.parts["reward_model"] for result in results[:-1]], expected, atol=1e-5)
+    np.testing.assert_allclose([result.value for result in results[:-1]], 2 * np.array(expected), atol=2e-5)
+    assert results[-1].function == "reward_model" and "33 tokens" in results[-1].message and "32" in results[-1].message
+    assert sorted(len(span.samples) for span in spans if span.where == "reward/model") == [9, 32]
+
+
+async def test_reward_model_uses_its_own_chat_template(ray_cluster, reward_model, tmp_path):
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "rm_chat"
+    shutil.copytree(reward_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w100 ' if m.role == 'user' else 'w101 ' }}{{ m.content }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    results, _ = await scored(RewardPool(model_path=str(folder)), "w8 w9", "w10")
+    expected = direct_scores(folder, ["w100 w3 w101 w8 w9", "w100 w3 w101 w10"])
+    np.testing.assert_allclose([result.value for result in results], expected, atol=1e-5)
+
+
+async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
+    from transformers import AutoConfig
+
+    with pytest.raises(RewardError, match="no folder"):
+        RewardPool(model_path=str(tmp_path / "absent"))
+    with pytest.raises(EngineError, match=r"reward/model could not start.*num_labels=2"):
+        await RewardPool(model_path=str(tiny_model)).start()
+    import shutil
+
+    headless = tmp_path / "headless"
+    shutil.copytree(tiny_model, headless)
+    AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
+    with pytest.raises(EngineError, match=r"score.weight.*random"):
+        await RewardPool(model_path=str(headless)).start()

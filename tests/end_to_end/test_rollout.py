@@ -1,0 +1,329 @@
+"""Real vLLM engines in Ray actors: what they generate, their log-probs, new weights, and how they fail."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlfuse.cluster.remote import call
+from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines import weights
+from rlfuse.engines.protocols import EngineError, Load, Sampling
+from rlfuse.engines.rollout import RolloutHandle, RolloutWorker
+from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.weights import WeightPush, plan_buckets
+from rlfuse.samples import Prompt, Sample, sample_seed
+
+WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
+
+
+def new_handle(slot: int, devices: int = 1) -> RolloutHandle:
+    options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
+    actor = ray.remote(RolloutWorker).options(**options).remote(slot)
+    return RolloutHandle(actor, f"rollout/{slot}", timeout_s=280, devices=devices)
+
+
+def settings(**changes) -> RolloutConfig:
+    return RolloutConfig(**{"kv_cache_memory_mb": 32, "max_num_seqs": 16} | changes)
+
+
+def model_config(path) -> ModelConfig:
+    return ModelConfig(path=str(path), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+async def engine(ray_cluster, tiny_model):
+    handle = new_handle(0)
+    facts = await handle.start(model_config(tiny_model), settings(), 512, "cpu")
+    print("engine:", facts)
+    yield handle
+
+
+def sample(index: int, sibling: int = 0, length: int = 40, step: int = 1) -> Sample:
+    ids = np.random.default_rng(index).integers(3, 200, length).astype(np.int32)
+    prompt = Prompt(index, ids, "", (), "test", None)
+    return Sample(prompt, step, sibling, sample_seed(0, step, index, sibling))
+
+
+async def collect(engine, samples, sampling=WARM):
+    return {sample_id: response async for sample_id, response in engine.generate(samples, sampling)}
+
+
+def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
+    """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
+    ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids).logits[0] / temperature, -1)
+    start = len(sample.prompt.token_ids)
+    return scores[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+async def test_samples_stream_as_they_finish_with_all_their_fields(engine):
+    await engine.drain()
+    short, long = [sample(i) for i in range(4)], sample(9, length=20)
+    arrivals = {}
+
+    async def take(samples, most):
+        async for sample_id, response in engine.generate(samples, Sampling(1.0, 1.0, -1, most)):
+            arrivals[sample_id] = (time.perf_counter(), response)
+
+    await asyncio.gather(take([long], 400), take(short, 8))
+    assert max(arrivals[s.id][0] for s in short) < arrivals[long.id][0]
+    for one in [*short, long]:
+        response = arrivals[one.id][1]
+        assert response.token_ids.dtype == np.int32 and response.log_probs.dtype == np.float32
+        assert len(response.token_ids) == len(response.log_probs) > 0
+        assert np.isfinite(response.log_probs).all() and (response.log_probs <= 0).all()
+        assert response.weight_version == 0
+        stopped = response.token_ids[-1] == 1
+        assert response.finish_reason == ("stop" if stopped else "length")
+        words = [f"w{token}" for token in response.token_ids if token > 2]
+        assert response.text.split() == words
+    spans = await engine.drain()
+    assert {(span.kind, span.where) for span in spans} == {("generate", "rollout/0")}
+    assert sorted(span.samples[0] for span in spans) == sorted(arrivals)
+    for span in spans:
+        assert span.step == 1 and span.tokens == len(arrivals[span.samples[0]][1].token_ids)
+        assert span.attributes["prompt_tokens"] in (20, 40) and 0 < span.attributes["first_token_s"] < 60
+    assert await engine.drain() == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_are_those_of_the_trainer(engine, reference, temperature):
+    samples = [sample(i, k) for i in range(3) for k in range(2)]
+    responses = await collect(engine, samples, Sampling(temperature, 1.0, -1, 24))
+    for one in samples:
+        response = responses[one.id]
+        expected = reference_log_probs(reference, one, response.token_ids, temperature)
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
+
+
+async def test_a_sample_is_the_same_alone_and_in_any_batch(engine):
+    samples = [sample(i, k) for i in range(3) for k in range(4)]
+    together = await collect(engine, samples)
+    backwards = await collect(engine, samples[::-1][:7])
+    alone = {}
+    for one in samples[:3]:
+        alone |= await collect(engine, [one])
+    for part in (backwards, alone):
+        for sample_id, response in part.items():
+            assert response.token_ids.tolist() == together[sample_id].token_ids.tolist()
+            assert response.text == together[sample_id].text
+    assert len({tuple(response.token_ids) for response in together.values()}) == len(samples)
+
+
+async def test_greedy_ignores_the_seed(engine):
+    greedy = Sampling(0.0, 1.0, -1, 16)
+    responses = await collect(engine, [sample(3, k) for k in range(3)], greedy)
+    assert len({tuple(response.token_ids) for response in responses.values()}) == 1
+
+
+async def test_the_response_ends_where_the_context_does(engine):
+    one = sample(4, length=500)
+    response = (await collect(engine, [one], Sampling(1.0, 1.0, -1, 400)))[one.id]
+    assert len(response.token_ids) <= 12
+    with pytest.raises(EngineError, match=r"rollout/0.*512 prompt tokens.*data.max_prompt_length"):
+        await collect(engine, [sample(4, length=512)])
+
+
+async def test_abort_returns_what_there_is(engine):
+    samples = [sample(20 + i, length=10) for i in range(20)]  # 16 run, 4 wait
+    arrived = {}
+
+    async def take():
+        async for sample_id, response in engine.generate(samples, Sampling(1.0, 1.0, -1, 500)):
+            arrived[sample_id] = response
+
+    taking = asyncio.create_task(take())
+    while (load := await engine.load()).running < 16:
+        await asyncio.sleep(0.01)
+    assert load.waiting > 0 and 0 < load.kv_use <= 1
+    began = time.perf_counter()
+    await engine.abort([one.id for one in samples])
+    await taking
+    assert time.perf_counter() - began < 5
+    assert set(arrived) == {one.id for one in samples}
+    aborted = [response for response in arrived.values() if response.finish_reason == "abort"]
+    assert len(aborted) >= 10
+    assert all(len(response.token_ids) == len(response.log_probs) for response in arrived.values())
+    assert any(0 < len(response.token_ids) < 490 for response in aborted)
+    assert await engine.load() == Load(0, 0, 0.0)
+
+
+async def test_leaving_the_stream_ends_its_samples(engine):
+    async for _ in (stream := engine.generate([sample(40 + i, length=10) for i in range(8)], Sampling(1, 1, -1, 500))):
+        break
+    await stream.aclose()
+    began = time.perf_counter()
+    while await engine.load() != Load(0, 0, 0.0):
+        assert time.perf_counter() - began < 5
+        await asyncio.sleep(0.02)
+    assert len(await collect(engine, [sample(0)])) == 1
+
+
+# New weights -----------------------------------------------------------------------------------------------------
+
+
+@ray.remote(num_cpus=0)
+class HoldsModel:
+    """A stand-in for the trainer with a real model and real files."""
+
+    def __init__(self, path: str):
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def sizes(self):
+        return [(name, tensor.numel() * 4) for name, tensor in self.model.state_dict().items()]
+
+    def export(self, names, path):
+        from safetensors.torch import save_file
+
+        state = self.model.state_dict()
+        save_file({name: state[name] for name in names}, path)
+
+    def change(self, factor: float):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(factor)
+
+
+class Exporter:
+    def __init__(self, actor, bucket_bytes: int):
+        self.actor, self.bucket_bytes = actor, bucket_bytes
+
+    async def bucket_plan(self):
+        return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 60), self.bucket_bytes)
+
+    async def export_bucket(self, names, path):
+        await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 60)
+
+
+@pytest.fixture(scope="module")
+async def trainer(ray_cluster, tiny_model):
+    actor = HoldsModel.remote(str(tiny_model))
+    yield actor
+    ray.kill(actor)
+
+
+async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_model, monkeypatch):
+    samples = [sample(50 + i) for i in range(4)]
+    before = await collect(engine, samples)
+    exporter = Exporter(trainer, 200_000)  # cuts layers apart: a fused qkv gets its parts from two buckets
+    assert len(await exporter.bucket_plan()) >= 5
+    sync = WeightPush(exporter, [engine], bucket_mb=1)
+    await engine.drain()
+
+    await call(trainer.change.remote(0.9), "trainer", "change", 60)
+    await sync.push(1)
+    changed = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(0.9)
+    after = await collect(engine, samples)
+    assert await engine.version() == 1
+    for one in samples:
+        response = after[one.id]
+        assert response.weight_version == 1
+        assert response.token_ids.tolist() != before[one.id].token_ids.tolist()
+        expected = reference_log_probs(changed, one, response.token_ids, 1.0)
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
+
+    await call(trainer.change.remote(1 / 0.9), "trainer", "change", 60)
+    await sync.push(2)
+    restored = await collect(engine, samples)
+    assert [restored[s.id].token_ids.tolist() for s in samples] == [before[s.id].token_ids.tolist() for s in samples]
+    assert {response.weight_version for response in restored.values()} == {2}
+    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+    updates = [span for span in await engine.drain() if span.kind == "update_weights"]
+    assert [span.attributes["version"] for span in updates] == [1, 2]
+
+
+async def test_new_weights_reach_requests_in_flight(engine, trainer, reference):
+    sync = WeightPush(Exporter(trainer, 1 << 20), [engine], bucket_mb=1)
+    await engine.drain()
+    one = sample(60, length=10)
+    taking = asyncio.create_task(collect(engine, [one], Sampling(1.0, 1.0, -1, 480)))
+    while (await engine.load()).running == 0:
+        await asyncio.sleep(0.005)
+    await sync.push(3)
+    response = (await taking)[one.id]
+    assert response.weight_version == 2  # the oldest that drew a token
+    [span] = [span for span in await engine.drain() if span.kind == "generate"]
+    assert span.attributes["weight_versions"] == [2, 3]
+    expected = reference_log_probs(reference, one, response.token_ids, 1.0)  # the weights are equal in fact
+    np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_is_not_there_is_explained(ray_cluster, tmp_path):
+    handle = new_handle(7)
+    with pytest.raises(EngineError, match=r"rollout/7 .*start"):
+        await handle.start(model_config(tmp_path / "nothing"), settings(), 64, "cpu")
+    ray.kill(handle.actor)
+
+
+async def test_a_reason_from_the_engine_process_is_passed_on(ray_cluster, tiny_model):
+    handle = new_handle(8)
+    with pytest.raises(EngineError, match=r"rollout/8 could not start vLLM(.|\n)*KV cache"):
+        await handle.start(model_config(tiny_model), settings(kv_cache_memory_mb=1), 1024, "cpu")
+    ray.kill(handle.actor)
+
+
+async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):
+    sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
+    await sync.push(4)
+    monkeypatch.setattr(weights, "free_bytes", lambda folder: 1000)
+    with pytest.raises(EngineError, match=r"needs up to 1 MiB, 0 MiB are free.*rollout.update_weights_bucket_mb"):
+        await sync.push(5)
+    monkeypatch.undo()
+    assert await engine.version() == 4
+    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def pid_of(handle: RolloutHandle) -> int:
+    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 30)
+
+
+async def test_a_killed_engine_process_and_a_dead_actor_are_named_at_once(engine):
+    """Last of this file: it ends the shared engine."""
+    pid = await pid_of(engine)
+    one = sample(70, length=10)
+
+    async def kill_after_start(*victims):
+        await asyncio.sleep(0.3)
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+
+    killing = asyncio.create_task(kill_after_start(*children(pid)))
+    began = time.perf_counter()
+    with pytest.raises(EngineError, match=r"rollout/0(.|\n)*engine process died"):
+        while True:
+            await collect(engine, [one], Sampling(1.0, 1.0, -1, 500))
+    await killing
+    assert time.perf_counter() - began < 10
+
+    ray.kill(engine.actor)
+    began = time.perf_counter()
+    with pytest.raises(EngineError, match="rollout/0 died while it was asked to"):
+        await collect(engine, [one])
+    with pytest.raises(EngineError, match="rollout/0 died while it was asked to report its load"):
+        await engine.load()
+    assert time.perf_counter() - began < 10

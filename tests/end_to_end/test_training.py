@@ -1,0 +1,140 @@
+"""DeepSpeed ranks against plain torch: the same gradient for every loss, ZeRO stage, rank count and micro-batching."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlfuse.algorithms.losses import AGG_MODES
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer import TrainerGroup
+from rlfuse.samples import Row
+
+VOCABULARY, LR, BETA = 60, 1e-3, 0.9
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory):
+    """A random Qwen2 of four tensors' worth of layers: small enough to differentiate by hand in a test."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("policy")
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def make_rows(count=7, seed=3):
+    """Ragged rows with everything that the two losses read."""
+    rng = np.random.default_rng(seed)
+
+    def row(i):
+        prompt, response = (rng.integers(3, VOCABULARY, rng.integers(2, most)).astype(np.int32) for most in (8, 24))
+        draw = lambda loc: rng.normal(loc, 0.3, len(response)).astype(np.float32)  # noqa: E731
+        tensors = {"old_log_probs": draw(-4), "advantages": draw(0), "ref_log_probs": draw(-4)}
+        return Row(prompt, response, tensors | {"values": draw(0), "returns": draw(0.2)}, id=str(i))
+
+    return [row(i) for i in range(count)]
+
+
+def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0):
+    config = Config()
+    config.model.path, config.model.dtype = folder, dtype
+    config.data.max_response_length = 32
+    config.trainer.n_gpus_per_node = 2
+    config.cluster.timeout_s = 300
+    actor = config.actor
+    actor.zero_stage, actor.loss_agg_mode, actor.grad_clip, actor.ppo_max_token_len_per_gpu = (
+        zero_stage,
+        mode,
+        clip,
+        budget,
+    )
+    actor.optim.lr = config.critic.optim.lr = LR
+    actor.optim.weight_decay, actor.use_kl_loss, actor.kl_loss_coef, actor.entropy_coeff = 0.0, True, 0.1, 0.01
+    return config
+
+
+def reference(config, rows):
+    """One process, one sequence at a time, the whole loss written out: {name: parameter after one AdamW step}, norm."""
+    model = Qwen2ForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    per_row = []
+    for row in rows:
+        ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        logp = log_p.gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0]
+        t = {name: torch.from_numpy(array) for name, array in row.tensors.items()}
+        ratio = (logp - t["old_log_probs"]).exp()
+        plain, clipped = -t["advantages"] * ratio, -t["advantages"] * ratio.clamp(0.8, 1.2)
+        surrogate = torch.maximum(plain, clipped)
+        surrogate = torch.where(t["advantages"] < 0, torch.minimum(surrogate, -3.0 * t["advantages"]), surrogate)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        log_r = t["ref_log_probs"] - logp
+        per_row.append(surrogate - 0.01 * entropy + 0.1 * (log_r.exp() - log_r - 1))
+    tokens, sequences, mode = sum(map(len, per_row)), len(per_row), config.actor.loss_agg_mode
+    loss = {
+        "token-mean": lambda: sum(x.sum() for x in per_row) / tokens,
+        "seq-mean-token-sum": lambda: sum(x.sum() for x in per_row) / sequences,
+        "seq-mean-token-mean": lambda: sum(x.mean() for x in per_row) / sequences,
+        "seq-mean-token-sum-norm": lambda: sum(x.sum() for x in per_row) / 32 / sequences,
+    }[mode]()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+class Probe(TrainerGroup):
+    """Reads the gradient of the first AdamW step out of its first moment: (1 - beta1) * gradient, at any ZeRO stage."""
+
+    async def gradients(self, model="actor"):
+        def read(rank, model):
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            engine = rank.engines[model]
+            state = engine.optimizer.state if not hasattr(engine.optimizer, "bit16_groups") else None
+            names = dict(engine.module.named_parameters())
+            if rank.config.actor.zero_stage == 0:
+                return {name: state[p]["exp_avg"] / (1 - BETA) for name, p in names.items()}
+            return {name: safe_get_full_optimizer_state(p, "exp_avg") / (1 - BETA) for name, p in names.items()}
+
+        calls = [rank.__ray_call__.remote(read, model) for rank in self.ranks]
+        return (await asyncio.gather(*calls))[0]
+
+    def close(self):
+        import ray
+
+        for rank in self.ranks:
+            ray.kill(rank)
+
+
+async def started(config, slots):
+    return (await Probe.start(config, replace(slots, count=config.slots), optimizer_steps=10))[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+async def test_gradients_equal_single_process_torch(policy_folder, slots, stage):
+    rows = make_rows()
+    modes = AGG_MODES if stage == 1 else AGG_MODES[:1]
+    for ranks, budget, mode in [(2, 64, mode) for mode in modes] + [(1, 10_000, modes[0])] * (stage == 1):
+        config = settings(policy_folder, stage, mode, budget=budget)
+        config.trainer.n_gpus_per_node = ranks
+        group = await started(config, slots)
+        try:
+            metrics = await group.update_actor(rows)
+            gradients = await group.gradients()
+        finally:
+            group.close()
+        expected = reference(config, rows)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5)
+        norm = torch.stack([g.norm() for g in expected.values()]).norm()
+        assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert metrics["actor/lr"] == LR

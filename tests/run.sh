@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs if need be, then runs the tests. Everything after the optional `unit` goes to pytest.
+#
+#   bash tests/run.sh               all tests
+#   bash tests/run.sh unit -k keys  only tests/unit, only those named *keys*
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash jobs/install.sh
+export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
+# One thread per process: several workers share the cores. Offline: tests bring their models and data along.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
+
+folders=(tests/unit tests/end_to_end)
+if [ "${1:-}" = unit ]; then
+    folders=(tests/unit)
+    shift
+fi
+exec python -m pytest "${folders[@]}" "$@"

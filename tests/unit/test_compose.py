@@ -1,0 +1,223 @@
+import json
+import subprocess
+import sys
+import types
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rlfuse import cli, train
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import CONF, compose_job, load
+from rlfuse.config.schema import Config
+
+JOB = """\
+algorithm: grpo
+fusion: stream
+data:
+  train_files: [{folder}/train.jsonl]
+  max_response_length: 64
+model.path: {folder}/model
+reward.functions: ["{folder}/rewards.py:score"]
+rollout:
+  n: 4
+  engine_kwargs: {{enforce_eager: true}}
+actor.optim.lr: 1e-5
+trainer:
+  experiment_name: mine
+  total_training_steps: 3
+  default_local_dir: {folder}/runs
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A 15-line job file whose files exist."""
+    (tmp_path / "model").mkdir()
+    limits = {"max_position_embeddings": 2048, "num_attention_heads": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(limits))
+    for name in ("train.jsonl", "rewards.py", "model/tokenizer.json"):
+        (tmp_path / name).touch()
+    path = tmp_path / "my_job.yaml"
+    path.write_text(JOB.format(folder=tmp_path))
+    assert len(path.read_text().splitlines()) == 15
+    return path
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Configurations that reached rlfuse.run.run."""
+    configs = []
+    monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=configs.append))
+    return configs
+
+
+def test_a_short_job_file_works_and_the_command_line_wins(job):
+    config = load([str(job), "rollout.n=8", "rollout.engine_kwargs.max_num_batched_tokens=512"])
+    assert type(config) is Config and type(config.actor.optim.lr) is float
+    assert (config.algorithm.adv_estimator, config.fusion.policy, config.rollout.n) == ("grpo", "stream", 8)
+    assert config.rollout.engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}
+    assert (config.actor.optim.lr, config.actor.optim.weight_decay, config.actor.use_kl_loss) == (1e-5, 0.01, True)
+
+
+def test_hydras_way_of_naming_a_file_gives_the_same(job):
+    assert load(["--config-dir", str(job.parent), "--config-name", "my_job"]) == load([str(job)])
+    text = job.read_text().replace("algorithm: grpo\n", "defaults: [config, {override /algorithm: grpo}, _self_]\n")
+    job.write_text(text)
+    assert load([f"--config-dir={job.parent}", "--config-name=my_job"]).algorithm.adv_estimator == "grpo"
+
+
+def test_a_users_folder_of_experiments(job):
+    (job.parent / "experiment").mkdir()
+    experiment = job.parent / "experiment" / "long.yaml"
+    experiment.write_text("# @package _global_\nrollout:\n  n: 6\ntrainer:\n  total_epochs: 9\n")
+    config = load(["--config-dir", str(job.parent), "experiment=long", str(job)])
+    assert (config.trainer.total_epochs, config.rollout.n) == (9, 4), "the job file comes after the experiment"
+    experiment.write_text("# @package _global_\nrollout:\n  m: 6\n")
+    with pytest.raises(ConfigError, match=r"conf file experiment/long: rollout\.m: unknown key"):
+        load(["--config-dir", str(job.parent), "experiment=long", str(job)])
+
+
+def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
+    job.write_text(job.read_text() + "actor:\n  lr: 3\ncritic.optim.lrr: 1\n")
+    with pytest.raises(ConfigError) as error:
+        load([str(job), "+new.key=1"])
+    first, second, third = error.value.problems
+    assert f"{job}:17: actor.lr: unknown key; did you mean actor.optim.lr" in first
+    assert f"{job}:18: critic.optim.lrr: unknown key; did you mean critic.optim.lr" in second
+    assert "+new.key=1" in third
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("- a\n", "must hold keys"), ("a: [1\n", "not valid YAML"), ("defaults: [other]\n", "is not `group: preset`")],
+)
+def test_what_is_no_job_file_says_so(tmp_path, text, part):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        load([str(tmp_path / "a.yaml")])
+    with pytest.raises(ConfigError, match="no such job file"):
+        load(["absent.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("actor.optim.lr=abc", "actor.optim.lr=abc: needs a number"),
+        ("rollout.n=1.5", "rollout.n=1.5: needs a whole number"),
+        ("reward.functions=a:b", "reward.functions=[a:b]"),
+        ("rollout.n=[1", "rollout.n=[1: the value can't be read"),
+        ("rollout.n=2,3", "rollout.n=[2,3], to run one job for each add --multirun"),
+        ("algorithm=grop", "algorithm=grop: there is no such preset"),
+        ("trainer.experiment_name=${absent}", "correct what stands in"),
+        ("rollout.val_kwargs={m: 3}", "rollout.val_kwargs.m: unknown key"),
+    ],
+)
+def test_hydras_errors_become_one_line(job, override, part):
+    with pytest.raises(ConfigError) as error:
+        load([str(job), override])
+    assert part in str(error.value) and len(error.value.problems) == 1
+    assert "\n" not in error.value.problems[0]
+
+
+def test_required_keys_are_reported_beside_all_others():
+    with pytest.raises(ConfigError) as error:
+        load(["algorithm=grpo", "rollout.n=1", "rollout.top_p=2"])
+    text = str(error.value)
+    for part in (
+        "data.train_files: is required",
+        "model.path: is required",
+        "reward.functions=[]",
+        "rollout.n=1",
+        "top_p",
+    ):
+        assert part in text
+    assert len(error.value.problems) == 5
+
+
+def test_interpolation_and_the_date(job):
+    config = load([str(job), "trainer.project_name=${now:%Y}", "critic.optim.lr=${actor.optim.lr}"])
+    assert config.trainer.project_name == f"{datetime.now():%Y}" and config.critic.optim.lr == 1e-5
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml")))
+def test_every_preset_is_sound(job, preset):
+    job.write_text(job.read_text().replace("algorithm: grpo\n", "").replace("  n: 4\n", ""))
+    config = load([str(job), f"algorithm={preset}"])
+    assert config.uses_critic == (preset == "ppo")
+
+
+def test_the_quickstart_is_short():
+    settings = [line for line in (CONF / "experiment" / "quickstart.yaml").read_text().splitlines() if line[:1] != "#"]
+    assert len(settings) <= 15
+    assert compose_job(["experiment=quickstart"]).reward.functions == ["rlfuse.tasks.remainder:compute_score"]
+
+
+def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(Path().iterdir())
+    assert cli.main(["train", str(job), "rollout.n=2"]) == 0
+    assert [config.rollout.n for config in ran] == [2]
+    assert sorted(Path().iterdir()) == before, "Hydra leaves no folders of its own"
+
+
+def test_a_sweep_gives_each_job_its_folder(job, ran):
+    assert train.main(["-m", str(job), "rollout.n=2,4"]) == 0
+    assert [config.rollout.n for config in ran] == [2, 4]
+    names = [config.trainer.experiment_name for config in ran]
+    assert names == ["mine-algorithm=grpo-fusion=stream-rollout.n=2", "mine-algorithm=grpo-fusion=stream-rollout.n=4"]
+    assert len(train.sweep_name("a", [f"rollout.engine_kwargs.{i}={'x' * 30}" for i in range(9)])) <= train.LONGEST_NAME
+
+
+def test_mistakes_end_with_status_2_and_no_traceback(job, ran, capsys):
+    for argv in (
+        ["actor.lr=3"],
+        [str(job), "rollout.n=x"],
+        [str(job), "rollout.n=1"],
+        ["-m", str(job), "rollout.n=1,2"],
+    ):
+        assert train.main(argv) == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert ran == []
+
+
+def test_the_composed_job_is_shown_without_running(job, ran, capsys):
+    assert train.main(["--cfg", "job", str(job)]) == 0
+    assert "experiment_name: mine" in capsys.readouterr().out and ran == []
+
+
+def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
+    from rlfuse.engines.protocols import EngineError
+
+    def fail(error):
+        def run(config):
+            raise error
+
+        monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=run))
+        return train.main([str(job)]), capsys.readouterr().err
+
+    assert fail(EngineError("rollout 0 died")) == (1, "rollout 0 died\n(RLFUSE_TRACEBACK=1 shows the traceback)\n")
+    assert fail(ConfigError(["x"]))[0] == 2
+    assert fail(KeyboardInterrupt())[0] == 130
+    status, text = fail(ZeroDivisionError("a defect"))
+    assert status == 1 and text.count("Traceback") == 1
+    monkeypatch.setenv("RLFUSE_TRACEBACK", "1")
+    assert "Traceback" in fail(EngineError("rollout 0 died"))[1]
+
+
+def test_the_command_lists_and_corrects(capsys):
+    assert cli.main([]) == 0 and "rlfuse train" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert cli.main(["trian"]) == 2 and "did you mean `rlfuse train`?" in capsys.readouterr().err
+    assert cli.main(["rollout.n=2"]) == 2 and "did you mean `rlfuse train rollout.n=2`?" in capsys.readouterr().err
+    assert cli.main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "experiment=quickstart" in out and "trainer.default_local_dir" in out and "dr_grpo" in out
+
+
+def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
+    code = "import sys; from rlfuse.train import main; s = main(['actor.lr=3']); "
+    code += "print(s, sorted({'torch', 'ray', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n" and "did you mean actor.optim.lr" in done.stderr

@@ -1,0 +1,115 @@
+import json
+
+import pytest
+
+from rlfuse.config.checks import RANGES, ConfigError, check
+from rlfuse.config.facts import Facts, read_facts
+from rlfuse.config.schema import Config
+
+
+def sound(**changes):
+    config = Config()
+    config.data.train_files, config.model.path = ["train.parquet"], "model"
+    config.reward.functions = ["rewards.py:score"]
+    for name, value in changes.items():
+        change(config, name.replace("__", "."), value)
+    return config
+
+
+def change(config, name, value):
+    *groups, leaf = name.split(".")
+    for group in groups:
+        config = getattr(config, group)
+    setattr(config, leaf, value)
+
+
+def test_the_defaults_are_sound():
+    assert check(sound(), Facts(context_length=1024, attention_heads=16, cuda=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"algorithm__adv_estimator": "grp"}, ["`grp` is not one of gae, grpo", "did you mean grpo?"]),
+        ({"algorithm__adv_estimator": "grpo"}, ["rollout.n=1: must be 2 or more"]),
+        ({"trainer__logger": ["console", "tensorboard"]}, ["`tensorboard` is not one of console, wandb"]),
+        ({"actor__ppo_mini_batch_size": 60}, ["must divide data.train_batch_size=64", "ppo_mini_batch_size=64"]),
+        ({"actor__ppo_mini_batch_size": 2, "trainer__n_gpus_per_node": 8}, ["2 samples: must be at least the 8 slots"]),
+        ({"data__max_prompt_length": 900}, ["= 1412: must be at most 1024", "shorten one by 388"]),
+        ({"rollout__tensor_model_parallel_size": 2}, ["must divide the 1 slots"]),
+        ({"rollout__tensor_model_parallel_size": 3, "trainer__n_gpus_per_node": 3}, ["16 attention heads"]),
+        ({"rollout__temperature": 0.0}, ["rollout.temperature=0.0: must be above 0", "val_kwargs.temperature=0"]),
+        ({"rollout__top_p": 1.5}, ["must be above 0 and 1 or less"]),
+        ({"rollout__top_k": 0}, ["rollout.top_k=0: must be -1 or 1 or more"]),
+        ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
+        ({"actor__zero_stage": 4}, ["0 or more and 3 or less"]),
+        ({"trainer__save_freq": -2}, ["-1 or 0 or more"]),
+        ({"trainer__total_training_steps": 0}, ["must be 1 or more, or null"]),
+        ({"reward__functions": []}, ["nothing scores the responses"]),
+        ({"reward__functions": ["rewards.py"]}, ["has no function name; write it as path/file.py:function"]),
+        ({"reward__functions": ["absent.py:f"]}, ["the file `absent.py` does not exist"]),
+        ({"reward__functions": ["absent_package.m:f"]}, ["Python finds no package `absent_package`"]),
+        ({"reward__weights": [1.0, 2.0]}, ["has 2 entries, must have 1"]),
+        ({"reward__overlong_buffer__len": 512}, ["must be below data.max_response_length=512"]),
+        ({"data__train_files": ["absent.parquet"]}, ["data.train_files: `absent.parquet` does not exist"]),
+        ({"data__train_files": []}, ["data.train_files: is required"]),
+        ({"model__path": ""}, ["model.path: is required"]),
+        ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
+        ({"rollout__weight_transfer": "nccl"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
+        ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
+        ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
+        ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),
+        ({"algorithm__filter_groups__max_num_gen_batches": 2}, ["must be 0 with rollout.n=1"]),
+        ({"rollout__val_kwargs__n": 4}, ["all responses to a prompt are equal"]),
+        ({"algorithm__old_log_probs": "engine", "rollout__top_p": 0.9}, ["must be 1.0 with algorithm.old_log_probs"]),
+        (
+            {"algorithm__old_log_probs": "engine", "algorithm__rollout_is_threshold": 2.0},
+            ["needs algorithm.old_log_probs=trainer"],
+        ),
+    ],
+)
+def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
+    missing = frozenset({"absent.py", "absent.parquet", "atuo"})
+    facts = Facts(1024, 16, missing=missing, unknown_modules=frozenset({"absent_package"}), cuda=False)
+    problems = check(sound(**changes), facts)
+    assert len(problems) == 1
+    assert all(part in problems[0] for part in parts), problems[0]
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_every_range_refuses_and_names_the_key(name):
+    config = sound()
+    change(config, name, -7)
+    assert any(problem.startswith(f"{name}=-7: must be {RANGES[name]}") for problem in check(config, Facts()))
+
+
+def test_all_problems_are_reported_together_and_numbered():
+    config = sound(
+        algorithm__adv_estimator="grpo", actor__ppo_mini_batch_size=7, rollout__top_p=2.0, fusion__policy="x"
+    )
+    problems = check(config, Facts())
+    assert len(problems) == 4
+    text = str(ConfigError(problems))
+    assert text.startswith("The configuration has 4 problems:") and "\n  4. " in text
+    assert isinstance(ConfigError(problems), ValueError)
+
+
+def test_nothing_is_claimed_of_what_is_not_known():
+    config = sound(actor__offload_optimizer=True, rollout__weight_transfer="nccl", data__max_prompt_length=10**6)
+    assert check(config, Facts()) == []
+
+
+def test_facts_of_a_model_folder(tmp_path):
+    model = {"model_type": "x", "text_config": {"max_position_embeddings": 64, "num_attention_heads": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = sound(model__path=str(tmp_path), critic__path=str(tmp_path / "absent"), cluster__device="cpu")
+    config.reward.functions = [f"{tmp_path}/r.py:f", "rlfuse.samples:f", "no_such_package_1.a:f"]
+    assert "no tokenizer" in read_facts(config).model_problems["model.path"]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    facts = read_facts(config)
+    assert (facts.context_length, facts.attention_heads, facts.cuda) == (64, 4, False)
+    assert facts.model_problems == {"critic.path": "there is no such folder"}
+    assert facts.missing == {"train.parquet", f"{tmp_path}/r.py"}
+    assert facts.unknown_modules == {"no_such_package_1"}
+    (tmp_path / "config.json").write_text("{")
+    assert "not JSON" in read_facts(config).model_problems["model.path"]

@@ -1,0 +1,142 @@
+import dataclasses
+import io
+
+import pytest
+
+from rlfuse.config import foreign
+from rlfuse.config.checks import CHOICES, RANGES
+from rlfuse.config.documentation import COLUMNS, by_name, help_text, keys, print_help
+from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
+from rlfuse.config.schema import Config
+
+
+def test_every_key_is_documented_and_the_list_stays_short():
+    assert len(keys()) < 100
+    assert [key.name for key in keys() if not key.text] == []
+    assert len({key.name for key in keys()}) == len(keys())
+
+
+def test_documented_keys_are_those_of_the_dataclasses():
+    def leaves(node, prefix=""):
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if dataclasses.is_dataclass(value):
+                yield from leaves(value, f"{prefix}{field.name}.")
+            else:
+                yield prefix + field.name, value
+
+    assert {key.name: key.default for key in keys()} == dict(leaves(Config()))
+
+
+def test_help_fits_the_columns_and_narrows_to_words():
+    assert max(map(len, help_text(keys()).splitlines())) <= COLUMNS
+    out = io.StringIO()
+    print_help(["warm-up"], out)
+    assert "actor.optim.lr_warmup_steps" in out.getvalue() and "rollout.n" not in out.getvalue()
+
+
+def test_checks_name_only_existing_keys():
+    assert set(CHOICES) | set(RANGES) <= set(by_name())
+    for name, words in CHOICES.items():
+        default = by_name()[name].default
+        assert set(default if isinstance(default, list) else [default]) <= set(words)
+    numbers = {key.name for key in keys() if key.type.split(" ")[0] in ("int", "float")}
+    assert numbers == set(RANGES), "every number has a valid range"
+
+
+@pytest.mark.parametrize(
+    "text", ["rollout.n=4", "critic.optim.lr=1", "algorithm=grpo", "rollout.engine_kwargs.a=1", "hydra/launcher=x"]
+)
+def test_right_names_pass(text):
+    assert explain_override(text) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("actor.lr=3", "actor.optim.lr"),
+        ("trainer.totl_epochs=3", "trainer.total_epochs"),
+        ("rollout.temprature=1", "rollout.temperature"),
+        ("seed=3", "data.seed"),
+        ("data.trainfiles=[a]", "data.train_files"),
+    ],
+)
+def test_unknown_key_names_the_nearest(typed, meant):
+    assert f"did you mean {meant} " in explain_override(typed)
+
+
+def test_a_leaf_in_two_groups_lists_both():
+    assert [key.name for key in nearest("lr")] == ["actor.optim.lr", "critic.optim.lr"]
+    assert [key.name for key in nearest("critic.lr")] == ["critic.optim.lr"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor.ppo_mini_batch_size=4"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor.optim.lr=1e-6"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.n=8"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature=1", "rollout.val_kwargs.temperature=1"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", "model.path=Qwen/Qwen3-0.6B"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "rollout.engine_kwargs.seed=1"),
+        ("critic.model.path=x", "critic.path=x"),
+        ("reward_model.model.path=x", "reward.model_path=x"),
+        ("trainer.max_actor_ckpt_to_keep=3", "trainer.max_ckpt_to_keep=3"),
+        ("num_generations=8", "rollout.n=8"),
+        ("n_samples_per_prompt=8", "rollout.n=8"),
+    ],
+)
+def test_keys_of_other_trainers_print_ours(theirs, ours):
+    assert explain_override(theirs).endswith(f"write {ours}")
+    name = ours.partition("=")[0]
+    assert explain_override(ours) is None and (name in by_name() or is_free(name))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "part"),
+    [
+        ("custom_reward_function.path=f.py", "reward.functions=[path/file.py:function]"),
+        ("critic.ppo_epochs=2", "`actor.ppo_epochs`"),
+        ("init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef"),
+        ("actor_rollout_ref.rollout.enforce_eager=true", "rollout.engine_kwargs.enforce_eager"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "no counterpart here: DeepSpeed trains"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "no counterpart here: DeepSpeed trains"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2", "actor.ppo_max_token_len_per_gpu"),
+        ("actor_rollout_ref.actor.something_new=2", "no counterpart here"),
+    ],
+)
+def test_keys_whose_value_changes_or_that_have_no_counterpart_say_so(theirs, part):
+    assert part in explain_override(theirs)
+
+
+def test_tables_of_other_trainers_lead_to_existing_keys():
+    known = frozenset(by_name())
+    targets = {key for table in (foreign.VERL, foreign.TRL, foreign.OPENRLHF) for key, _ in table.values() if key}
+    assert targets <= known
+    assert [name for name in foreign.VERL if name in known] == [], "a key of ours needs no translation"
+    for name, (key, _) in foreign.VERL.items():
+        assert foreign.counterpart(name, known).keys == ((key,) if key else ())
+    for name, _ in foreign.NO_COUNTERPART:
+        assert foreign.counterpart(name, known).keys == () and name not in known
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("+new.key=1", "`+` adds keys only below rollout.engine_kwargs"),
+        ("+actor.optim.lr=1", "write it without the plus: actor.optim.lr=1"),
+        ("~rollout.n", "can't be removed"),
+        ("actor=3", "is a group; set a key in it: actor."),
+        ("rollout.n", "write rollout.n=VALUE"),
+        ("quickstart", "experiment=quickstart"),
+        ("zzqqxx=1", "Groups: data, model"),
+    ],
+)
+def test_other_forms_are_refused_with_a_remedy(text, part):
+    assert part in explain_override(text)
+
+
+def test_a_value_of_the_wrong_type_says_what_is_needed():
+    assert "needs a number; the default is actor.optim.lr=1e-06" in explain_value("actor.optim.lr", "abc")
+    assert "reward.functions=[a:b]" in explain_value("reward.functions", "a:b")
+    assert "a whole number or null" in explain_value("trainer.total_training_steps", "many")

@@ -1,0 +1,251 @@
+"""Losses against scalar loops and hand-worked cases; aggregation exact under any split into micro-batches."""
+
+import math
+
+import pytest
+import torch
+
+from rlfuse.algorithms import losses
+
+LENGTHS = [3, 1, 5, 4, 2, 5]
+MASK = torch.tensor([[float(t < n) for t in range(5)] for n in LENGTHS])
+MAX_TOKENS = 8
+
+
+def randn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def one(x: float) -> torch.Tensor:
+    return torch.tensor([[x]])
+
+
+def mean_loss_by_hand(matrix: list[list[float]], mode: str) -> float:
+    rows = [row[:n] for row, n in zip(matrix, LENGTHS, strict=True)]
+    if mode == "token-mean":
+        return sum(sum(row) for row in rows) / sum(LENGTHS)
+    per_row = {
+        "seq-mean-token-sum": [sum(row) for row in rows],
+        "seq-mean-token-mean": [sum(row) / len(row) for row in rows],
+        "seq-mean-token-sum-norm": [sum(row) / MAX_TOKENS for row in rows],
+    }[mode]
+    return sum(per_row) / len(rows)
+
+
+@pytest.mark.parametrize("mode", losses.AGG_MODES)
+def test_aggregation_against_loops(mode):
+    matrix = randn(0, 6, 5)
+    got = losses.loss_sum(matrix, MASK, mode, MAX_TOKENS) / losses.loss_count(LENGTHS, mode, MAX_TOKENS)
+    assert got.item() == pytest.approx(mean_loss_by_hand(matrix.tolist(), mode), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss_mode", losses.LOSS_MODES)
+@pytest.mark.parametrize("mode", losses.AGG_MODES)
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 1], [0, 5, 2], [3]]])
+def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
+    """Micro-batches are padded to their own width, with a row of pure padding added, as ranks do."""
+    weight, inputs, old = randn(1, 7), randn(2, 6, 5, 7), randn(3, 6, 5)
+    advantages = randn(4, 6, 5)
+    count = losses.loss_count([*LENGTHS, 0, 0], mode, MAX_TOKENS)
+
+    def loss_of(rows: list[int], w: torch.Tensor, spare_row: bool) -> torch.Tensor:
+        width = max(LENGTHS[i] for i in rows)
+        take = [*rows, rows[0]] if spare_row else rows
+        mask = MASK[take, :width].clone()
+        if spare_row:
+            mask[-1] = 0
+        log_probs = inputs[take, :width] @ w
+        matrix, _ = losses.policy_loss(
+            log_probs, old[take, :width], advantages[take, :width], mask, 0.2, 0.3, 3.0, loss_mode
+        )
+        return losses.loss_sum(matrix, mask, mode, MAX_TOKENS) / count
+
+    whole, parts = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = loss_of(list(range(6)), whole, spare_row=False)
+    expected.backward()
+    total = 0.0
+    for rows in split:
+        loss = loss_of(rows, parts, spare_row=True)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-14)
+    assert whole.grad.abs().max() > 1e-3
+
+
+def test_loss_count():
+    assert losses.loss_count([3, 0, 2], "token-mean") == 5.0
+    assert losses.loss_count([3, 0, 2], "seq-mean-token-mean") == 2.0
+    with pytest.raises(ValueError, match="no response token"):
+        losses.loss_count([0], "token-mean")
+
+
+def test_wrong_modes_say_what_to_use():
+    with pytest.raises(ValueError, match=r"actor\.loss_agg_mode='mean'.*token-mean"):
+        losses.loss_sum(one(1.0), one(1.0), "mean")
+    with pytest.raises(ValueError, match=r"received None: pass data\.max_response_length"):
+        losses.loss_count([1], "seq-mean-token-sum-norm")
+    with pytest.raises(ValueError, match=r"actor\.loss_mode='ppo'.*vanilla, gspo"):
+        losses.policy_loss(one(0.0), one(0.0), one(1.0), one(1.0), 0.2, 0.2, None, "ppo")
+
+
+# ratio, advantage -> loss, gradient by log ratio, clipped, clipped by dual clip; low 0.2, high 0.3, c 3
+CASES = [
+    (1.1, 2.0, -2.2, -2.2, 0, 0),  # inside
+    (1.5, 2.0, -2.6, 0.0, 1, 0),  # gain beyond the upper range
+    (0.5, 2.0, -1.0, -1.0, 0, 0),  # good token made less likely: pulled back
+    (0.5, -2.0, 1.6, 0.0, 1, 0),  # gain beyond the lower range
+    (1.5, -2.0, 3.0, 3.0, 0, 0),  # bad token made more likely: pulled back
+    (5.0, -2.0, 6.0, 0.0, 0, 1),  # the same, beyond the dual clip
+    (5.0, 2.0, -2.6, 0.0, 1, 0),  # the dual clip leaves positive advantages alone
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped", "lower"), CASES)
+def test_vanilla_cases_by_hand(ratio, advantage, loss, gradient, clipped, lower):
+    new = one(math.log(ratio)).requires_grad_()
+    matrix, diagnostics = losses.policy_loss(new, one(0.0), one(advantage), one(1.0), 0.2, 0.3, 3.0)
+    matrix.sum().backward()
+    assert matrix.item() == pytest.approx(loss, rel=1e-6)
+    assert new.grad.item() == pytest.approx(gradient, abs=1e-6)
+    assert (diagnostics["pg_clipfrac"].item(), diagnostics["pg_clipfrac_lower"].item()) == (clipped, lower)
+    assert diagnostics["ppo_kl"].item() == pytest.approx(-math.log(ratio), rel=1e-6)
+
+
+def test_without_dual_clip_the_loss_is_unbounded():
+    matrix, diagnostics = losses.policy_loss(one(math.log(5.0)), one(0.0), one(-2.0), one(1.0), 0.2, 0.3, None)
+    assert matrix.item() == pytest.approx(10.0)
+    assert diagnostics["pg_clipfrac_lower"].item() == 0
+
+
+def test_log_ratio_is_clamped():
+    matrix, _ = losses.policy_loss(one(100.0), one(0.0), one(-1.0), one(1.0), 0.2, 0.2, None)
+    assert matrix.item() == pytest.approx(math.exp(20.0), rel=1e-6)
+
+
+def test_importance_weights_multiply_the_loss_and_get_no_gradient():
+    new, weights = randn(5, 6, 5).requires_grad_(), (randn(6, 6, 5).exp()).requires_grad_()
+    old, advantages = randn(7, 6, 5), randn(8, 6, 5)
+    plain, _ = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.2, 3.0)
+    weighted, _ = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.2, 3.0, is_weights=weights)
+    torch.testing.assert_close(weighted, plain * weights.detach() * MASK)
+    weighted.sum().backward()
+    assert weights.grad is None and new.grad is not None
+
+
+@pytest.mark.parametrize("mode", losses.LOSS_MODES)
+def test_policy_loss_ignores_padding(mode):
+    new, old, advantages = randn(9, 6, 5), randn(10, 6, 5), randn(11, 6, 5)
+    clean_matrix, clean = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.2, 3.0, mode)
+    dirty = [torch.where(MASK.bool(), x, torch.nan).requires_grad_() for x in (new, old, advantages)]
+    dirty_matrix, diagnostics = losses.policy_loss(*dirty, MASK, 0.2, 0.2, 3.0, mode)
+    assert torch.equal(clean_matrix, dirty_matrix)
+    assert clean == diagnostics
+    losses.loss_sum(dirty_matrix, MASK, "token-mean").backward()
+    assert dirty[0].grad.isfinite().all() and not dirty[0].grad[MASK == 0].any()
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_gspo_is_the_clipped_objective_of_sequence_ratios(spread):
+    """Value and gradient against autograd through the paper's equation 5, one response at a time."""
+    start, old, scores = spread * randn(12, 6, 5), spread * randn(13, 6, 5), randn(14, 6)
+    direct = start.clone().requires_grad_()
+    objective, clipped_tokens = 0.0, 0
+    for i, n in enumerate(LENGTHS):
+        ratio = torch.exp(sum(direct[i, t] - old[i, t] for t in range(n)) / n)
+        bounded = min(max(ratio.item(), 0.9), 1.2)
+        gain, limit = ratio * scores[i], bounded * scores[i]
+        objective = objective + (gain if gain <= limit else limit)
+        clipped_tokens += n * bool(gain > limit)
+    expected = -objective / len(LENGTHS)
+    expected.backward()
+
+    routed = start.clone().requires_grad_()
+    advantages = scores.unsqueeze(-1).expand(6, 5)
+    matrix, diagnostics = losses.policy_loss(routed, old, advantages, MASK, 0.1, 0.2, 3.0, "gspo")
+    mode = "seq-mean-token-mean"
+    loss = losses.loss_sum(matrix, MASK, mode) / losses.loss_count(LENGTHS, mode)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(routed.grad, direct.grad)
+    assert routed.grad.abs().max() > 1e-3
+    assert diagnostics["pg_clipfrac"].item() == clipped_tokens
+    assert diagnostics["pg_clipfrac_lower"].item() == 0
+    if spread == 1.0:
+        assert clipped_tokens > 0
+
+
+def test_gspo_keeps_token_advantages_apart():
+    new, advantages = torch.tensor([[0.1, -0.1]]).requires_grad_(), torch.tensor([[1.0, -3.0]])
+    matrix, _ = losses.policy_loss(new, torch.zeros(1, 2), advantages, torch.ones(1, 2), 0.2, 0.2, None, "gspo")
+    matrix.sum().backward()
+    assert matrix.tolist() == [[-1.0, 3.0]] and new.grad.tolist() == [[-1.0, 3.0]]
+
+
+# new, old, return -> loss, clipped, gradient; clip 0.5
+VALUE_CASES = [
+    (1.2, 1.0, 2.0, 0.5 * 0.64, 0, -0.8),  # inside the range
+    (2.0, 1.0, 2.0, 0.5 * 0.25, 1, 0.0),  # moved too far towards the return: the clip decides
+    (0.0, 1.0, 2.0, 0.5 * 4.0, 0, -2.0),  # moved too far away: the free error is larger
+]
+
+
+@pytest.mark.parametrize(("new", "old", "target", "loss", "clipped", "gradient"), VALUE_CASES)
+def test_value_loss_by_hand(new, old, target, loss, clipped, gradient):
+    values = one(new).requires_grad_()
+    matrix, count = losses.value_loss(values, one(old), one(target), one(1.0), 0.5)
+    matrix.sum().backward()
+    assert matrix.item() == pytest.approx(loss, rel=1e-6)
+    assert count.item() == clipped
+    assert values.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-6)
+
+
+def test_value_loss_ignores_padding():
+    inputs = [randn(seed, 6, 5) for seed in (15, 16, 17)]
+    clean, clean_count = losses.value_loss(*inputs, MASK, 0.5)
+    dirty, count = losses.value_loss(*(torch.where(MASK.bool(), x, torch.nan) for x in inputs), MASK, 0.5)
+    assert torch.equal(clean, dirty) and clean_count == count
+
+
+def softmax_by_hand(row: list[float]) -> list[float]:
+    top = max(row)
+    weights = [math.exp(x - top) for x in row]
+    return [w / sum(weights) for w in weights]
+
+
+@pytest.mark.parametrize("chunk", [1, 22, 1 << 24])
+def test_log_probs_and_entropy_against_loops_and_autograd(chunk, monkeypatch):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk)
+    logits = (3 * randn(18, 2, 3, 11)).requires_grad_()
+    targets = torch.arange(6).view(2, 3)
+    log_probs, entropy = losses.log_probs_from_logits(logits, targets), losses.entropy_from_logits(logits)
+    for b in range(2):
+        for t in range(3):
+            probs = softmax_by_hand(logits[b, t].tolist())
+            assert log_probs[b, t].item() == pytest.approx(math.log(probs[targets[b, t]]), rel=1e-12)
+            assert entropy[b, t].item() == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda x: losses.log_probs_from_logits(x, targets), logits)
+    assert torch.autograd.gradcheck(losses.entropy_from_logits, logits)
+
+
+def test_bfloat16_logits_are_computed_in_float32_and_kept_in_bfloat16():
+    logits = randn(19, 4, 50).to(torch.bfloat16).requires_grad_()
+    targets = torch.tensor([0, 7, 49, 3])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        log_probs, entropy = losses.log_probs_from_logits(logits, targets), losses.entropy_from_logits(logits)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    assert all(x.dtype == torch.bfloat16 for x in kept if x.numel() >= logits.numel())
+    exact = logits.detach().double().log_softmax(-1)
+    torch.testing.assert_close(log_probs.double(), exact.gather(-1, targets[:, None]).squeeze(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), rtol=1e-6, atol=1e-6)
+    log_probs.sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_forbidden_tokens_do_not_spoil_entropy():
+    logits = torch.tensor([[0.0, 0.0, -math.inf]]).requires_grad_()
+    entropy = losses.entropy_from_logits(logits)
+    (entropy.sum() + losses.log_probs_from_logits(logits, torch.tensor([1])).sum()).backward()
+    assert entropy.item() == pytest.approx(math.log(2))
+    torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 0.5, 0.0]]))

@@ -1,0 +1,282 @@
+"""Reward functions in all shapes: loading, calling, composing, and what each mistake looks like. No Ray."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+import numpy as np
+import pytest
+
+from rlfuse.rewards.compose import check_weights, compose
+from rlfuse.rewards.functions import check_functions, load_function
+from rlfuse.rewards.items import RewardError, Score, item_of_row, item_of_sample
+from rlfuse.rewards.model import ModelSpec, check_model
+from rlfuse.rewards.table import score_table
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
+
+ROWS = [
+    {"prompt": "2+2", "response": "4", "ground_truth": "4", "data_source": "sums", "level": 1},
+    {"prompt": "3+3", "response": "seven", "ground_truth": "6", "data_source": "sums", "level": 2},
+]
+
+
+def write(tmp_path, code, name="mine.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+def outcomes(function, rows=ROWS):
+    return load_function(function).score([item_of_row(row, number) for number, row in enumerate(rows)])
+
+
+# ---- shapes --------------------------------------------------------------------------------------------------------
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": solution_str == ground_truth, "length": len(solution_str), "seen": f"{data_source} {extra_info}"}
+
+
+async def verl_async(solution_str, ground_truth):
+    return np.float32(solution_str == ground_truth)
+
+
+def trl(prompts, completions, level, **columns):
+    assert columns["ground_truth"] == ["4", "6"] and columns["trainer_state"].global_step == -1
+    columns["log_metric"]("calls", 1)
+    columns["log_metric"]("calls", 3)
+    columns["log_extra"]("doubled", [2 * one for one in level])
+    return [float(one) if completion == "4" else None for one, completion in zip(level, completions, strict=True)]
+
+
+async def trl_async(completions, completion_ids):
+    return [len(ids) for ids in completion_ids]
+
+
+def openrlhf(queries, prompts, labels, **kwargs):
+    rewards = np.array([q == p + label for q, p, label in zip(queries, prompts, labels, strict=True)], dtype=np.float32)
+    return {"rewards": rewards, "scores": rewards * 2, "extra_logs": {"batch": 2, "level": kwargs["level"]}}
+
+
+async def openrlhf_async(queries, prompts, labels):
+    return {"rewards": [1.0] * len(queries)}
+
+
+def test_verl_gives_scores_extras_and_notes():
+    first, second = outcomes(verl)
+    assert first == Score(1.0, {"length": 1.0}, {"seen": "sums {}"})
+    assert second == Score(0.0, {"length": 5.0}, {"seen": "sums {}"})
+    assert [score.value for score in outcomes(verl_async)] == [1.0, 0.0]
+
+
+def test_trl_is_batched_gets_columns_and_may_decline():
+    assert outcomes(trl) == [Score(1.0, {"calls": 2.0, "doubled": 2.0}), Score(None, {"calls": 2.0, "doubled": 4.0})]
+    rows = [{**row, "response_ids": np.arange(2 + n)} for n, row in enumerate(ROWS)]
+    assert [score.value for score in outcomes(trl_async, rows)] == [2.0, 3.0]
+
+
+def test_trl_sees_text_or_messages_as_the_row_had_them():
+    seen = []
+
+    def look(prompts, completions):
+        seen.append((prompts, completions))
+        return [0.0] * len(prompts)
+
+    chat = [{"role": "user", "content": "hi"}]
+    outcomes(look, [{"prompt": "hi", "response": "yo"}])
+    outcomes(look, [{"prompt": chat, "response": "yo"}])
+    assert seen == [(["hi"], ["yo"]), ([chat], [[{"role": "assistant", "content": "yo"}]])]
+
+
+def test_openrlhf_gives_rewards_and_logs():
+    assert outcomes(openrlhf) == [
+        Score(1.0, {"scores": 2.0, "batch": 2.0, "level": 1.0}),
+        Score(0.0, {"scores": 0.0, "batch": 2.0, "level": 2.0}),
+    ]
+    assert [score.value for score in outcomes(openrlhf_async)] == [1.0, 1.0]
+
+
+def test_callables_of_other_kinds():
+    class Judge:
+        async def __call__(self, solution_str):
+            return len(solution_str)
+
+    assert [score.value for score in outcomes(Judge())] == [1.0, 5.0]
+    assert load_function(Judge()).is_async
+    assert [score.value for score in outcomes(lambda completions: [1, 2])] == [1.0, 2.0]
+
+
+def test_columns_of_mixed_rows_are_none_or_a_failure_for_that_row_only():
+    rows = [ROWS[0], {"prompt": "x", "response": "y"}]
+    assert [s.value for s in outcomes(lambda completions, level=None: [x or 0 for x in level], rows)] == [1.0, 0.0]
+    good, bad = outcomes(lambda completions, level: level, rows)
+    assert good == Score(1.0) and "'level' is no column" in bad.message
+
+
+def test_sample_and_row_give_the_same_item():
+    chat = ({"role": "user", "content": "2+2"},)
+    columns = {"prompt": list(chat), "extra_info": {"index": 3}, "reward_model": {"ground_truth": "4"}}
+    prompt = Prompt(0, np.array([1, 2], np.int32), "<u>2+2", chat, "sums", "4", columns)
+    response = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, "4")
+    item = item_of_sample(Sample(prompt, 7, 0, 1, response))
+    row = item_of_row({**columns, "response": "4", "response_ids": [5], "data_source": "sums"})
+    same = ("prompt", "messages", "response", "response_ids", "data_source", "ground_truth")
+    assert {name: getattr(item, name) for name in same} == {name: getattr(row, name) for name in same}
+    assert (item.id, item.step, item.prompt_text) == ("7/0/0", 7, "<u>2+2")
+    with pytest.raises(ValueError, match="has response None"):
+        item_of_sample(Sample(prompt, 7, 0, 1))
+
+
+# ---- results that are no numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda solution_str: math.nan, "returned nan"),
+        (lambda solution_str: {"score": math.inf}, "returned inf"),
+        (lambda solution_str: "good", "a reward has to be a number"),
+        (lambda solution_str: None, "a reward has to be a number"),
+        (lambda solution_str: np.zeros(2), "array of shape"),
+        (lambda solution_str: {"reward": 1}, "needs `score`"),
+        (lambda completions: [1.0], "returned 1 rewards for 2 samples"),
+        (lambda completions: 1.0, "a list of numbers"),
+        (lambda completions: [math.nan, math.nan], "returned nan"),
+        (lambda queries: [1.0, 2.0], "a dict with `rewards`"),
+        (lambda queries: {"rewards": [None, None]}, "a reward has to be a number"),
+    ],
+)
+def test_what_is_no_number_is_a_failure(function, message):
+    for outcome in outcomes(function):
+        assert isinstance(outcome, RewardFailure) and message in outcome.message
+
+
+def test_nan_costs_only_its_sample():
+    good, bad = outcomes(lambda completions: [1.0, math.nan])
+    assert good == Score(1.0) and isinstance(bad, RewardFailure)
+
+
+@pytest.mark.parametrize("keyword", ["", "async "])
+def test_an_exception_keeps_the_users_traceback_and_no_frame_of_ours(tmp_path, keyword):
+    path = write(tmp_path, f"{keyword}def f(solution_str):\n    return int(solution_str)\n")
+    good, bad = outcomes(f"{path}:f")
+    assert good == Score(4.0)
+    assert bad.message == "ValueError: invalid literal for int() with base 10: 'seven'"
+    assert "return int(solution_str)" in bad.traceback and str(path) in bad.traceback
+    assert "rlfuse/rewards" not in bad.traceback and "asyncio" not in bad.traceback
+
+
+def test_exit_is_a_failure(tmp_path):
+    path = write(tmp_path, "import sys\nasync def a(solution_str): sys.exit(3)\ndef b(solution_str): sys.exit(3)\n")
+    for name in "ab":
+        assert [outcome.message for outcome in outcomes(f"{path}:{name}")] == ["SystemExit: 3"] * 2
+
+
+def test_async_items_run_together_and_each_is_bounded(tmp_path):
+    code = """
+    import asyncio
+    async def f(solution_str):
+        await asyncio.sleep(0.1 if solution_str == "4" else 30)
+        return 1.0
+    """
+    function = load_function(f"{write(tmp_path, code)}:f")
+    good, late = function.score([item_of_row(row) for row in ROWS], timeout_s=0.5)
+    assert good == Score(1.0) and late.message == "f took longer than 0.5 s (reward.timeout_s) and was stopped"
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_afresh_and_may_import_its_neighbours(tmp_path):
+    write(tmp_path, "VALUE = 5\n", "neighbour_of_mine.py")
+    code = "from neighbour_of_mine import VALUE\ndef f(solution_str): return VALUE + 1\n"
+    path = write(tmp_path, code)
+    assert outcomes(f"{path}:f")[0] == Score(6.0)
+    path.write_text(code.replace("1", "2"))
+    assert outcomes(f"{path}:f")[0] == Score(7.0)
+
+
+def test_a_module_is_loaded_by_name(tmp_path, monkeypatch):
+    write(tmp_path, "def f(solution_str): return 1.0\n", "module_of_rewards.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert outcomes("module_of_rewards:f")[0] == Score(1.0)
+
+
+def test_loading_errors_say_what_to_change(tmp_path, monkeypatch):
+    write(tmp_path, "def good(solution_str): return 1\nNUMBER = 3\ndef _hidden(): pass\n", "good.py")
+    write(tmp_path, "x = 1\ndef f(solution_str:\n    return 1\n", "syntax.py")
+    write(tmp_path, "import json\njson.loads('{')\n", "raises.py")
+    write(tmp_path, "import no_such_package_here\n", "needs.py")
+    write(tmp_path, "def f(answer, *rest): return 1\n", "shape.py")
+    monkeypatch.chdir(tmp_path)
+    for spec, *parts in [
+        ("god.py:good", "there is no file", "'good.py'"),
+        ("good.py:goood", "has no function 'goood'", "['good']"),
+        ("good.py:NUMBER", "it is a int"),
+        ("good.py", "Append one of its functions: ['good']"),
+        ("syntax.py:f", "syntax.py, line 2", "def f(solution_str:", "'(' was never closed"),
+        ("raises.py:f", "JSONDecodeError", "json.loads('{')"),
+        ("needs.py:f", "No module named 'no_such_package_here'", "install"),
+        ("no_module_like_this:f", "PYTHONPATH"),
+        ("shape.py:f", "(answer, *rest)", "solution_str", "completions", "queries"),
+        (3, "path/to/file.py:function"),
+    ]:
+        with pytest.raises(RewardError) as caught:
+            load_function(spec)
+        for part in parts:
+            assert part in str(caught.value), (spec, part)
+
+
+def test_check_functions_reports_all_problems_and_tells_equal_names_apart(tmp_path):
+    first = write(tmp_path, "def compute_score(solution_str): return 1\n", "math_task.py")
+    second = write(tmp_path, "def compute_score(solution_str): return 2\n", "code_task.py")
+    names = [f.name for f in check_functions([f"{first}:compute_score", f"{second}:compute_score", verl, verl])]
+    module = __name__.rpartition(".")[2]
+    assert names == ["math_task.compute_score", "code_task.compute_score", f"{module}.verl", f"{module}.verl_2"]
+    with pytest.raises(RewardError, match=r"(?s)no file.*no function 'g'"):
+        check_functions([f"{tmp_path}/absent.py:f", f"{first}:g", verl])
+
+
+# ---- composition ---------------------------------------------------------------------------------------------------
+
+
+def test_compose_sums_what_applies():
+    reward = compose(
+        ["a", "b", "c"], [1.0, 0.5, 9.0], [Score(1.0, {"n": 3.0}), Score(4.0, {}, {"why": "x"}), Score(None)]
+    )
+    assert reward == Reward(3.0, {"a": 1.0, "a/n": 3.0, "b": 4.0}, "b/why: x")
+
+
+def test_compose_never_makes_a_number_of_a_failure():
+    failed = RewardFailure("b", "broke", "trace")
+    assert compose(["a", "b"], [1.0, 0.0], [Score(1.0), failed]) == failed
+    both = compose(["a", "b"], [1.0, 1.0], [RewardFailure("a", "x"), failed])
+    assert both.message == "x (also failed: b)"
+    assert "no reward function applies" in compose(["a"], [1.0], [Score(None)]).message
+
+
+def test_weights_are_checked():
+    assert check_weights([], ["a", "b"]) == [1.0, 1.0]
+    for weights, names, part in [
+        ([1.0], ["a", "b"], "1 entries"),
+        ([math.nan], ["a"], "finite"),
+        ([], [], "model_path"),
+    ]:
+        with pytest.raises(RewardError, match=part):
+            check_weights(weights, names)
+
+
+def test_score_table_shows_rewards_parts_and_failures():
+    first, second = score_table([verl, lambda solution_str: int(solution_str)], ROWS, [1.0, 0.5])
+    assert (first["reward"], first["verl"], first["<lambda>"], first["failure"]) == (3.0, 1.0, 4.0, None)
+    assert second["reward"] is None and "ValueError" in second["failure"] and "int(solution_str)" in second["traceback"]
+    assert first["prompt"] == "2+2"
+    with pytest.raises(ValueError, match="row 0: response is None"):
+        score_table(verl, [{"prompt": "x"}])
+
+
+def test_a_missing_reward_model_is_named(tmp_path):
+    for path, part in [(f"{tmp_path}/absent", "no folder"), (str(tmp_path), "no config.json")]:
+        with pytest.raises(RewardError, match=part):
+            check_model(ModelSpec(path))

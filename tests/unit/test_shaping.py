@@ -1,0 +1,31 @@
+"""DAPO's soft length penalty and groups without spread."""
+
+import numpy as np
+import pytest
+
+from rlfuse.algorithms.shaping import overlong_penalty, zero_spread
+
+
+def test_penalty_by_hand():
+    # limit 100, buffer 20: nothing up to 80, half way at 90, full at 100 and beyond
+    penalty = overlong_penalty([0, 80, 81, 90, 100, 130], 100, 20, factor=2.0)
+    np.testing.assert_allclose(penalty, [0, 0, -0.1, -1.0, -2.0, -2.0])
+
+
+def test_penalty_off():
+    np.testing.assert_array_equal(overlong_penalty(np.array([5, 100]), 100, 0, factor=1.0), [0, 0])
+
+
+def test_penalty_over_the_whole_response():
+    np.testing.assert_allclose(overlong_penalty([0, 5, 10], 10, 10, factor=1.0), [0, -0.5, -1.0])
+
+
+@pytest.mark.parametrize("buffer_len", [-1, 101])
+def test_buffer_must_fit_the_response(buffer_len):
+    with pytest.raises(ValueError, match=rf"overlong_buffer\.len={buffer_len} must be from 0 to .*=100"):
+        overlong_penalty([1], 100, buffer_len, 1.0)
+
+
+def test_zero_spread():
+    groups = [[1.0, 1.0, 1.0], [0.0, 1.0], [0.1, 0.1], [0.5], [], [0.0, -0.0], [float("nan")] * 2]
+    assert zero_spread(groups) == [True, False, True, False, True, True, False]

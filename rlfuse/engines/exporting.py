@@ -38,13 +38,13 @@ class Exporter:
         return getattr(tensor, "ds_numel", tensor.numel())
 
     @contextmanager
-    def gathered(self, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """The named tensors, whole, under their checkpoint names; meaningful on rank 0 only."""
+    def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """The named tensors, whole, under their checkpoint names, on rank 0 (or `everywhere`); other ranks get none."""
         tensors = {name: self.tensors[name] for name in names}
         sharded = [tensor for tensor in tensors.values() if hasattr(tensor, "ds_id")]
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
             whole = {name: tensor.detach() for name, tensor in tensors.items()}
-            yield revert_weight_conversion(self.model, whole) if self.rank == 0 else {}
+            yield revert_weight_conversion(self.model, whole) if everywhere or self.rank == 0 else {}
 
     def write(self, names: list[str], path: Path) -> list[str]:
         """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0)."""

@@ -55,6 +55,8 @@ class RolloutWorker:
         self.name = f"rollout/{slot}"
         self._recorder = Recorder(self.name)
         self._engine: Any = None
+        self._tokenizer: Any = None
+        self._errors: ErrorOutput | None = None
         self._active: set[str] = set()
         self._stats: Any = None
         self._version = 0
@@ -68,6 +70,7 @@ class RolloutWorker:
         except Exception as error:
             why = self._errors.reason() or str(error)
             raise EngineError(f"{self.name} could not start vLLM for {model.path}.{memory_hint()}\n{why}") from error
+        self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
         cache = self._engine.vllm_config.cache_config
         return {"start_s": time.perf_counter() - began, "kv_tokens": cache.num_gpu_blocks * cache.block_size}
@@ -114,16 +117,7 @@ class RolloutWorker:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[tuple[str, Response]]:
         """(sample id, response) of each request, in finishing order."""
-        limit = self._engine.model_config.max_model_len
-        for request in requests:
-            if request.id in self._active:
-                raise ValueError(f"sample {request.id} is being generated already: hand each sample over once")
-            if len(request.prompt_ids) >= limit:
-                raise ValueError(
-                    f"sample {request.id} has {len(request.prompt_ids)} prompt tokens, the engine holds {limit} with "
-                    "the response: raise data.max_prompt_length or shorten the prompt"
-                )
-        self._active |= {request.id for request in requests}
+        ids = self._admit(requests)
         tasks = [asyncio.create_task(self._complete(request, sampling)) for request in requests]
         try:
             for finished in asyncio.as_completed(tasks):
@@ -132,7 +126,23 @@ class RolloutWorker:
             for task in tasks:
                 task.cancel()  # vLLM ends the request of a cancelled task
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._active -= {request.id for request in requests}
+            self._active -= ids
+
+    def _admit(self, requests: Sequence[Request]) -> set[str]:
+        """Count the samples as active, or refuse them all."""
+        limit = self._engine.model_config.max_model_len
+        ids = {request.id for request in requests}
+        if len(ids) < len(requests) or ids & self._active:
+            twice = sorted(ids & self._active) or "some twice in one call"
+            raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
+        for request in requests:
+            if len(request.prompt_ids) >= limit:
+                raise ValueError(
+                    f"sample {request.id} has {len(request.prompt_ids)} prompt tokens, the engine holds {limit} with "
+                    "the response: raise data.max_prompt_length or shorten the prompt"
+                )
+        self._active |= ids
+        return ids
 
     async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response]:
         """One sample from prompt to response."""
@@ -167,6 +177,7 @@ class RolloutWorker:
             max_tokens=min(sampling.max_tokens, room),
             seed=request.seed if sampling.temperature > 0 else None,
             logprobs=0,  # of the drawn token alone
+            detokenize=False,  # once at the end instead of after every token, and exactly as the tokenizer decodes
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -181,7 +192,7 @@ class RolloutWorker:
             np.asarray(drawn, np.float32),
             output.finish_reason,
             versions[0],
-            output.text,
+            self._tokenizer.decode(output.token_ids, skip_special_tokens=True),
         )
         return response, versions
 

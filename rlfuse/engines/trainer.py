@@ -109,6 +109,32 @@ class TrainerGroup:
         """Write these tensors of the actor to `path`."""
         await self._all("export_bucket", f"write weights to {path}", names, Path(path))
 
+    # `DeviceWeightExporter`: not run without GPUs
+
+    async def nccl_address(self) -> tuple[str, int]:
+        """Where rank 0 waits for the engines."""
+        return (await self._all("address", "name an address"))[0]
+
+    async def open_nccl(self, host: str, port: int, world_size: int) -> None:
+        """Rank 0 joins the engines' process group."""
+        await self._all("open_nccl", "join the engines' process group", host, port, world_size)
+
+    async def describe(self, names: list[str]) -> dict[str, Any]:
+        """Names, dtypes and shapes of a bucket."""
+        return (await self._all("describe", "describe a bucket", names))[0]
+
+    async def send_nccl(self, names: list[str]) -> None:
+        """Rank 0 broadcasts a bucket."""
+        await self._all("send_nccl", "broadcast a bucket", names)
+
+    async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
+        """Handles of a bucket from every rank."""
+        return await self._all("share_ipc", "share a bucket", names)
+
+    async def release_ipc(self) -> None:
+        """The ranks let go of the bucket."""
+        await self._all("release_ipc", "release a bucket")
+
     async def save(self, folder: Path) -> None:
         """`actor/` and `critic/` below `folder`, with what is needed to check that a resumed run fits."""
         models = ["actor", "critic"] if self.config.uses_critic else ["actor"]

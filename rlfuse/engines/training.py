@@ -25,6 +25,7 @@ import torch
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
 from rlfuse.algorithms.objectives import Scale, actor_objective, critic_objective
 from rlfuse.config.schema import Config
+from rlfuse.engines import weights_device
 from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import (
     Batch,
@@ -177,6 +178,34 @@ class TrainerRank:
     def export_bucket(self, names: list[str], path: Path) -> None:
         """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
         self.exporters["actor"].write(names, path)
+
+    # Device transfers, rank 0's end unless said otherwise; not run without GPUs (see weights_device)
+
+    def open_nccl(self, host: str, port: int, world_size: int) -> None:
+        """Join the engines' process group."""
+        if self.rank == 0:
+            self.communicator = weights_device.open_nccl(host, port, world_size)
+
+    def describe(self, names: list[str]) -> dict[str, Any]:
+        """Names, dtypes and shapes of a bucket; every rank calls."""
+        with self.exporters["actor"].gathered(names) as tensors:
+            return weights_device.describe(tensors)
+
+    def send_nccl(self, names: list[str]) -> None:
+        """Broadcast a bucket; every rank calls."""
+        with self.exporters["actor"].gathered(names) as tensors:
+            if self.rank == 0:
+                weights_device.send_nccl(self.communicator, tensors)
+
+    def share_ipc(self, names: list[str]) -> dict[str, Any]:
+        """Handles of a bucket for the engine on this rank's GPU; the tensors live until `release_ipc`."""
+        with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
+            handles, self.shared = weights_device.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
+        return handles
+
+    def release_ipc(self) -> None:
+        """Let go of what `share_ipc` kept."""
+        self.shared = []
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> None:
         """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets."""

@@ -7,11 +7,12 @@ trainer which bucket to hand over and the engines where to find it.
                                       at most two buckets exist: one being written, one being loaded
 
 Invariants:
-- engines are paused and their caches cleared before the first bucket, and resume only when all of them hold all
-  weights; the versions that they then report are compared with the one asked for;
+- engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
+  the versions that they then report are compared with the one asked for;
 - a bucket's file is complete before any engine hears of it and is deleted, never rewritten; the folder is gone when
   `push` returns or raises;
-- after an error the engines hold parts of two versions and stay paused: restart them.
+- after an error the engines may hold parts of two versions and stay paused: restart them. Only a first bucket that
+  can't be written leaves them as they were.
 Called by the controller after an optimizer step. Waits for the slowest engine per bucket and for the trainer's next
 bucket; both bound their calls in time.
 """
@@ -47,7 +48,7 @@ class DeviceWeightExporter(WeightExporter, Protocol):
     """What `nccl` and `ipc` need besides, each a thin call of `weights_device` on the ranks' own devices."""
 
     async def nccl_address(self) -> tuple[str, int]:
-        """`free_address` of rank 0."""
+        """Where rank 0 can wait for the engines: its host and a free port."""
 
     async def open_nccl(self, host: str, port: int, world_size: int) -> None:
         """`open_nccl` on rank 0."""
@@ -132,11 +133,13 @@ class WeightPush:
         plan = await self.exporter.bucket_plan()
         if not plan:
             raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
-        await _all(engine.begin_update() for engine in self.engines)
         move = {"shm": self._through_memory, "nccl": self._through_nccl, "ipc": self._through_ipc}[self.transfer]
         await move(plan)
         await _all(engine.finish_update(version) for engine in self.engines)
         await self._check(version)
+
+    async def _begin(self) -> None:
+        await _all(engine.begin_update() for engine in self.engines)
 
     async def _check(self, version: int) -> None:
         held = await _all(engine.version() for engine in self.engines)
@@ -153,6 +156,8 @@ class WeightPush:
         folder = Path(tempfile.mkdtemp(prefix="rlfuse-weights-", dir=self.root))
         writing = asyncio.create_task(self._write(plan[0], folder / "0.safetensors"))
         try:
+            await writing  # before engines pause: they go on as they were if this fails
+            await self._begin()
             for i in range(len(plan)):
                 path = await writing
                 if i + 1 < len(plan):
@@ -189,6 +194,7 @@ class WeightPush:
     async def _through_nccl(self, plan: list[list[str]]) -> None:
         if not self._joined:
             await self._join()
+        await self._begin()
         for names in plan:
             update = await self.exporter.describe(names)
             await _all([self.exporter.send_nccl(names), *(engine.receive(update) for engine in self.engines)])
@@ -204,6 +210,7 @@ class WeightPush:
         self._joined = True
 
     async def _through_ipc(self, plan: list[list[str]]) -> None:
+        await self._begin()
         for names in plan:
             update = merge_ipc(await self.exporter.share_ipc(names))
             await _all(engine.receive(update) for engine in self.engines)

@@ -15,18 +15,10 @@ State: written against the sources of vLLM 0.32 and not run: it needs GPUs. Shar
 
 from __future__ import annotations
 
-import socket
 from operator import itemgetter
 from typing import Any
 
 import torch
-
-
-def free_address() -> tuple[str, int]:
-    """This host's address and a port for the rendezvous, to be asked of rank 0 just before `open_nccl`."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
 
 
 def nccl_join(host: str, port: int, rank_offset: int, world_size: int) -> dict[str, Any]:

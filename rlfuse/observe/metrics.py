@@ -145,7 +145,7 @@ def covered(spans: Iterable[Span]) -> float:
 
 def fusion_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """How much of the scoring ran beside generation."""
-    generated = [span for span in spans if span.kind == "gen"]
+    generated = [span for span in spans if span.kind == "gen" and span.where == "driver"]
     scored = [span for span in spans if span.where == "driver" and span.samples]
     if not generated or not scored:
         return {}

@@ -93,6 +93,8 @@ def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen
     model = Qwen2ForCausalLM(config)
     numbers = torch.tensor(tokenizer.convert_tokens_to_ids(list(map(str, range(LARGEST_NUMBER + 1)))))
     with torch.no_grad():
+        if _os.environ.get("ZI","0")!="0":
+            for l in model.model.layers[(1 if _os.environ["ZI"]=="2" else 0):]: l.self_attn.o_proj.weight.zero_(); l.mlp.down_proj.weight.zero_()
         model.get_input_embeddings().weight[numbers] += number_waves(settings.hidden_size)
     return model
 

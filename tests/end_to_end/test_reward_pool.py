@@ -170,19 +170,23 @@ async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, function
 
 
 @pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    """A random sequence classifier with one label and the tiny model's tokenizer; context of 32 tokens."""
+def reward_model(tmp_path_factory):
+    """A random sequence classifier with one label and a token for each byte; context of 128 tokens."""
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen2Tokenizer
 
     folder = tmp_path_factory.mktemp("reward_models") / "rm"
     torch.manual_seed(1)
-    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
     config = Qwen2Config(**sizes, **heads, **special, initializer_range=0.3, num_labels=1)
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    words = ["<pad>", "<eos>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    names = {"unk_token": "<eos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], **names).save_pretrained(folder)
     return folder
 
 
@@ -198,14 +202,16 @@ def direct_scores(folder, texts):
 
 async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_model):
     texts = [" ".join(f"w{3 + (7 * k + i) % 190}" for i in range(1 + 5 * k % 23)) for k in range(40)]
-    too_long = " ".join(["w9"] * 30)
+    too_long = "w" * 120
     pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
     results, spans = await scored(pool, *texts, too_long)
     expected = direct_scores(reward_model, ["w3 w4 w5 " + text for text in texts])
     assert np.std(expected) > 0.1
     np.testing.assert_allclose([result.parts["reward_model"] for result in results[:-1]], expected, atol=1e-5)
     np.testing.assert_allclose([result.value for result in results[:-1]], 2 * np.array(expected), atol=2e-5)
-    assert results[-1].function == "reward_model" and "33 tokens" in results[-1].message and "32" in results[-1].message
+    assert (
+        results[-1].function == "reward_model" and "129 tokens" in results[-1].message and "128" in results[-1].message
+    )
     assert sorted(len(span.samples) for span in spans if span.where == "reward/model") == [9, 32]
 
 
@@ -222,21 +228,21 @@ async def test_reward_model_uses_its_own_chat_template(ray_cluster, reward_model
     )
     tokenizer.save_pretrained(folder)
     results, _ = await scored(RewardPool(model_path=str(folder)), "w8 w9", "w10")
-    expected = direct_scores(folder, ["w100 w3 w101 w8 w9", "w100 w3 w101 w10"])
+    expected = direct_scores(folder, ["w100 w3 w101 w8 w9 ", "w100 w3 w101 w10 "])
     np.testing.assert_allclose([result.value for result in results], expected, atol=1e-5)
 
 
 async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
+    import shutil
+
     from transformers import AutoConfig
 
     with pytest.raises(RewardError, match="no folder"):
         RewardPool(model_path=str(tmp_path / "absent"))
-    with pytest.raises(EngineError, match=r"reward/model could not start.*num_labels=2"):
-        await RewardPool(model_path=str(tiny_model)).start()
-    import shutil
-
     headless = tmp_path / "headless"
     shutil.copytree(tiny_model, headless)
     AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
-    with pytest.raises(EngineError, match=r"score.weight.*random"):
-        await RewardPool(model_path=str(headless)).start()
+    pools = [RewardPool(model_path=str(folder)) for folder in (tiny_model, headless)]
+    two_labels, random_head = await asyncio.gather(*(pool.start() for pool in pools), return_exceptions=True)
+    assert "reward/model could not start" in str(two_labels) and "num_labels=2" in str(two_labels)
+    assert isinstance(random_head, EngineError) and "['score.weight'], which would be random" in str(random_head)

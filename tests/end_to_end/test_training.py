@@ -24,7 +24,7 @@ def policy_folder(tmp_path_factory):
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.05,
             tie_word_embeddings=True,
         )
     ).save_pretrained(folder)  # fmt: skip

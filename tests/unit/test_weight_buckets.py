@@ -72,7 +72,7 @@ def push(recording, tmp_path):
 async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
     recording = Recording([["a"], ["b"], ["c"]])
     await push(recording, tmp_path).push(3)
-    assert recording.events[:2] == ["begin", "write a"]
+    assert recording.events[:2] == ["write a", "begin"]
     assert sorted(recording.events[2:-1]) == ["receive", "receive", "receive", "write b", "write c"]
     assert recording.events[-1] == "finish"
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,193 @@
+"""Whole jobs as a user runs them: `python -m rlfuse.train`, real Ray, vLLM and DeepSpeed, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlfuse.observe.events import read_events
+from rlfuse.observe.tracking import read_metrics
+
+REWARD = '''
+def even(data_source, solution_str, ground_truth, extra_info=None):
+    """Share of words with an even number."""
+    words = solution_str.split()
+    return {"score": sum(word.endswith(tuple("02468")) for word in words) / max(1, len(words)), "words": len(words)}
+'''
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def job(tiny_model, tmp_path_factory):
+    """Command line of a small PPO job with critic, reference, KL in the reward, two slots and checkpoints."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "reward.py").write_text(REWARD)
+    for name, count in (("train", 40), ("val", 6)):
+        rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": "", "data_source": "words"} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model.path": tiny_model,
+        "model.dtype": "float32",
+        "data.train_files": f"[{folder}/train.jsonl]",
+        "data.val_files": f"[{folder}/val.jsonl]",
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 48,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "actor.ppo_max_token_len_per_gpu": 128,
+        "actor.optim.lr": 1e-3,
+        "critic.optim.lr": 1e-3,
+        "rollout.n": 2,
+        "rollout.kv_cache_memory_mb": 32,
+        "algorithm.use_kl_in_reward": "true",
+        "reward.functions": f"[{folder}/reward.py:even]",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": 2,
+        "trainer.default_local_dir": folder / "runs",
+        "cluster.timeout_s": 300,
+    }
+    return folder, [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]
+
+
+def start(command, name, *more):
+    return subprocess.Popen(
+        [*command, f"trainer.experiment_name={name}", *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"WANDB_MODE": "offline"},
+        start_new_session=True,
+    )
+
+
+def finish(process, expected, timeout=400):
+    text, _ = process.communicate(timeout=timeout)
+    assert process.returncode == expected, text
+    return text
+
+
+def wait_for_step(folder, step, process, timeout=300):
+    deadline = time.time() + timeout
+    while time.time() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"step {step} was not reached within {timeout} s")
+
+
+def descendants(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes, timeout=20):
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def serial(job):
+    """An uninterrupted serial run: (folder, what it printed)."""
+    folder, command = job
+    text = finish(start(command, "serial"), expected=0)
+    return folder / "runs" / "rlfuse" / "serial", text
+
+
+def test_run_folder_holds_what_the_readme_promises(serial):
+    run, text = serial
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["fusion"] == "serial"
+    assert summary["val_before"] is not None and summary["val_after"] is not None
+    assert {"torch", "ray", "deepspeed", "rlfuse"} <= summary["versions"].keys()
+    assert str(run) in text and "mean reward" in text
+    assert (run / "reward_curve.png").stat().st_size > 1000
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((run / "wandb").glob("offline-run-*/files/media/table/samples*"))
+    for name in ("actor/pg_loss", "critic/vf_loss", "critic/kl", "response_length/mean", "timing_s/gen", "timing_s/ref",
+                 "perf/throughput", "rewards/even/words/mean", "training/rollout_probs_diff_max", "actor/grad_norm"):  # fmt: skip
+        assert name in summary["metrics"], name
+
+
+def test_engine_and_trainer_agree_after_every_sync(serial):
+    run, _ = serial
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == STEPS
+    assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
+    # The policy moved in between, so agreement means that the new weights arrived.
+    assert min(row["actor/grad_norm"] for row in rows) > 1e-3
+
+
+def test_events_cover_every_sample_and_stage(serial):
+    run, _ = serial
+    spans = read_events(run / "events.jsonl")
+    kinds = {span.kind for span in spans}
+    assert {"generate", "reward", "old_log_prob", "ref", "values", "forward", "backward", "optimizer", "update_weights",
+            "save_checkpoint", "testing", "step", "gen", "start"} <= kinds  # fmt: skip
+    assert all(span.end >= span.start for span in spans)
+    generated = [span.samples[0] for span in spans if span.kind == "generate" and span.step == 1]
+    assert len(set(generated)) == 8 * 2
+    assert {span.where for span in spans if span.kind == "generate"} == {"rollout/0", "rollout/1"}
+    for kind in ("forward", "backward"):
+        seen = [s for span in spans if span.kind == kind and span.step == 1 and
+                span.attributes["model"] == "actor" for s in span.samples]  # fmt: skip
+        assert sorted(seen) == sorted(generated)
+
+
+def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = serial
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_2", f"global_step_{STEPS}"]
+    folder = run / f"global_step_{STEPS}" / "actor" / "huggingface"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200
+
+
+def test_interrupted_and_resumed_streaming_run_equals_the_uninterrupted_serial_one(job, serial):
+    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened."""
+    folder, command = job
+    run = folder / "runs" / "rlfuse" / "stream"
+    process = start(command, "stream", "fusion=stream")
+    wait_for_step(run, 3, process)
+    workers = descendants(process)
+    process.send_signal(signal.SIGINT)
+    text = finish(process, expected=130, timeout=60)
+    assert "global_step_2" in text and "resume" in text
+    assert not all_gone(workers)
+    text = finish(start(command, "stream", "fusion=stream"), expected=0)
+    assert "resumed from" in text
+    expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial[0], run))
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(STEPS + 1))
+    for want, have in zip(expected, found, strict=True):
+        for name, value in want.items():
+            if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):
+                assert have[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (want["step"], name)
+
+
+def test_killed_trainer_rank_ends_in_one_message_and_leaves_no_process(job):
+    folder, command = job
+    process = start(command, "killed", "trainer.val_before_train=false", "trainer.total_training_steps=500")
+    wait_for_step(folder / "runs" / "rlfuse" / "killed", 1, process)
+    workers = descendants(process)
+    victim = next(p for p in workers if "TrainerRank" in " ".join(p.cmdline()))
+    victim.send_signal(signal.SIGKILL)
+    text = finish(process, expected=1, timeout=90)
+    assert "trainer/" in text and "died" in text and "resume" in text
+    assert "Traceback" not in text
+    assert not all_gone(workers)
+
+
+def test_used_run_folder_is_refused_when_there_is_nothing_to_resume(job, serial):
+    _, command = job
+    text = finish(start(command, "serial", "trainer.resume_mode=disable"), expected=2, timeout=60)
+    assert "trainer.experiment_name" in text
+    assert Path(serial[0] / "summary.json").exists()

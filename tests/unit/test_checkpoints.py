@@ -1,0 +1,45 @@
+"""Checkpoints are whole or not at all, found again, and pruned."""
+
+import pytest
+
+from rlfuse import checkpoints
+from rlfuse.config.checks import ConfigError
+
+
+async def fill(folder):
+    (folder / "actor").mkdir()
+    (folder / "actor" / "weights").write_text("w")
+
+
+async def test_written_whole_found_and_pruned(tmp_path):
+    for step in (2, 4, 10):
+        await checkpoints.write(tmp_path, step, {"kl": step / 10}, fill, keep=2)
+    assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_4", "global_step_10"]
+    assert (tmp_path / checkpoints.LATEST).read_text() == "10"
+    newest = checkpoints.find(tmp_path, "auto")
+    assert checkpoints.read_state(newest) == {"step": 10, "kl": 1.0}
+    assert (newest / "actor" / "weights").read_text() == "w"
+    assert checkpoints.find(tmp_path, "disable") is None
+    assert checkpoints.find(tmp_path, str(tmp_path / "global_step_4")).name == "global_step_4"
+
+
+async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
+    await checkpoints.write(tmp_path, 1, {}, fill, keep=None)
+
+    async def fails(folder):
+        await fill(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        await checkpoints.write(tmp_path, 2, {}, fails, keep=1)
+    assert checkpoints.find(tmp_path, "auto").name == "global_step_1"
+    await checkpoints.write(tmp_path, 2, {}, fill, keep=1)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_named_with_the_ones_that_are(tmp_path):
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_2").mkdir()
+    (tmp_path / "global_step_2" / checkpoints.MARKER).touch()
+    with pytest.raises(ConfigError, match="global_step_3.*complete ones.*global_step_2"):
+        checkpoints.find(tmp_path, str(tmp_path / "global_step_3"))

@@ -1,0 +1,116 @@
+"""Events, metrics and logs, from samples and spans made by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlfuse.observe.events import EventLog, Recorder, Span, read_events
+from rlfuse.observe.metrics import (
+    covered,
+    failure_metrics,
+    fusion_metrics,
+    sample_metrics,
+    time_metrics,
+    utilisation,
+    validation_metrics,
+)
+from rlfuse.observe.tracking import MetricsFile, read_metrics
+from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
+
+
+def sample(index, sibling, tokens, reward, finish="stop", source="sums"):
+    prompt = Prompt(index, np.arange(4, dtype=np.int32), "p", (), source, "1")
+    response = Response(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32), finish, 0, "r")
+    return Sample(prompt, 1, sibling, 0, response, reward)
+
+
+def group(*samples):
+    return Group(samples[0].prompt, list(samples))
+
+
+def test_sample_metrics_by_hand():
+    a = sample(0, 0, 2, Reward(1.0, {"exact": 1.0}))
+    b = sample(0, 1, 6, Reward(0.0, {"exact": 0.0}), finish="length")
+    c = sample(1, 0, 4, Reward(0.5), finish="abort")
+    d = sample(1, 1, 4, Reward(0.5))
+    for s, values in ((a, [0.5, 1.0]), (b, [0.0] * 6), (c, [0.5] * 4), (d, [0.5] * 4)):
+        s.tensors = {
+            "values": np.array(values, np.float32),
+            "returns": np.full(len(values), s.reward.value, np.float32),
+            "advantages": np.ones(len(values), np.float32),
+            "token_rewards": np.array([0.0] * (len(values) - 1) + [s.reward.value], np.float32),
+        }
+    metrics = sample_metrics([group(a, b), group(c, d)], max_prompt=4, max_response=6, ranks=2)
+    assert metrics["critic/score/mean"] == 0.5 and metrics["critic/score/max"] == 1.0
+    assert metrics["critic/rewards/mean"] == 0.5
+    assert metrics["response_length/mean"] == 4.0 and metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["prompt_length/clip_ratio"] == 1.0
+    assert metrics["response/aborted_ratio"] == 0.25
+    assert metrics["reward/frac_reward_zero_std"] == 0.5
+    assert metrics["rewards/exact/mean"] == 0.5 and metrics["rewards/exact/std"] == 0.5
+    assert metrics["global_seqlen/max"] == 16 and metrics["global_seqlen/balanced_max"] == 16
+    returns = np.array([1, 1] + [0] * 6 + [0.5] * 8)
+    errors = np.array([0.5, 0] + [0] * 6 + [0] * 8)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - errors.var() / returns.var())
+
+
+def test_validation_prefers_acc_and_keeps_sources_apart():
+    groups = [
+        group(sample(0, 0, 2, Reward(1.0, {"fn/acc": 1.0, "fn/format": 1.0}))),
+        group(sample(1, 0, 2, Reward(0.2, {"fn/acc": 0.0, "fn/format": 1.0}))),
+        group(sample(2, 0, 3, Reward(0.7), source="chat")),
+    ]
+    metrics = validation_metrics(groups)
+    assert metrics["val-core/sums/acc/mean@1"] == 0.5
+    assert metrics["val-aux/sums/reward/mean@1"] == pytest.approx(0.6)
+    assert metrics["val-core/chat/reward/mean@1"] == 0.7
+
+
+def test_failures_are_counted_by_function_and_never_averaged_in():
+    failed = sample(0, 1, 2, RewardFailure("judge", "timed out"))
+    assert failure_metrics([(failed, failed.reward)]) == {"reward/failures/judge": 1.0}
+    assert validation_metrics([group(sample(0, 0, 2, Reward(1.0)), failed)])["val-core/sums/reward/mean@2"] == 1.0
+
+
+def test_seconds_are_the_union_of_spans_on_the_driver():
+    spans = [
+        Span("gen", "driver", 0, 4),
+        Span("gen", "driver", 1, 6),
+        Span("gen", "rollout/0", 0, 100),
+        Span("reward", "driver", 5, 7, samples=("a", "b")),
+        Span("reward", "driver", 6.5, 7.5, samples=("c",)),
+        Span("step", "driver", 0, 10),
+    ]
+    assert covered(spans[:2]) == 6
+    metrics = time_metrics(spans, {"gen": 300, "step": 1000}, slots=2)
+    assert metrics["timing_s/gen"] == 6 and metrics["timing_s/reward"] == 2.5
+    assert metrics["timing_per_token_ms/gen"] == 20
+    assert metrics["perf/throughput"] == 50
+    assert fusion_metrics(spans) == {"fusion/samples_overlapped": 2.0}
+    facts = {"parameters": 10, "peak_flops": 100.0}
+    assert utilisation(spans, facts, ranks=2, tokens=30, epochs=1) == {"perf/mfu/actor_infer": 2 * 10 * 30 / (6 * 200)}
+
+
+def test_events_survive_the_file_and_errors_are_recorded(tmp_path):
+    recorder = Recorder("driver")
+    with recorder.span("gen", samples=("1/2/3",), tokens=7, cause="test"):
+        pass
+    with pytest.raises(KeyError), recorder.span("reward"):
+        raise KeyError("x")
+    spans = recorder.drain()
+    assert not recorder.drain()
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(spans)
+    log.close()
+    assert read_events(tmp_path / "events.jsonl") == spans
+    assert spans[1].attributes["error"] == "KeyError('x')"
+
+
+def test_metrics_after_the_checkpoint_are_cut_off_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 2, 3)))
+    log = MetricsFile(path, after=2)
+    log.log(3, {"x": 30.0})
+    log.close()
+    assert read_metrics(path) == [{"step": 0, "x": 0}, {"step": 1, "x": 1}, {"step": 2, "x": 2}, {"step": 3, "x": 30.0}]

@@ -7,6 +7,7 @@
 # Without a GPU torch has to be the CPU build, which the ordinary package index does not carry. It comes from the folder
 # that PIP_FIND_LINKS names, if that holds such a wheel, else from PyTorch's own CPU index.
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes: cached bytecode halves that
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH=2.13.0 # what vLLM 0.32.0 is built against
@@ -99,7 +100,9 @@ PTH
 
 warm_deepspeed() {
     [ "$extra" = gpu ] && return # only the CPU's communication needs compiling
-    say "compiling DeepSpeed's communication extension once (about a minute; later runs reuse it)"
+    say "compiling DeepSpeed's communication extension and Python's bytecode once (about a minute and a half)"
+    .venv/bin/python -c 'import accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb' \
+        >/dev/null 2>&1 & # uv leaves no bytecode behind; what every process imports is cached from here on
     if ! RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 timeout 600 .venv/bin/python \
         >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then
 import deepspeed
@@ -111,6 +114,7 @@ PYTHON
         say "that failed (.venv/deepspeed_build.log says why; a C++ compiler is needed)." \
             "Jobs still start, and try again by themselves"
     fi
+    wait
 }
 
 extra=cpu

@@ -4,6 +4,7 @@
 #   bash jobs/quickstart.sh                                      the whole run
 #   bash jobs/quickstart.sh trainer.total_training_steps=2       any setting can be changed
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes: cached bytecode halves that
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash jobs/install.sh

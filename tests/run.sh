@@ -4,6 +4,7 @@
 #   bash tests/run.sh               all tests
 #   bash tests/run.sh unit -k keys  only tests/unit, only those named *keys*
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes: cached bytecode halves that
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash jobs/install.sh

@@ -90,13 +90,7 @@ def start(config: Config) -> Slots:
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
     if config.cluster.ray_address is None:
         _need_shared_memory()
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            resources={"slot": config.slots},
-            num_cpus=max(os.cpu_count() or 1, config.slots),
-        )
+        _start_ray(config)
     else:
         ray.init(address=config.cluster.ray_address, log_to_driver=False)
     bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
@@ -110,6 +104,28 @@ def start(config: Config) -> Slots:
             "trainer.n_gpus_per_node, or start the nodes with --resources='{\"slot\": N}'."
         )
     return Slots(group, config.slots, device)
+
+
+def _start_ray(config: Config, attempts: int = 3) -> None:
+    """A cluster of this run's own. Ray gives its helpers 15 s to start, too few on a laptop under load: try again."""
+    for attempt in range(attempts):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                resources={"slot": config.slots},
+                num_cpus=max(os.cpu_count() or 1, config.slots),
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt + 1 == attempts:
+                raise EngineError(
+                    f"Ray did not start on this machine in {attempts} attempts ({str(error).strip().splitlines()[0]}). "
+                    "Its logs are in /tmp/ray/session_latest/logs; an overloaded machine or a full disk are usual."
+                ) from error
 
 
 def stop() -> None:

@@ -23,7 +23,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,8 @@ class RolloutWorker:
             def log_engine_initialized(self) -> None: ...
 
         transfer = WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device))
+        if unknown := set(rollout.engine_kwargs) - {field.name for field in fields(AsyncEngineArgs)}:
+            raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
         arguments = {"weight_transfer_config": transfer} | engine_arguments(model, rollout, max_model_len, device)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Probe])
 
@@ -106,12 +108,13 @@ class RolloutWorker:
 
         try:
             yield
-        except EngineDeadError as error:
+        except EngineDeadError:
+            reason = self._errors.reason() if self._errors else ""
             raise EngineError(
                 f"{self.name}: vLLM's engine process died. Out of memory is the usual cause: lower "
                 f"rollout.max_num_seqs or the KV cache (rollout.kv_cache_memory_mb, on GPUs "
-                f"rollout.gpu_memory_utilization).{memory_hint()}\n{self._errors.reason()}"
-            ) from error
+                f"rollout.gpu_memory_utilization).{memory_hint()}\n{reason}".rstrip()
+            ) from None  # vLLM's own traceback ends in "see above"
 
     # Generation ----------------------------------------------------------------------------------------------------
 

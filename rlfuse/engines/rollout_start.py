@@ -69,16 +69,17 @@ class ErrorOutput:
         self._start = self._file.stat().st_size if self._file.is_file() else 0
 
     def reason(self) -> str:
-        """The lines that name exceptions, else the last lines, without vLLM's prefixes; empty if there is no file."""
+        """The lines that name exceptions, else those that sound like a crash, without vLLM's prefixes; may be empty."""
         if not self._file.is_file():
             return ""
         with self._file.open("rb") as file:
             file.seek(self._start)
             text = file.read()[-65536:].decode(errors="replace")
         lines = [re.sub(r"^.*?\[\w+\.py:\d+\] ?|^\(\S+ pid=\d+\) ?", "", line) for line in text.splitlines()]
-        lines = [line.strip() for line in lines if line.strip()]
-        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b.*:", line)]
-        return "\n".join(dict.fromkeys(named[-4:] or lines[-10:]))
+        lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
+        crash = [line for line in lines if re.search(r"fatal|fault|terminate|killed|abort|no space", line, re.I)]
+        return "\n".join((named or crash)[-4:])
 
 
 def memory_hint(root: Path = Path("/dev/shm")) -> str:

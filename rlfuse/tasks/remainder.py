@@ -14,6 +14,7 @@ Callers: `prepare` writes the files, `warm_start` trains on the solutions, rewar
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 DATA_SOURCE = "remainder"
-LARGEST_NUMBER = 199
-DIVISORS = range(3, 13)
+LARGEST_NUMBER = 99
+DIVISORS = range(2, 10)
 QUOTIENTS = range(1, 41)
 """40 subtractions are 242 tokens: the longest solution fits into 256."""
 MEDIAN_QUOTIENT, QUOTIENT_SIGMA = 4.6, 0.9
-"""Of the log-normal: a median of 26 to 32 tokens and a 99th percentile near 200."""
+"""Of the log-normal: solutions have 26 tokens at the median and 194 at the 99th percentile."""
 HELD_OUT_SHARE = 5
 """One problem in so many belongs to validation."""
 
-_STEP = r"\d+ - \d+ = \d+"
-_SCRATCHPAD = re.compile(rf"(?:{_STEP}(?: , {_STEP})* )?; \d+")
+_STEP = r"[0-9]+ - [0-9]+ = [0-9]+"
+_SCRATCHPAD = re.compile(rf"(?:{_STEP}(?: , {_STEP})* )?; [0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ def running_values(dividend: int, divisor: int) -> list[int]:
     if divisor not in DIVISORS or not 0 <= dividend <= LARGEST_NUMBER:
         raise ValueError(
             f"problem: got {dividend} mod {divisor}; dividends are 0..{LARGEST_NUMBER} and divisors "
-            f"{DIVISORS[0]}..{DIVISORS[-1]}. Choose numbers in these ranges, or widen them in rlfuse/tasks/remainder.py."
+            f"{DIVISORS[0]}..{DIVISORS[-1]}. Choose numbers in these ranges."
         )
     return list(range(dividend, -1, -divisor))
 
 
 def write_steps(values: list[int], divisor: int) -> str:
     """The scratchpad through `values`; the last value is given as the answer."""
-    steps = [f"{before} - {divisor} = {after}" for before, after in zip(values, values[1:], strict=False)]
+    steps = [f"{before} - {divisor} = {after}" for before, after in itertools.pairwise(values)]
     return " ".join(filter(None, [" , ".join(steps), f"; {values[-1]}"]))
 
 
@@ -95,3 +96,57 @@ def draw_problem(rng: np.random.Generator, held_out: bool) -> Problem:
         problem = Problem(quotient * divisor + int(rng.integers(divisor)), divisor)
         if problem.held_out == held_out:
             return problem
+
+
+def draw_problems(count: int, seed: int, held_out: bool) -> list[Problem]:
+    """`count` problems of one split, drawn independently: common ones come more than once."""
+    if count < 1:
+        raise ValueError(f"count: got {count}; valid is 1 or more rows. Ask for at least one.")
+    rng = np.random.default_rng((seed, int(held_out)))
+    return [draw_problem(rng, held_out) for _ in range(count)]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """verl-shaped reward: `score` and `acc` are 1.0 when the text ends in one `;` and the right number, else 0.0.
+
+    `format` says whether the whole text is a scratchpad; it is logged and not rewarded. A second `;` scores nothing, so
+    listing several answers does not pay.
+    """
+    expected = str(ground_truth)
+    if not re.fullmatch(r"[0-9]+", expected):
+        raise ValueError(
+            f"ground_truth: got {ground_truth!r} in a row of {data_source!r}; valid is a whole number from 0 up, as "
+            "the remainder task writes it. Use another reward function for other data."
+        )
+    text = solution_str.strip()
+    _, separator, answer = text.partition(";")
+    right = float(bool(separator) and answer.strip() == expected)
+    return {"score": right, "acc": right, "format": float(_SCRATCHPAD.fullmatch(text) is not None)}
+
+
+def verl_row(problem: Problem, index: int) -> dict[str, Any]:
+    """The problem as a row in verl's shape."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "arithmetic",
+        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+        "extra_info": {
+            "split": "val" if problem.held_out else "train",
+            "index": index,
+            "dividend": problem.dividend,
+            "divisor": problem.divisor,
+        },
+    }
+
+
+def write_parquet(folder: Path, train_rows: int, val_rows: int, seed: int) -> tuple[Path, Path]:
+    """Write `train.parquet` and `val.parquet` into an existing folder; returns their paths."""
+    files = folder / "train.parquet", folder / "val.parquet"
+    for file, count, held_out in zip(files, (train_rows, val_rows), (False, True), strict=True):
+        problems = draw_problems(count, seed, held_out)
+        rows = [verl_row(problem, index) for index, problem in enumerate(problems)]
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return files

@@ -1,68 +1,40 @@
 """A small language model that has learned the remainder task from imperfect demonstrations, in seconds on one core.
 
-Role: the starting policy of the quickstart, in place of a downloaded one. A Qwen2-architecture model is trained by a
+Role: the starting policy of the quickstart, in place of a downloaded one. A Llama-architecture model is trained by a
 short supervised run on demonstrations of mixed quality, as real fine-tuning data are: a subtraction slips by one now
 and then, and where the divisor is large the writer often stops one subtraction early. So the policy knows the format
-and all the arithmetic, is right less than half of the time, and the right token is always among its likeliest two:
-what reinforcement learning has to do is to prefer it.
+and the arithmetic, but samples a right answer about a third of the time (greedy decoding: two thirds). The right token
+is nearly always among its likeliest two: what reinforcement learning has to do is to prefer it.
 Invariants:
-- the folder is keyed by a hash of its settings and `VERSION`; it appears complete or not at all (built under another
-  name and renamed), and a second call returns it without training;
+- the weights are a function of `WarmStart` and `VERSION` (on one machine and one version of PyTorch);
 - the process's random state and thread count are as before after the call;
-- demonstrations come from training problems only, never from held-out ones.
-Caller: `prepare`.
+- demonstrations are of training problems only, never of held-out ones.
+Caller: `prepare`, which keeps the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import Progress
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from rich.progress import Progress, TextColumn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, running_values, write_steps
+from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, write_steps
+from rlfuse.tasks.settings import WarmStart
 from rlfuse.tasks.vocabulary import build_tokenizer
 
-VERSION = "1"
-"""Change it when the code below, and so the model, changes: cached folders of another version are not used."""
 IGNORED = -100
 """Label of positions that carry no loss (PyTorch's default)."""
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """Everything that decides the weights; the cache key is made of it."""
-
-    seed: int = 1
-    hidden_size: int = 128
-    layers: int = 2
-    intermediate_size: int = 384
-    """Heads are 4 of 32: vLLM's attention on CPUs takes head sizes of 32, 64 and up."""
-    steps: int = 400
-    tokens_per_batch: int = 2048
-    lr: float = 3e-3
-    slip: float = 0.015
-    """Share of demonstrated subtractions that are wrong by one."""
-    stop_early_small: float = 0.3
-    """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
-    stop_early_large: float = 0.6
-    """The same from `large_divisor` on: more often than not, so greedy decoding is wrong there as well."""
-    large_divisor: int = 8
-
-
 def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStart) -> str:
-    """One demonstration with this writer's faults; right with probability of about one half."""
+    """One demonstration with this writer's faults; right about half of the time."""
     values, value = [problem.dividend], problem.dividend
     large = problem.divisor >= settings.large_divisor
     stop_early = rng.random() < (settings.stop_early_large if large else settings.stop_early_small)
@@ -74,9 +46,13 @@ def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStar
     return write_steps(values, problem.divisor)
 
 
-def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The untrained model, from torch's current random state."""
-    config = Qwen2Config(
+def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model, from torch's current random state.
+
+    Llama, because transformers 5 loads the tokenizer of a Qwen2 or Phi-3 folder as that family's own class whatever is
+    saved there, and so would split 47 into 4 and 7.
+    """
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -90,29 +66,27 @@ def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen2ForCausalLM(config)
+    model = LlamaForCausalLM(config)
     numbers = torch.tensor(tokenizer.convert_tokens_to_ids(list(map(str, range(LARGEST_NUMBER + 1)))))
     with torch.no_grad():
-        if _os.environ.get("ZI","0")!="0":
-            for l in model.model.layers[(1 if _os.environ["ZI"]=="2" else 0):]: l.self_attn.o_proj.weight.zero_(); l.mlp.down_proj.weight.zero_()
         model.get_input_embeddings().weight[numbers] += number_waves(settings.hidden_size)
+        # Layers after the first start as the identity: the task is learned in half as many steps.
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
     return model
 
 
 def number_waves(width: int) -> torch.Tensor:
-    """[numbers, width] sines and cosines of each number at periods from 3 to twice the largest number.
+    """[numbers, width] sines and cosines of every number, at periods from about 2 to twice the largest number.
 
-    Added to the random embeddings, they tell the model how numbers are ordered, which a pretrained model knows: without
-    them the subtraction table alone takes over a minute to learn.
+    Added to the random embeddings they say how numbers are ordered, which a pretrained model knows. Without them the
+    subtraction table alone takes over a minute to learn; 16 waves learn it faster than 8 or 64.
     """
-    waves = int(_os.environ.get("NW","16"))
-    periods = torch.logspace(np.log10(float(_os.environ.get("P0","3"))), np.log10(2.0 * LARGEST_NUMBER), waves)
+    periods = torch.logspace(np.log10(2.2), np.log10(2.0 * LARGEST_NUMBER), waves := 16)
     angles = 2 * torch.pi * torch.arange(LARGEST_NUMBER + 1)[:, None] / periods
-    out = torch.zeros(LARGEST_NUMBER + 1, width)
-    out[:, : 2 * waves] = AMP * (width / 2 / waves) ** 0.5 * torch.cat([angles.sin(), angles.cos()], dim=1)
-    return out
-import os as _os
-AMP=float(_os.environ.get("AMP","0.05"))
+    features = torch.cat([angles.sin(), angles.cos()], dim=1) * (0.4 / waves**0.5)  # rows of length 0.4
+    return torch.nn.functional.pad(features, (0, width - 2 * waves))
 
 
 def batches(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -149,10 +123,10 @@ def pad(
 
 
 def train(
-    settings: WarmStart, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+    settings: WarmStart, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[int, float]]:
     """The supervised run; yields (steps done, loss) after every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, float(_os.environ.get("B2","0.98"))), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, settings.steps // 20))
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
     model.train()
@@ -167,3 +141,48 @@ def train(
         warm_up.step()
         cosine.step()
         yield done, loss.item()
+
+
+@contextlib.contextmanager
+def one_thread_and_seed(seed: int) -> Iterator[None]:
+    """One core and a seeded generator inside; the caller's own afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def shown(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
+    """Run the steps and show how far they are: a bar on a terminal, ten lines elsewhere. Returns the losses."""
+    started, kept = time.monotonic(), []
+    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("warm start", total=steps, loss=float("nan"))
+        for done, loss in losses:
+            kept.append(loss)
+            recent = sum(kept[-20:]) / len(kept[-20:])
+            progress.update(bar, completed=done, loss=recent)
+            if progress.disable and done % max(1, steps // 10) == 0:
+                seconds = time.monotonic() - started
+                print(f"warm start  {done}/{steps} steps  loss {recent:.3f}  {seconds:.0f} s", flush=True)
+    return kept
+
+
+def warm_start(folder: Path, settings: WarmStart) -> list[float]:
+    """Train the model and save it with its tokenizer into `folder`; returns the loss of every step."""
+    if settings.hidden_size % 64 or settings.hidden_size < 64 or settings.layers < 1 or settings.steps < 1:
+        raise ValueError(
+            f"WarmStart: got hidden_size={settings.hidden_size}, layers={settings.layers}, steps={settings.steps}; "
+            "valid are a multiple of 64, and 1 or more layers and steps. Change the setting that is out of range."
+        )
+    with one_thread_and_seed(settings.seed):
+        tokenizer = build_tokenizer()
+        model = build_model(settings, tokenizer)
+        losses = shown(train(settings, model, tokenizer), settings.steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return losses

@@ -26,15 +26,15 @@ def ray_cluster(slots):
 def tiny_model(tmp_path_factory) -> Path:
     """A random Qwen2 that answers differently to every prompt, with a tokenizer of 200 words beside it."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from tokenizers import AddedToken
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 200)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    # AutoTokenizer takes Qwen2's own class beside a Qwen2 model whatever was saved, so it has to be one.
+    special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    tokenizer = Qwen2Tokenizer(vocab=special, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.add_tokens([AddedToken(f"w{i}", lstrip=True, normalized=False) for i in range(3, 200)])
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=200,

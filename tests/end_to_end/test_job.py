@@ -15,10 +15,12 @@ from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 REWARD = '''
+import re
+
 def even(data_source, solution_str, ground_truth, extra_info=None):
     """Share of words with an even number."""
-    words = solution_str.split()
-    return {"score": sum(word.endswith(tuple("02468")) for word in words) / max(1, len(words)), "words": len(words)}
+    words = re.findall("w([0-9]+)", solution_str)
+    return {"score": sum(int(word) % 2 == 0 for word in words) / max(1, len(words)), "words": len(words)}
 '''
 STEPS = 4
 

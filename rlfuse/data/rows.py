@@ -1,0 +1,152 @@
+"""Rows from files, checked: parquet, JSON, JSONL and Hugging Face data-set folders, in verl's or TRL's shape.
+
+Role: called by `prompts.load_prompts`. Invariant: a row that can't be used is never skipped in silence: a malformed one
+is a `DataError` that names file, row and field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+TRUTHS = ("ground_truth", "answer", "solution")
+MEDIA = ("images", "videos")
+
+
+class DataError(ValueError):
+    """Data that can't be used: which file, which row, which field, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """One usable row, in one shape whatever it came in."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Chat messages; a plain string prompt becomes one user message."""
+    plain: bool
+    """The prompt was a string."""
+    data_source: str
+    ground_truth: Any
+    columns: dict[str, Any]
+    """The row as it stood in the file."""
+
+
+def read_rows(path: str, prompt_key: str) -> list[DataRow]:
+    """All rows of a file, in order."""
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise DataError(f"data: there is no file {path}. Correct data.train_files or data.val_files.")
+    rows = list(_read(file))
+    if not rows:
+        raise DataError(f"{path} has no rows.")
+    if not any(prompt_key in row for _, row in rows):
+        columns = sorted({name for _, row in rows for name in row})
+        near = difflib.get_close_matches(prompt_key, columns, 1) or columns[:1]
+        raise DataError(
+            f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. Set data.prompt_key, for "
+            f"instance data.prompt_key={near[0]}."
+        )
+    return [_checked(f"{path}, {where}", row, prompt_key, file.stem) for where, row in rows]
+
+
+def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of each row; `where` is how a person finds it."""
+    if file.is_dir():
+        rows = _dataset(file)
+    elif file.suffix == ".parquet":
+        rows = _parquet(file)
+    elif file.suffix in (".jsonl", ".ndjson", ".json"):
+        rows = _json(file)
+    else:
+        raise DataError(f"{file}: {file.suffix or 'a file without a suffix'} is not parquet, json or jsonl.")
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise DataError(f"{file}, {where}: a row must be an object, not {type(row).__name__}.")
+        yield where, row
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} can't be read as parquet: {error}") from error
+    return ((f"row {i}", row) for i, row in enumerate(table.to_pylist()))
+
+
+def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
+    from datasets import Dataset, load_from_disk  # seconds to import, seldom used
+
+    try:
+        data = load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} is not a data set saved with save_to_disk.") from error
+    if not isinstance(data, Dataset):
+        raise DataError(
+            f"{folder} holds several splits ({', '.join(data)}); name one, for instance {folder / 'train'}."
+        )
+    return ((f"row {i}", row) for i, row in enumerate(data))
+
+
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    text = file.read_text()
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        try:
+            return ((f"row {i}", row) for i, row in enumerate(json.loads(text)))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}, line {error.lineno}: not JSON ({error.msg}, column {error.colno}).") from error
+    return _json_lines(file, text)
+
+
+def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield f"line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{file}, line {number}: not JSON ({error.msg}, column {error.colno}).") from error
+
+
+def _checked(where: str, row: dict[str, Any], prompt_key: str, stem: str) -> DataRow:
+    prompt = row.get(prompt_key)
+    if isinstance(prompt, str) and prompt:
+        messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": prompt},)
+    elif isinstance(prompt, list) and prompt:
+        messages = tuple(prompt)
+    else:
+        raise DataError(
+            f"{where}, field {prompt_key}: {_short(prompt)} where a non-empty string or list of chat messages belongs."
+        )
+    for i, message in enumerate(messages):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+            raise DataError(
+                f"{where}, field {prompt_key}[{i}]: {_short(message)} is not a message with role and content."
+            )
+    _refuse_media(where, row, messages)
+    reward_model = row.get("reward_model")
+    if reward_model is not None and not isinstance(reward_model, dict):
+        raise DataError(f"{where}, field reward_model: {_short(reward_model)} where style and ground_truth belong.")
+    truth = (reward_model or {}).get("ground_truth")
+    if truth is None:
+        truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
+    return DataRow(messages, isinstance(prompt, str), str(row.get("data_source") or stem), truth, row)
+
+
+def _refuse_media(where: str, row: dict[str, Any], messages: tuple[dict[str, Any], ...]) -> None:
+    marked = any(marker in str(message["content"]) for message in messages for marker in ("<image>", "<video>"))
+    named = [name for name in MEDIA if row.get(name)]
+    if marked or named:
+        field = named[0] if named else "prompt"
+        raise DataError(
+            f"{where}, field {field}: images and videos can't be used yet, jobs are text only. Leave it out."
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

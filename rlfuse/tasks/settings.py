@@ -1,0 +1,42 @@
+"""What the quickstart's model and rows depend on.
+
+Role: plain data, apart from the code that needs torch, so that finding the task already prepared takes no import of it.
+Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = "1"
+"""Change it when the code of this package changes what is written: what another version wrote is not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Everything that decides the weights; the key of what is kept is made of it."""
+
+    seed: int = 1
+    hidden_size: int = 128
+    layers: int = 2
+    intermediate_size: int = 384
+    """hidden_size is a multiple of 64: heads are of 32 (vLLM's attention on CPUs has no smaller), two per KV head."""
+    steps: int = 500
+    tokens_per_batch: int = 512
+    lr: float = 1.5e-3
+    slip: float = 0.01
+    """Share of demonstrated subtractions that are wrong by one."""
+    stop_early_small: float = 0.25
+    """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
+    stop_early_large: float = 0.6
+    """The same from `large_divisor` on: more often than not, so greedy decoding is wrong there as well."""
+    large_divisor: int = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows, and the seed that chooses them."""
+
+    train: int = 512
+    val: int = 64
+    seed: int = 1

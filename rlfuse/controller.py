@@ -49,14 +49,14 @@ class Controller:
 
     async def run(self, step: int) -> None:
         """From the state after `step` (0: the start) to the last step."""
-        await self.engines.weights.push(version=step)
+        await self.sync(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
         while step < self.total_steps:
             step += 1
             with self.recorder.span("step", step=step):
                 board = await self.learn(step)
-                await self.engines.weights.push(version=step)
+                await self.sync(step)
             if self.due(self.config.trainer.test_freq, step):
                 await self.validate(step)
             if self.due(self.config.trainer.save_freq, step):
@@ -74,7 +74,7 @@ class Controller:
         """Generate and score the held-out prompts; nothing is trained."""
         if self.held_out:
             groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
-            board = Board(groups, len(self.engines.rollout), ("reward",), passes=0, mini_batch_groups=1)
+            board = Board(groups, len(self.engines.rollout), ("reward",), passes=0, purpose="testing")
             with self.recorder.span("testing", step=step):
                 await self.carry_out(board, step, self.validation)
             self.journal.validated(step, board)
@@ -97,12 +97,12 @@ class Controller:
         """Carry out one decision and write what came of it on the board."""
         if isinstance(decision, Generate):
             samples = [sample for group in decision.groups for sample in board.groups[group].samples]
-            with self.recorder.span("gen", step=step, attributes={"slot": decision.slot}):
+            with self.recorder.span("gen", step=step, cause=board.purpose, attributes={"slot": decision.slot}):
                 async for sample_id, response in self.engines.rollout[decision.slot].generate(samples, sampling):
                     board.finished(sample_id, response)
                     changed.set()
         elif isinstance(decision, Score):
-            with self.recorder.span(decision.kind, step=step, samples=decision.samples):
+            with self.recorder.span(decision.kind, step=step, cause=board.purpose, samples=decision.samples):
                 await score(self.engines, decision.kind, [board.samples[name] for name in decision.samples])
             board.scored(decision)
             if board.all_scored:
@@ -134,6 +134,11 @@ class Controller:
         if step > self.config.trainer.critic_warmup:
             with self.recorder.span("update_actor", step=step):
                 note(await trainer.update_actor([s.row(*self.experience.actor_tensors) for s in samples]))
+
+    async def sync(self, step: int) -> None:
+        """What the engines generate from now on carries version `step`."""
+        with self.recorder.span("update_weights", step=step):
+            await self.engines.weights.push(version=step)
 
     def groups(self, step: int) -> list[Group]:
         """The next batch of prompts as unfinished, seeded samples."""

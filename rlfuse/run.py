@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from rlfuse import checkpoints
 from rlfuse.algorithms.experience import Experience
@@ -50,7 +51,8 @@ def run(config: Config) -> Path:
     checkpoint = checkpoints.find(folder, trainer.resume_mode)
     _refuse_used_folder(folder, checkpoint)
     reward = _reward_pool(config)
-    prompts, held_out, report = _load_data(config)
+    tokenizer = load_tokenizer(config.model)
+    prompts, held_out, report = _load_data(config, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     resolved = dataclasses.asdict(config)
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
@@ -60,7 +62,7 @@ def run(config: Config) -> Path:
     journal.say(report)
     error: BaseException | None = None
     try:
-        asyncio.run(_run(config, reward, prompts, held_out, journal, total, checkpoint, state))
+        asyncio.run(_run(config, tokenizer, reward, prompts, held_out, journal, total, checkpoint, state))
     except BaseException as caught:
         error = _one(caught)
         raise error from error.__cause__
@@ -75,6 +77,7 @@ def run(config: Config) -> Path:
 
 async def _run(
     config: Config,
+    tokenizer: PreTrainedTokenizerBase,
     reward: RewardPool,
     prompts: PromptSource,
     held_out: Sequence[Prompt],
@@ -100,10 +103,15 @@ async def _run(
             experience.kl.load_state_dict(state["kl"])
             journal.say(f"resumed from {checkpoint} after step {state['step']}")
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
-        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, journal.recorder)
+        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer)
+
+        async def save(folder: Path) -> None:
+            await trainer.save(folder)
+            tokenizer.save_pretrained(folder / "actor" / "huggingface")
+
         journal.attach(
             [*rollouts, trainer, reward],
-            trainer,
+            save,
             lambda: {"prompts": prompts.state_dict(), "kl": experience.kl.state_dict()},
             facts,
         )
@@ -137,9 +145,8 @@ async def _start_engine(handle: RolloutHandle, config: Config, device: str) -> d
     return await handle.start(config.model, config.rollout, longest, device)
 
 
-def _load_data(config: Config) -> tuple[PromptSource, list[Prompt], str]:
+def _load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt], str]:
     data = config.data
-    tokenizer = load_tokenizer(config.model)
     rows, report = load_prompts(list(data.train_files), tokenizer, data)
     lines = [str(report)]
     held_out: list[Prompt] = []

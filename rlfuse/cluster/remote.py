@@ -37,6 +37,8 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
         return error
     if isinstance(error, RayTaskError):
         cause = error.cause or error
+        if isinstance(cause, EngineError):  # says all already
+            return EngineError(str(cause))
         tail = "".join(traceback.format_exception(cause)[-6:]) if cause is not error else str(error)
         return EngineError(
             f"{worker} failed to {action}: {type(cause).__name__}: {_first_line(cause)}\n{tail.rstrip()}"

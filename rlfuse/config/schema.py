@@ -87,7 +87,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Most sequences that an engine decodes at once."""
     weight_transfer: str = "auto"
-    """How new weights reach the engines: auto (shm on CPU hosts, nccl on GPUs) | shm | nccl | ipc."""
+    """How new weights reach the engines: auto (shm on CPU hosts, ipc on GPUs) | shm | nccl | ipc."""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

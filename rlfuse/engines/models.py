@@ -114,18 +114,14 @@ def load_policy(path: str, settings: ModelConfig, device: str) -> PreTrainedMode
     return _load(AutoModelForCausalLM, path, settings, device)
 
 
-def load_critic(path: str, settings: ModelConfig, device: str, seed: int) -> PreTrainedModel:
-    """A value model: the weights at `path` under one scalar head, which is fresh unless `path` has one."""
-    torch.manual_seed(seed)
-    model = _load(AutoModelForTokenClassification, path, settings, device, num_labels=1)
-    if not _has_head(path):
-        torch.nn.init.zeros_(model.score.weight)  # values start at 0: no noise in the first advantages
-    return model
+def load_critic(path: str, settings: ModelConfig, device: str) -> PreTrainedModel:
+    """A value model: the weights at `path` under one scalar head, which is random unless `path` has one."""
+    return _load(AutoModelForTokenClassification, path, settings, device, num_labels=1)
 
 
-def _has_head(path: str) -> bool:
-    architectures = AutoConfig.from_pretrained(path).architectures or []
-    return any("TokenClassification" in name for name in architectures)
+def has_value_head(path: str) -> bool:
+    """Whether the weights at `path` are a value model's own."""
+    return any("TokenClassification" in name for name in AutoConfig.from_pretrained(path).architectures or [])
 
 
 def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides) -> PreTrainedModel:

@@ -48,6 +48,14 @@ def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
     return engine
 
 
+def zero_value_head(model: PreTrainedModel) -> None:
+    """Values start at 0, so a fresh critic adds no noise to the first advantages. Sharded or not."""
+    (head,) = (m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1)
+    with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0), torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+
+
 def gradient_norm(engine: deepspeed.DeepSpeedEngine) -> float:
     """Global norm before clipping of the step just taken."""
     return float(engine.get_global_grad_norm())

@@ -30,13 +30,14 @@ from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import (
     Batch,
     collate,
+    has_value_head,
     load_critic,
     load_policy,
     packs_exactly,
     response_logits,
     response_values,
 )
-from rlfuse.engines.optimizing import freeze, gradient_norm, matmul_rate, sharded_loading, trainable
+from rlfuse.engines.optimizing import freeze, gradient_norm, matmul_rate, sharded_loading, trainable, zero_value_head
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import MicroBatch
 
@@ -72,7 +73,9 @@ class TrainerRank:
             policy = load_policy(start, config.model, self.device)
             self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
             if config.uses_critic:
-                critic = load_critic(config.critic.path or start, config.model, self.device, config.data.seed)
+                critic = load_critic(config.critic.path or start, config.model, self.device)
+                if not has_value_head(config.critic.path or start):
+                    zero_value_head(critic)
                 self.engines["critic"] = trainable(
                     critic, config.actor, config.critic.optim.lr, optimizer_steps, self.device
                 )

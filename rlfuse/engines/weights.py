@@ -99,7 +99,8 @@ def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[li
 def resolve_transfer(setting: str, device: str) -> str:
     """`rollout.weight_transfer` with auto resolved for the device: `cpu` or `cuda`."""
     if setting == "auto":
-        return "nccl" if device == "cuda" else "shm"
+        # A slot's trainer rank and engine share a GPU: NCCL refuses two ranks on one device, CUDA IPC is made for it.
+        return "ipc" if device == "cuda" else "shm"
     if setting not in ("shm", "nccl", "ipc"):
         raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm, nccl or ipc")
     if device != "cuda" and setting != "shm":

@@ -16,10 +16,21 @@ from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 class Board:
     """`kinds`: kinds of scoring every sample needs; `passes`: how often the step trains on its samples (0: not at all).
 
+    `purpose`: what caused the work, for its events: `training` or `testing`.
+
     Every update is O(1) per sample, so that a step of many thousands of samples stays cheap to decide on.
     """
 
-    def __init__(self, groups: Sequence[Group], slots: int, kinds: Sequence[str], passes: int, mini_batch_groups: int):
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        slots: int,
+        kinds: Sequence[str],
+        passes: int,
+        mini_batch_groups: int = 1,
+        purpose: str = "training",
+    ):
+        self.purpose = purpose
         self.groups: list[Group] = []
         self.samples: dict[str, Sample] = {}
         self.batches = 0

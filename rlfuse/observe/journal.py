@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import psutil
 
 from rlfuse import checkpoints
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import Recorded, Trainer
+from rlfuse.engines.protocols import Recorded
 from rlfuse.fusion.board import Board
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.events import EventLog, Recorder, Span
@@ -28,14 +28,13 @@ from rlfuse.rewards.items import RewardError
 
 
 class Journal:
-    """`state` gives what a checkpoint keeps beside the models; `facts` what the trainer said of itself at start-up."""
+    """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
     def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, total_steps: int, start: int):
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.recorder = Recorder("driver")
         self.facts: dict[str, Any] = {}
         self._engines: Sequence[Recorded] = ()
-        self._trainer: Trainer | None = None
         self._state: Callable[[], dict[str, Any]] = dict
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._events = EventLog(folder / "events.jsonl")
@@ -44,10 +43,14 @@ class Journal:
         self._wandb = Wandb(config, resolved, folder, start > 0) if "wandb" in config.trainer.logger else None
 
     def attach(
-        self, engines: Sequence[Recorded], trainer: Trainer, state: Callable[[], dict[str, Any]], facts: dict[str, Any]
+        self,
+        engines: Sequence[Recorded],
+        save: Callable[[Path], Awaitable[None]],
+        state: Callable[[], dict[str, Any]],
+        facts: dict[str, Any],
     ) -> None:
-        """The engines whose spans to collect, the trainer that saves, and the rest of a checkpoint's state."""
-        self._engines, self._trainer, self._state, self.facts = engines, trainer, state, facts
+        """The engines whose spans to collect, what writes the models of a checkpoint, and the rest of its state."""
+        self._engines, self._save, self._state, self.facts = engines, save, state, facts
 
     def note(self, values: dict[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
@@ -90,9 +93,7 @@ class Journal:
     async def checkpoint(self, step: int) -> None:
         """Write one, whole or not at all."""
         with self.recorder.span("save_checkpoint", step=step):
-            await checkpoints.write(
-                self.folder, step, self._state(), self._trainer.save, self.config.trainer.max_ckpt_to_keep
-            )
+            await checkpoints.write(self.folder, step, self._state(), self._save, self.config.trainer.max_ckpt_to_keep)
 
     async def finish(self, step: int, board: Board) -> None:
         """Close the step: its events to the log, its scalars and samples to the sinks."""

@@ -122,7 +122,7 @@ def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> d
 
     `tokens` gives the tokens that each kind of work is counted by; `gen` by responses, the rest by whole sequences.
     """
-    seconds = {kind: covered(span for span in spans if span.kind == kind and span.where == "driver") for kind in TIMED}
+    seconds = {kind: covered(_on_driver(spans, kind)) for kind in TIMED}
     metrics: dict[str, float] = {f"timing_s/{kind}": value for kind, value in seconds.items() if value}
     for kind, value in seconds.items():
         if value and tokens.get(kind):
@@ -132,6 +132,11 @@ def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> d
         metrics["perf/throughput"] = tokens["step"] / seconds["step"] / slots
     metrics["perf/total_num_tokens"] = tokens["step"]
     return metrics
+
+
+def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
+    """The controller's own spans of a kind; what it did to validate counts as `testing` alone."""
+    return [span for span in spans if span.kind == kind and span.where == "driver" and span.cause != "testing"]
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -145,8 +150,8 @@ def covered(spans: Iterable[Span]) -> float:
 
 def fusion_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """How much of the scoring ran beside generation."""
-    generated = [span for span in spans if span.kind == "gen" and span.where == "driver"]
-    scored = [span for span in spans if span.where == "driver" and span.samples]
+    generated = _on_driver(spans, "gen")
+    scored = [span for kind in ("reward", "old_log_prob", "ref", "values") for span in _on_driver(spans, kind)]
     if not generated or not scored:
         return {}
     last = max(span.end for span in generated)
@@ -164,7 +169,7 @@ def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens
     work = {"actor": ("update_actor", 6 * epochs), "critic": ("update_critic", 6 * epochs), "actor_infer": ("gen", 2)}
     metrics = {}
     for name, (kind, per_token) in work.items():
-        if seconds := covered(span for span in spans if span.kind == kind and span.where == "driver"):
+        if seconds := covered(_on_driver(spans, kind)):
             done = per_token * facts["parameters"] * tokens
             metrics[f"perf/mfu/{name}"] = done / (seconds * ranks * facts["peak_flops"])
     return metrics

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class Wandb:
 
         identity = folder / "wandb_id.txt"
         if not (resumed and identity.exists()):
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(secrets.token_hex(4))
         self._wandb = wandb
         self._run = wandb.init(
             project=config.trainer.project_name,

@@ -26,9 +26,9 @@ class WarmStart:
     lr: float = 1.5e-3
     slip: float = 0.01
     """Share of demonstrated subtractions that are wrong by one."""
-    stop_early_small: float = 0.25
+    stop_early_small: float = 0.4
     """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
-    stop_early_large: float = 0.6
+    stop_early_large: float = 0.65
     """The same from `large_divisor` on: more often than not, so greedy decoding is wrong there as well."""
     large_divisor: int = 6
 

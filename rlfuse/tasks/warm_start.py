@@ -2,9 +2,10 @@
 
 Role: the starting policy of the quickstart, in place of a downloaded one. A Llama-architecture model is trained by a
 short supervised run on demonstrations of mixed quality, as real fine-tuning data are: a subtraction slips by one now
-and then, and where the divisor is large the writer often stops one subtraction early. So the policy knows the format
-and the arithmetic, but samples a right answer about a third of the time (greedy decoding: two thirds). The right token
-is nearly always among its likeliest two: what reinforcement learning has to do is to prefer it.
+and then, and the writer often stops one subtraction early, where the divisor is large more often than not. So the
+policy knows the format and the arithmetic, but is right for 0.37 of held-out problems when sampled at temperature 1,
+and for 0.45 when decoded greedily. The right token is nearly always among its likeliest two: what reinforcement
+learning has to do is to prefer it.
 Invariants:
 - the weights are a function of `WarmStart` and `VERSION` (on one machine and one version of PyTorch);
 - the process's random state and thread count are as before after the call;
@@ -34,7 +35,7 @@ IGNORED = -100
 
 
 def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStart) -> str:
-    """One demonstration with this writer's faults; right about half of the time."""
+    """One demonstration with this writer's faults; right a little less than half of the time."""
     values, value = [problem.dividend], problem.dividend
     large = problem.divisor >= settings.large_divisor
     stop_early = rng.random() < (settings.stop_early_large if large else settings.stop_early_small)

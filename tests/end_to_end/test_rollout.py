@@ -90,7 +90,7 @@ async def test_samples_stream_as_they_finish_with_all_their_fields(engine, tiny_
         assert response.weight_version == 0
         stopped = response.token_ids[-1] == 1
         assert response.finish_reason == ("stop" if stopped else "length")
-        assert response.text == "".join(f"w{token}" for token in response.token_ids if token > 2)
+        assert response.text == tokenizer.decode(response.token_ids, skip_special_tokens=True) != ""
     spans = await engine.drain()
     assert {(span.kind, span.where) for span in spans} == {("generate", "rollout/0")}
     assert sorted(span.samples[0] for span in spans) == sorted(arrivals)

@@ -134,7 +134,7 @@ def test_demonstrations_are_of_mixed_quality_and_right_without_faults():
     rng, settings = np.random.default_rng(0), WarmStart()
     problems = draw_problems(1000, 2, held_out=False)
     right = [score(demonstration(p, rng, settings), str(p.answer)) for p in problems]
-    assert 0.4 < np.mean([parts["acc"] for parts in right]) < 0.7
+    assert 0.3 < np.mean([parts["acc"] for parts in right]) < 0.6
     assert all(parts["format"] == 1.0 for parts in right)
     perfect = WarmStart(slip=0.0, stop_early_small=0.0, stop_early_large=0.0)
     assert all(demonstration(p, rng, perfect) == solution(p.dividend, p.divisor) for p in problems)

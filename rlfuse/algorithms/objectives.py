@@ -38,7 +38,7 @@ def actor_objective(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy loss, minus entropy bonus, plus KL to the reference; all inputs [B, T].
 
-    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss; `is_weights` (the truncated
+    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss; `is_weights` (truncated
     importance weights) where the engine's mismatch is corrected.
     """
 

@@ -1,6 +1,6 @@
 """A small language model that has learned the remainder task from imperfect demonstrations, in seconds on one core.
 
-Role: the starting policy of the quickstart, in place of a downloaded one. A Llama-architecture model is trained by a
+Role: the starting policy of the quickstart, in place of a downloaded one. A Qwen2-architecture model is trained by a
 short supervised run on demonstrations of mixed quality, as real fine-tuning data are: a subtraction slips by one now
 and then, and the writer often stops one subtraction early, where the divisor is large more often than not. So the
 policy knows the format and the arithmetic, but is right for 0.37 of held-out problems when sampled at temperature 1,
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.progress import Progress, TextColumn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, write_steps
 from rlfuse.tasks.settings import WarmStart
@@ -47,13 +47,9 @@ def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStar
     return write_steps(values, problem.divisor)
 
 
-def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model, from torch's current random state.
-
-    Llama, because transformers 5 loads the tokenizer of a Qwen2 or Phi-3 folder as that family's own class whatever is
-    saved there, and so would split 47 into 4 and 7.
-    """
-    config = LlamaConfig(
+def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """The untrained model, from torch's current random state."""
+    config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -67,8 +63,8 @@ def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Llam
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config)
-    numbers = torch.tensor(tokenizer.convert_tokens_to_ids(list(map(str, range(LARGEST_NUMBER + 1)))))
+    model = Qwen2ForCausalLM(config)
+    numbers = torch.tensor(tokenizer.convert_tokens_to_ids([f" {n}" for n in range(LARGEST_NUMBER + 1)]))
     with torch.no_grad():
         model.get_input_embeddings().weight[numbers] += number_waves(settings.hidden_size)
         # Layers after the first start as the identity: the task is learned in half as many steps.
@@ -95,8 +91,8 @@ def batches(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Iterator
     rng = np.random.default_rng(settings.seed)
     while True:
         problems = [draw_problem(rng, held_out=False) for _ in range(2048)]
-        prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
-        answers = tokenizer([demonstration(problem, rng, settings) for problem in problems])["input_ids"]
+        prompts = tokenizer([f" {problem.prompt}" for problem in problems])["input_ids"]
+        answers = tokenizer([f" {demonstration(problem, rng, settings)}" for problem in problems])["input_ids"]
         rows = sorted(zip(prompts, answers, strict=True), key=lambda row: len(row[0]) + len(row[1]))
         packed, batch = [], []
         for row in rows:
@@ -124,7 +120,7 @@ def pad(
 
 
 def train(
-    settings: WarmStart, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+    settings: WarmStart, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[int, float]]:
     """The supervised run; yields (steps done, loss) after every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), fused=True)

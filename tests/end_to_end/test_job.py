@@ -21,6 +21,13 @@ def even(data_source, solution_str, ground_truth, extra_info=None):
     """Share of words with an even number."""
     words = re.findall("w([0-9]+)", solution_str)
     return {"score": sum(int(word) % 2 == 0 for word in words) / max(1, len(words)), "words": len(words)}
+
+def half_flat(data_source, solution_str, ground_truth, extra_info=None):
+    """As `even`, but the same for all answers to every second prompt; some answers can't be scored."""
+    words = re.findall("w([0-9]+)", solution_str)
+    if len(words) % 8 == 1:
+        raise RuntimeError("unlucky")
+    return 0.5 if int(ground_truth) % 2 else sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
 '''
 STEPS = 4
 
@@ -31,7 +38,10 @@ def job(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     (folder / "reward.py").write_text(REWARD)
     for name, count in (("train", 40), ("val", 6)):
-        rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": "", "data_source": "words"} for i in range(count)]
+        rows = [
+            {"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "words"}
+            for i in range(count)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "model.path": tiny_model,
@@ -113,7 +123,7 @@ def test_run_folder_holds_what_the_readme_promises(serial):
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert list((run / "wandb").glob("offline-run-*/files/media/table/samples*"))
     for name in ("actor/pg_loss", "critic/vf_loss", "critic/kl", "response_length/mean", "timing_s/gen", "timing_s/ref",
-                 "perf/throughput", "rewards/even/words/mean", "training/rollout_probs_diff_max", "actor/grad_norm"):  # fmt: skip
+                 "perf/throughput", "rewards/even/words/mean", "training/rollout_probs_diff_max"):  # fmt: skip
         assert name in summary["metrics"], name
 
 
@@ -186,6 +196,49 @@ def test_killed_trainer_rank_ends_in_one_message_and_leaves_no_process(job):
     assert "trainer/" in text and "died" in text and "resume" in text
     assert "Traceback" not in text
     assert not all_gone(workers)
+
+
+def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_out(job):
+    folder, command = job
+    text = finish(
+        start(
+            command, "dapo", "algorithm=dapo", "algorithm.use_kl_in_reward=false", "rollout.n=4", "actor.zero_stage=3",
+            f"reward.functions=[{folder}/reward.py:half_flat]", "reward.max_failure_rate=0.5", "trainer.save_freq=0",
+            "algorithm.filter_groups.max_num_gen_batches=3", "trainer.total_training_steps=1",
+            "trainer.logger=[console]",
+        ),
+        expected=0,
+    )  # fmt: skip
+    run = folder / "runs" / "rlfuse" / "dapo"
+    row = read_metrics(run / "metrics.jsonl")[-1]
+    assert row["train/num_gen_batches"] in (2, 3)
+    assert row["reward/frac_reward_zero_std"] == 0
+    assert not (run / "wandb").exists() and "critic/vf_loss" not in row
+    trained = {s for span in read_events(run / "events.jsonl") if span.kind == "backward" for s in span.samples}
+    odd = {name for name in trained if int(name.split("/")[1]) % 2}
+    assert trained and not odd
+    if failed := row.get("reward/failures/half_flat"):
+        assert "unlucky" in text and failed > 0
+
+
+def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):
+    _, command = job
+    (tmp_path / "broken.py").write_text("def even(solution_str:\n    return 1\n")
+    (tmp_path / "columns.jsonl").write_text('{"question": "w5"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 40}) + "\n")
+    cases = {
+        f"model.path={tmp_path}/nothing": ["model.path", "nothing"],
+        f"reward.functions=[{tmp_path}/broken.py:even]": ["broken.py", "line 1", "SyntaxError"],
+        f"data.train_files=[{tmp_path}/columns.jsonl]": ["columns.jsonl", "question", "data.prompt_key"],
+        f"data.train_files=[{tmp_path}/long.jsonl]": ["long.jsonl", "row 0", "40 tokens", "truncation"],
+        "actor.ppo_mini_batch_sise=4": ["actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size"],
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4": ["actor.ppo_mini_batch_size"],
+    }
+    processes = {override: start(command, "bad", override) for override in cases}
+    for override, words in cases.items():
+        text = finish(processes[override], expected=2, timeout=120)
+        assert "Traceback" not in text, text
+        assert all(word in text for word in words), (override, text)
 
 
 def test_used_run_folder_is_refused_when_there_is_nothing_to_resume(job, serial):

@@ -41,5 +41,5 @@ def test_a_folder_that_is_no_checkpoint_is_named_with_the_ones_that_are(tmp_path
     (tmp_path / "global_step_3").mkdir()
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / checkpoints.MARKER).touch()
-    with pytest.raises(ConfigError, match="global_step_3.*complete ones.*global_step_2"):
+    with pytest.raises(ConfigError, match=r"global_step_3.*complete ones.*global_step_2"):
         checkpoints.find(tmp_path, str(tmp_path / "global_step_3"))

@@ -26,7 +26,9 @@ TRL = {"prompt": "1 2 3", "answer": "6", "level": 2}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    words = {word: i for i, word in enumerate(["<unk>", "<eos>", "user:", "system:", "go", "add", *map(str, range(50))])}
+    words = {
+        word: i for i, word in enumerate(["<unk>", "<eos>", "user:", "system:", "go", "add", *map(str, range(50))])
+    }
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>")

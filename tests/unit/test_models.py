@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rlfuse.engines.models import collate, packs_exactly, response_logits, response_values
 from rlfuse.samples import Row

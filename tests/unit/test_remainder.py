@@ -107,7 +107,7 @@ def test_problems_are_a_function_of_the_seed_and_in_range():
 def test_solutions_have_a_long_tail_and_fit_256_tokens():
     tokenizer = build_tokenizer()
     problems = draw_problems(4000, 1, held_out=False)
-    texts = [solution(p.dividend, p.divisor) for p in problems]
+    texts = [f" {solution(p.dividend, p.divisor)}" for p in problems]
     lengths = np.array([len(ids) + 1 for ids in tokenizer(texts)["input_ids"]])
     median, tail = np.percentile(lengths, [50, 99])
     assert 25 <= median <= 35
@@ -117,16 +117,16 @@ def test_solutions_have_a_long_tail_and_fit_256_tokens():
 
 def test_tokenizer_round_trip_and_chat_template():
     tokenizer = build_tokenizer()
-    text = "47 mod 6 = 47 - 6 = 41 , 41 - 6 = 35 ; 35"
+    text = " 47 mod 6 = 47 - 6 = 41 , 41 - 6 = 35 ; 35"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.split()) and tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     user = {"role": "user", "content": "47 mod 6 ="}
     prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    assert prompt == "47 mod 6 ="
+    assert prompt == " 47 mod 6 ="
     whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "; 5"}], tokenize=False)
-    assert whole == f"47 mod 6 = ; 5 {END}"
+    assert whole == f" 47 mod 6 = ; 5{END}"
     assert tokenizer(whole)["input_ids"][-1] == tokenizer.eos_token_id
 
 
@@ -161,8 +161,8 @@ def test_a_short_warm_start_learns_and_leaves_the_process_as_it_was(tmp_path):
     assert warm_start(tmp_path / "again", TINY) == losses
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert model.config.architectures == ["LlamaForCausalLM"] and model.config.eos_token_id == tokenizer.eos_token_id
-    assert tokenizer.decode(tokenizer("41 , 35 ; 5")["input_ids"]) == "41 , 35 ; 5"
+    assert model.config.architectures == ["Qwen2ForCausalLM"] and model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.decode(tokenizer(" 41 , 35 ; 5")["input_ids"]) == " 41 , 35 ; 5"
     assert tokenizer.chat_template == build_tokenizer().chat_template
 
 

@@ -25,7 +25,7 @@ def test_an_exact_fit_and_nothing_at_all():
 
 def test_transfer_follows_the_device():
     assert resolve_transfer("auto", "cpu") == "shm"
-    assert resolve_transfer("auto", "cuda") == "nccl"
+    assert resolve_transfer("auto", "cuda") == "ipc"
     assert resolve_transfer("shm", "cuda") == "shm"
     with pytest.raises(ValueError, match="needs GPUs"):
         resolve_transfer("nccl", "cpu")

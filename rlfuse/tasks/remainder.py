@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 DATA_SOURCE = "remainder"
 LARGEST_NUMBER = 99
 DIVISORS = range(2, 10)
-QUOTIENTS = range(1, 41)
-"""40 subtractions are 242 tokens: the longest solution fits into 256."""
-MEDIAN_QUOTIENT, QUOTIENT_SIGMA = 4.6, 0.9
-"""Of the log-normal: solutions have 26 tokens at the median and 194 at the 99th percentile."""
+QUOTIENTS = range(1, 26)
+"""25 subtractions are 152 tokens: the longest solution fits into 160."""
+MEDIAN_QUOTIENT, QUOTIENT_SIGMA = 4.0, 0.9
+"""Of the log-normal: solutions have 26 tokens at the median and 140 at the 99th percentile."""
 HELD_OUT_SHARE = 5
 """One problem in so many belongs to validation."""
 

@@ -24,12 +24,10 @@ class WarmStart:
     steps: int = 500
     tokens_per_batch: int = 512
     lr: float = 1.5e-3
-    slip: float = 0.01
-    """Share of demonstrated subtractions that are wrong by one."""
-    stop_early_small: float = 0.4
+    stop_early_small: float = 0.55
     """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
-    stop_early_large: float = 0.65
-    """The same from `large_divisor` on: more often than not, so greedy decoding is wrong there as well."""
+    stop_early_large: float = 0.75
+    """The same from `large_divisor` on."""
     large_divisor: int = 6
 
 

@@ -1,11 +1,10 @@
 """A small language model that has learned the remainder task from imperfect demonstrations, in seconds on one core.
 
 Role: the starting policy of the quickstart, in place of a downloaded one. A Qwen2-architecture model is trained by a
-short supervised run on demonstrations of mixed quality, as real fine-tuning data are: a subtraction slips by one now
-and then, and the writer often stops one subtraction early, where the divisor is large more often than not. So the
-policy knows the format and the arithmetic, but is right for 0.37 of held-out problems when sampled at temperature 1,
-and for 0.45 when decoded greedily. The right token is nearly always among its likeliest two: what reinforcement
-learning has to do is to prefer it.
+short supervised run on demonstrations of mixed quality, as real fine-tuning data are: more often than not the writer
+stops one subtraction early. So the policy knows the format and the arithmetic, but is right for about a third of
+problems; the right token is nearly always among its likeliest two, and what reinforcement learning has to do is to
+prefer it.
 Invariants:
 - the weights are a function of `WarmStart` and `VERSION` (on one machine and one version of PyTorch);
 - the process's random state and thread count are as before after the call;
@@ -41,8 +40,6 @@ def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStar
     stop_early = rng.random() < (settings.stop_early_large if large else settings.stop_early_small)
     while value >= problem.divisor * (2 if stop_early else 1):
         value -= problem.divisor
-        if rng.random() < settings.slip:
-            value = max(0, value + int(rng.choice((-1, 1))))
         values.append(value)
     return write_steps(values, problem.divisor)
 

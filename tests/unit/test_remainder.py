@@ -104,15 +104,15 @@ def test_problems_are_a_function_of_the_seed_and_in_range():
     assert max(p.dividend for p in problems) <= LARGEST_NUMBER
 
 
-def test_solutions_have_a_long_tail_and_fit_256_tokens():
+def test_solutions_have_a_long_tail_and_fit_160_tokens():
     tokenizer = build_tokenizer()
     problems = draw_problems(4000, 1, held_out=False)
     texts = [f" {solution(p.dividend, p.divisor)}" for p in problems]
     lengths = np.array([len(ids) + 1 for ids in tokenizer(texts)["input_ids"]])
     median, tail = np.percentile(lengths, [50, 99])
-    assert 25 <= median <= 35
-    assert 170 <= tail <= 220 and tail >= 5 * median
-    assert lengths.max() < 256
+    assert 20 <= median <= 30
+    assert 130 <= tail <= 150 and tail >= 5 * median
+    assert lengths.max() < 160
 
 
 def test_tokenizer_round_trip_and_chat_template():
@@ -134,9 +134,9 @@ def test_demonstrations_are_of_mixed_quality_and_right_without_faults():
     rng, settings = np.random.default_rng(0), WarmStart()
     problems = draw_problems(1000, 2, held_out=False)
     right = [score(demonstration(p, rng, settings), str(p.answer)) for p in problems]
-    assert 0.3 < np.mean([parts["acc"] for parts in right]) < 0.6
+    assert 0.3 < np.mean([parts["acc"] for parts in right]) < 0.5
     assert all(parts["format"] == 1.0 for parts in right)
-    perfect = WarmStart(slip=0.0, stop_early_small=0.0, stop_early_large=0.0)
+    perfect = WarmStart(stop_early_small=0.0, stop_early_large=0.0)
     assert all(demonstration(p, rng, perfect) == solution(p.dividend, p.divisor) for p in problems)
 
 

@@ -66,7 +66,8 @@ class RolloutWorker:
         """Build the engine inside the running loop; returns facts to log."""
         began, self._errors = time.perf_counter(), ErrorOutput()
         try:
-            self._engine = self._build(model, rollout, max_model_len, device)
+            with self._recorder.span("start", cause="run"):
+                self._engine = self._build(model, rollout, max_model_len, device)
         except Exception as error:
             why = self._errors.reason() or str(error)
             raise EngineError(f"{self.name} could not start vLLM for {model.path}.{memory_hint()}\n{why}") from error

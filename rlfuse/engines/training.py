@@ -69,7 +69,7 @@ class TrainerRank:
         config, start = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)
         self.engines: dict[str, Any] = {}
-        with sharded_loading(config.actor, self.device):
+        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
             policy = load_policy(start, config.model, self.device)
             self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
             if config.uses_critic:

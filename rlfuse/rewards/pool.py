@@ -4,7 +4,7 @@ Role: implements `RewardScorer` for the controller. The driver's side of reward 
 feeds them to whichever process is free, and composes the outcomes.
 Invariants:
 - each call of a function has a process to itself and is bounded in time; a process that exceeds it is killed, and a new
-  one is started while the outcome is already on its way;
+  one is started while the outcome is already on its way. A function that proved quick gets several samples in a call;
 - a failed call gives a `RewardFailure`, never a number. It costs only the samples of that call, and a call with several
   that raised or lost its process is repeated one by one, so that it costs only the bad one. The exception is a batched
   function that took too long: all of its batch fails, because repeating each could take as long again;
@@ -44,6 +44,8 @@ from rlfuse.samples import Reward, RewardFailure, Sample
 ASYNC_ITEMS = 32
 # An async function bounds its own items; only where it blocks its event loop is the process killed, this much later.
 ASYNC_GRACE_S = 5.0
+# A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
+CALL_S = 0.05
 # Items of one call of the reward model: enough to fill a batch, few enough to bound what a crash repeats.
 MODEL_ITEMS = 32
 
@@ -83,6 +85,7 @@ class RewardPool:
         self._timeout_s, self._engine_timeout_s = timeout_s, engine_timeout_s
         self._workers = num_workers if self._functions else 0
         self._prompt_key = prompt_key
+        self._pace: dict[str, float] = {}  # seconds per sample, the slowest call of the last batch
         self._seats: list[Seat] = []
         self._queues: list[asyncio.Queue[Call]] = []
         self._tasks: list[asyncio.Task] = []
@@ -122,6 +125,7 @@ class RewardPool:
         finally:
             for call in calls:
                 call.answer.cancel()
+        self._pace |= _pace(calls)
         outcomes: dict[str, list[Outcome]] = {name: [None] * len(items) for name in self._names}
         for call in calls:
             for position, outcome in zip(call.positions, call.answer.result(), strict=True):
@@ -158,10 +162,11 @@ class RewardPool:
                 queue.get_nowait().fail(_closed())
 
     def _calls(self, items: list[Item]) -> list[Call]:
-        """verl's functions get one sample a call, async ones several at once, batched ones all that were given."""
+        """verl's functions get one sample a call or as many as are quick, async ones several, batched ones all."""
         calls = []
         for function in self._functions.values():
-            size = len(items) if function.batched else ASYNC_ITEMS if function.is_async else 1
+            quick = int(CALL_S / self._pace.get(function.name, math.inf))
+            size = len(items) if function.batched else ASYNC_ITEMS if function.is_async else max(1, quick)
             calls += _cut(function.name, items, size, self._limit(function), self._timeout_s, function.batched)
         return calls
 
@@ -196,6 +201,15 @@ def _cut(name: str, items: list[Item], size: int, limit_s: float, told_s: float,
     starts = range(0, len(items), max(size, 1))
     cuts = [range(start, min(start + size, len(items))) for start in starts]
     return [Call(name, [items[i] for i in cut], list(cut), limit_s, told_s, batched) for cut in cuts]
+
+
+def _pace(calls: list[Call]) -> dict[str, float]:
+    """Seconds per sample of each function in its slowest call; a call that had to be repeated says nothing."""
+    paces: dict[str, float] = {}
+    for call in calls:
+        if call.seconds:
+            paces[call.name] = max(paces.get(call.name, 0.0), call.seconds / len(call.items))
+    return paces
 
 
 def _closed() -> EngineError:

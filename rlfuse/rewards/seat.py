@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Call:
     """The limit as the user set it."""
     batched: bool
     """The function takes all items at once; else the worker calls it for each."""
+    seconds: float = 0.0
+    """What it took, once answered."""
     answer: asyncio.Future[list[Outcome]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def fail(self, error: Exception) -> None:
@@ -133,10 +136,12 @@ class Seat:
             samples=tuple(item.id for item in call.items),
             tokens=sum(len(item.response_ids) for item in call.items),
             attributes={"function": call.name},
-        ):
+        ) as span:
             reference = self._actor.score.remote(call.name, call.items)
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(reference.future()), call.limit_s)
+                outcomes = await asyncio.wait_for(asyncio.wrap_future(reference.future()), call.limit_s)
+                call.seconds = time.time() - span.start
+                return outcomes
             except TimeoutError:
                 ray.kill(self._actor)
                 raise Lost(timed_out(call.name, call.told_s), late=True) from None

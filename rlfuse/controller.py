@@ -85,8 +85,7 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             while not board.done:
                 changed.clear()
-                decisions = self.policy(board.snapshot())
-                for decision in decisions:
+                for decision in (decisions := self.policy(board.snapshot())):
                     board.start(decision)
                     tasks.create_task(self.effect(decision, board, step, sampling, changed))
                 if not decisions and board.idle:
@@ -125,24 +124,25 @@ class Controller:
         """One optimizer step of critic and actor; the first of a step estimates advantages before."""
         trainer, note = self.engines.trainer, self.journal.note
         if decision.mini_batch == 0:
-            with self.recorder.span("adv", step=step):
+            with self.recorder.span("adv", step=step, cause="scored"):
                 note(self.experience.prepare(board.kept()))
         samples = board.mini_batch(decision.mini_batch)
         if self.config.uses_critic:
-            with self.recorder.span("update_critic", step=step):
+            with self.recorder.span("update_critic", step=step, cause="scored"):
                 note(await trainer.update_critic([sample.row("values", "returns") for sample in samples]))
         if step > self.config.trainer.critic_warmup:
-            with self.recorder.span("update_actor", step=step):
+            with self.recorder.span("update_actor", step=step, cause="scored"):
                 note(await trainer.update_actor([s.row(*self.experience.actor_tensors) for s in samples]))
 
     async def sync(self, step: int) -> None:
         """What the engines generate from now on carries version `step`."""
-        with self.recorder.span("update_weights", step=step):
+        with self.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
 
     def groups(self, step: int) -> list[Group]:
         """The next batch of prompts as unfinished, seeded samples."""
-        return make_groups(self.prompts.next_batch(), self.config.rollout.n, self.config.data.seed, step)
+        with self.recorder.span("data", step=step, cause="step"):
+            return make_groups(self.prompts.next_batch(), self.config.rollout.n, self.config.data.seed, step)
 
     def due(self, every: int, step: int) -> bool:
         """Whether something that happens every so many steps (0: never; negative: at the end) is due."""

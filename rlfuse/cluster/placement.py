@@ -59,7 +59,8 @@ class Slots:
         if self.device == "cuda" and width > 1:
             bundles = ",".join(str(slot + i) for i in range(width))
             environment = environment | {"VLLM_RAY_BUNDLE_INDICES": bundles, "VLLM_RAY_PER_WORKER_GPUS": str(SHARE)}
-            options = self.options(slot, SHARE, environment)
+            capturing = PlacementGroupSchedulingStrategy(self.group, slot, placement_group_capture_child_tasks=True)
+            options = self.options(slot, SHARE, environment, scheduling_strategy=capturing)
             return options | {"num_gpus": 0, "resources": {}}
         return self.options(slot, SHARE, environment)
 
@@ -71,8 +72,7 @@ class Slots:
             "resources": {"slot": share},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, slot),
             "runtime_env": {"env_vars": worker_environment(self.device) | (environment or {})},
-            **more,
-        }
+        } | more
 
 
 def worker_environment(device: str) -> dict[str, str]:

@@ -94,7 +94,10 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
-    text = file.read_text()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}, byte {error.start}: not UTF-8. Save it as UTF-8.") from error
     if file.suffix == ".json" and text.lstrip().startswith("["):
         try:
             return ((f"row {i}", row) for i, row in enumerate(json.loads(text)))
@@ -104,7 +107,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield f"line {number}", json.loads(line)
@@ -123,7 +126,8 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, stem: str) -> Dat
             f"{where}, field {prompt_key}: {_short(prompt)} where a non-empty string or list of chat messages belongs."
         )
     for i, message in enumerate(messages):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+        known = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not (known and isinstance(message.get("content"), str | list)):
             raise DataError(
                 f"{where}, field {prompt_key}[{i}]: {_short(message)} is not a message with role and content."
             )

@@ -151,7 +151,9 @@ class RolloutWorker:
     async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response]:
         """One sample from prompt to response."""
         attributes = {"prompt_tokens": len(request.prompt_ids)}
-        span = self._recorder.span("generate", step=request.step, samples=(request.id,), attributes=attributes)
+        span = self._recorder.span(
+            "generate", step=request.step, samples=(request.id,), cause="admitted", attributes=attributes
+        )
         try:
             with self._engine_alive(), span as record:
                 prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
@@ -230,7 +232,7 @@ class RolloutWorker:
     async def begin_update(self) -> None:
         """Freeze requests in flight, forget everything computed with the old weights, expect buckets."""
         with self._engine_alive():
-            self._update = Span("update_weights", self.name, time.time())
+            self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             await self._engine.start_weight_update()
 

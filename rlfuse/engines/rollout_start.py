@@ -48,6 +48,8 @@ def engine_arguments(model: ModelConfig, rollout: RolloutConfig, max_model_len: 
     }
     if device == "cuda":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if rollout.tensor_model_parallel_size > 1:  # its workers are Ray actors in our bundles, see placement
+            arguments["distributed_executor_backend"] = "ray"
     else:
         arguments |= {
             "enforce_eager": True,

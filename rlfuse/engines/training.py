@@ -117,7 +117,7 @@ class TrainerRank:
         engine, results = self.engines[model], []
         engine.eval()
         for micro_batch in micro_batches:
-            with self._span(kind, micro_batch):
+            with self._span(kind, micro_batch, "finished samples"):
                 batch = collate(micro_batch.rows, self.packed, self.device)
                 results.append(batch.split(function(engine, batch)))
         return results
@@ -156,15 +156,15 @@ class TrainerRank:
         engine.train()
         for micro_batch in micro_batches:
             batch = collate(micro_batch.rows, self.packed, self.device)
-            with self._span("forward", micro_batch, model=model):
+            with self._span("forward", micro_batch, f"update_{model}", model=model):
                 loss, shares = objective(batch)
-            with self._span("backward", micro_batch, model=model):
+            with self._span("backward", micro_batch, f"update_{model}", model=model):
                 # DeepSpeed averages gradients over ranks: times `world`, the global sum is what remains.
                 engine.backward(loss * (self.world * micro_batch.weight), scale_wrt_gas=False)
             for name, share in shares.items():
                 totals[name] = totals.get(name, 0.0) + float(share) * micro_batch.weight
         rate = engine.get_lr()[0]
-        with self.recorder.span("optimizer", attributes={"model": model}) as span:
+        with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
             engine.step()
             if self.device != "cpu":
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
@@ -225,10 +225,11 @@ class TrainerRank:
 
     # Events ------------------------------------------------------------------------------------------------------
 
-    def _span(self, kind: str, micro_batch: MicroBatch, **attributes: Any):
+    def _span(self, kind: str, micro_batch: MicroBatch, cause: str, **attributes: Any):
         rows = micro_batch.rows if micro_batch.weight else ()
         return self.recorder.span(
             kind,
+            cause=cause,
             samples=tuple(row.id for row in rows),
             tokens=sum(row.tokens for row in rows),
             attributes=attributes,

@@ -92,7 +92,7 @@ class Journal:
 
     async def checkpoint(self, step: int) -> None:
         """Write one, whole or not at all."""
-        with self.recorder.span("save_checkpoint", step=step):
+        with self.recorder.span("save_checkpoint", step=step, cause="step"):
             await checkpoints.write(self.folder, step, self._state(), self._save, self.config.trainer.max_ckpt_to_keep)
 
     async def finish(self, step: int, board: Board) -> None:

@@ -135,6 +135,7 @@ class Seat:
             step=call.items[0].step,
             samples=tuple(item.id for item in call.items),
             tokens=sum(len(item.response_ids) for item in call.items),
+            cause="finished samples",
             attributes={"function": call.name},
         ) as span:
             reference = self._actor.score.remote(call.name, call.items)

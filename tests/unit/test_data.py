@@ -81,6 +81,7 @@ def test_chat_template_is_applied_where_there_is_one(tmp_path, tokenizer):
     [
         ({"prompt": ""}, ["line 2", "field prompt", "non-empty"]),
         ({"prompt": [{"content": "x"}]}, ["line 2", "prompt[0]", "role"]),
+        ({"prompt": [{"role": "user", "content": 3}]}, ["line 2", "prompt[0]", "content"]),
         ({"question": "1"}, ["line 2", "field prompt", "None"]),
         ({"prompt": "1", "images": ["a.png"]}, ["line 2", "field images", "text only"]),
         ({"prompt": "what is in <video>?"}, ["line 2", "text only"]),
@@ -102,10 +103,11 @@ def test_unusable_files_say_what_to_do(tmp_path):
         ("broken.json", "[{}, {oops}]", ["line 1", "not JSON"]),
         ("text.csv", "a,b", [".csv", "parquet"]),
         ("broken.parquet", "no parquet", ["parquet"]),
+        ("latin.jsonl", b'{"prompt": "caf\xe9"}', ["not UTF-8"]),
         ("columns.jsonl", '{"promt": "1"}\n', ["promt", "data.prompt_key=promt"]),
     ):
         if content is not None:
-            (tmp_path / name).write_text(content)
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(DataError) as error:
             read_rows(str(tmp_path / name), "prompt")
         assert all(word in str(error.value) for word in [name, *words]), str(error.value)

@@ -1,0 +1,104 @@
+"""From scored samples to what the optimizer reads, against numbers worked out in plain Python."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.config.schema import Config
+from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
+
+
+def groups(rewards, lengths, engine_offset=0.0):
+    """One group per list of rewards; log-probs of engine, trainer and reference a fixed distance apart."""
+    made = []
+    for index, (values, counts) in enumerate(zip(rewards, lengths, strict=True)):
+        prompt = Prompt(index, np.array([1, 2], np.int32), "p", (), "s", None)
+        samples = []
+        for k, (value, count) in enumerate(zip(values, counts, strict=True)):
+            trainer = -0.1 * np.arange(1, count + 1, dtype=np.float32)
+            response = Response(np.arange(count, dtype=np.int32), trainer + engine_offset, "stop", 0, "")
+            sample = Sample(prompt, 1, k, 0, response, Reward(value))
+            sample.tensors = {"old_log_probs": trainer, "ref_log_probs": trainer - 0.5, "values": np.zeros(count, "f4")}
+            samples.append(sample)
+        made.append(Group(prompt, samples))
+    return made
+
+
+def config(**changes):
+    made = Config()
+    for path, value in changes.items():
+        *sections, leaf = path.split("__")
+        target = made
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, leaf, value)
+    return made
+
+
+def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
+    experience = Experience(config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
+    batch = groups([[1.0], [0.0]], [[3], [2]])
+    metrics = experience.prepare(batch)
+    first = batch[0].samples[0].tensors
+    np.testing.assert_allclose(first["token_rewards"], [-0.05, -0.05, 0.95], atol=1e-6)
+    np.testing.assert_allclose(first["returns"], [0.85, 0.9, 0.95], atol=1e-6)  # gamma = lambda = 1, values 0
+    assert metrics["critic/kl"] == pytest.approx((1.5 + 1.0) / 2)
+    raw = [0.85, 0.9, 0.95, -0.1, -0.05]
+    mean = sum(raw) / 5
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    found = np.concatenate([s.tensors["advantages"] for g in batch for s in g.samples])
+    np.testing.assert_allclose(found, [(x - mean) / deviation for x in raw], atol=1e-4)
+
+
+def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
+    experience = Experience(
+        config(
+            algorithm__adv_estimator="grpo",
+            algorithm__norm_adv_by_std_in_grpo=False,
+            data__max_response_length=4,
+            reward__overlong_buffer__len=2,
+        )
+    )
+    batch = groups([[1.0, 0.0], [0.5, 0.5]], [[2, 4], [1, 3]])
+    experience.prepare(batch)
+    advantages = [[float(s.tensors["advantages"][0]) for s in g.samples] for g in batch]
+    np.testing.assert_allclose(advantages, [[1.0, -1.0], [0.25, -0.25]], atol=1e-6)  # penalties 0, -1, 0, -0.5
+    assert batch[0].samples[1].reward.parts["overlong_penalty"] == -1.0
+    assert batch[0].samples[1].reward.value == 0.0
+
+
+def test_mismatch_is_measured_and_corrected_with_a_cap():
+    experience = Experience(config(algorithm__rollout_is_threshold=1.2))
+    batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
+    metrics = experience.prepare(batch)
+    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
+    np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
+    assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
+
+
+def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
+    experience = Experience(config(algorithm__old_log_probs="engine"))
+    assert experience.kinds == ("reward", "values")
+    batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
+    assert experience.prepare(batch) == {}
+    for group in batch:
+        for sample in group.samples:
+            np.testing.assert_array_equal(sample.tensors["old_log_probs"], sample.response.log_probs)
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
+    batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], [[1, 1]] * 3)
+    batch[2].samples[1].reward = RewardFailure("f", "boom")
+    assert Experience(config()).with_spread(batch) == [0, 2]
+
+
+def test_adaptive_kl_coefficient_survives_a_checkpoint():
+    changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__target_kl": 0.1}
+    experience = Experience(config(**changes))
+    experience.prepare(groups([[1.0], [0.0]], [[3], [2]]))
+    assert experience.kl.value == pytest.approx(0.001 * (1 + 0.2 * 2 / 10000))
+    resumed = Experience(config(**changes))
+    resumed.kl.load_state_dict(experience.kl.state_dict())
+    assert resumed.kl.value == experience.kl.value

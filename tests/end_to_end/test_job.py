@@ -228,7 +228,7 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 40}) + "\n")
     cases = {
         f"model.path={tmp_path}/nothing": ["model.path", "nothing"],
-        f"reward.functions=[{tmp_path}/broken.py:even]": ["broken.py", "line 1", "SyntaxError"],
+        f"reward.functions=[{tmp_path}/broken.py:even]": ["broken.py", "line 1", "syntax error"],
         f"data.train_files=[{tmp_path}/columns.jsonl]": ["columns.jsonl", "question", "data.prompt_key"],
         f"data.train_files=[{tmp_path}/long.jsonl]": ["long.jsonl", "row 0", "40 tokens", "truncation"],
         "actor.ppo_mini_batch_sise=4": ["actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size"],

@@ -6,7 +6,7 @@ Invariants:
 - what stands at masked-out positions, NaN included, changes nothing, and every result is 0 there;
 - a masked-out position between response tokens is skipped, as if its neighbours were adjacent;
 - a row's group estimate depends on the row's group only; whitened estimates depend on the whole batch, so they can be
-  computed only once all of it has arrived (`needs_whole_batch`).
+  computed only once all of it has arrived.
 """
 
 from __future__ import annotations
@@ -15,13 +15,6 @@ import torch
 from torch import Tensor
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
-_WHITENED = ("gae", "reinforce_plus_plus")
-
-
-def needs_whole_batch(estimator: str) -> bool:
-    """True if the estimate is whitened over the batch, False if a complete group is enough."""
-    _check_estimator(estimator)
-    return estimator in _WHITENED
 
 
 def advantages_and_returns(

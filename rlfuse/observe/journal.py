@@ -129,6 +129,8 @@ class Journal:
             values |= figures.sample_metrics(kept, data.max_prompt_length, data.max_response_length, slots)
         responses = sum(len(sample.response.token_ids) for sample in board.samples.values())
         tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in board.samples.values()))
+        # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
+        values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in board.samples.values())
         if self.config.algorithm.filter_groups.max_num_gen_batches:
             values["train/num_gen_batches"] = board.batches
         values |= figures.failure_metrics(board.failures())

@@ -131,6 +131,7 @@ def test_engine_and_trainer_agree_after_every_sync(serial):
     run, _ = serial
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == STEPS
+    assert all(row["fusion/staleness"] == 0 for row in rows)
     assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
     # The policy moved in between, so agreement means that the new weights arrived.
     assert min(row["actor/grad_norm"] for row in rows) > 1e-3

@@ -127,7 +127,7 @@ async def group(policy_folder, slots):
     return (await Probe.start(settings(policy_folder), slots, optimizer_steps=10))[0]
 
 
-async def check_gradients(group, rows):
+async def assert_gradients_match(group, rows):
     metrics = await group.update_actor(rows)
     gradients = await group.gradients()
     expected = reference(group.config, rows)
@@ -141,24 +141,24 @@ async def check_gradients(group, rows):
 
 @pytest.mark.parametrize("mode", AGG_MODES)
 async def test_gradients_equal_single_process_torch_for_every_aggregation(group, policy_folder, mode):
-    await check_gradients(await group.take(settings(policy_folder, 1, mode)), make_rows())
+    await assert_gradients_match(await group.take(settings(policy_folder, 1, mode)), make_rows())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 async def test_gradients_equal_single_process_torch_at_every_zero_stage(group, policy_folder, stage):
-    await check_gradients(await group.take(settings(policy_folder, stage)), make_rows())
+    await assert_gradients_match(await group.take(settings(policy_folder, stage)), make_rows())
 
 
 @pytest.mark.parametrize("budget, count", [(10_000, 7), (16, 7), (64, 1)])
 async def test_gradients_do_not_depend_on_micro_batches_and_idle_ranks(group, policy_folder, budget, count):
     """One micro-batch, one per row, and a rank that has nothing but fillers."""
-    await check_gradients(await group.take(settings(policy_folder, 1, budget=budget)), make_rows(count))
+    await assert_gradients_match(await group.take(settings(policy_folder, 1, budget=budget)), make_rows(count))
 
 
 async def test_padded_rows_train_as_packed_ones(group, policy_folder):
     config = settings(policy_folder)
     config.model.use_remove_padding = False
-    await check_gradients(await group.take(config), make_rows())
+    await assert_gradients_match(await group.take(config), make_rows())
 
 
 async def test_one_rank_gives_what_two_give(policy_folder, slots):
@@ -166,7 +166,7 @@ async def test_one_rank_gives_what_two_give(policy_folder, slots):
     config.trainer.n_gpus_per_node = 1
     alone, _ = await Probe.start(config, replace(slots, count=1), optimizer_steps=10)
     try:
-        await check_gradients(alone, make_rows())
+        await assert_gradients_match(alone, make_rows())
     finally:
         ray.kill(alone.ranks[0])
 

@@ -180,21 +180,10 @@ def test_dispatcher_gives_what_the_parts_give():
     assert torch.equal(run("reinforce_plus_plus")[0], adv.reinforce_plus_plus(rewards, mask, 0.9)[0])
 
 
-def test_what_needs_the_whole_batch():
-    assert {name: adv.needs_whole_batch(name) for name in adv.ESTIMATORS} == {
-        "gae": True,
-        "grpo": False,
-        "rloo": False,
-        "reinforce_plus_plus": True,
-    }
-
-
 def test_wrong_calls_say_what_to_change():
     rewards, values, mask = batch()
     with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, rloo, reinforce_plus_plus"):
         adv.advantages_and_returns("ppo", rewards, values, GROUPS, mask)
-    with pytest.raises(ValueError, match="adv_estimator='x'"):
-        adv.needs_whole_batch("x")
     with pytest.raises(ValueError, match="needs values"):
         adv.advantages_and_returns("gae", rewards, None, GROUPS, mask)
     with pytest.raises(ValueError, match="needs groups"):

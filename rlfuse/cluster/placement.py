@@ -86,6 +86,10 @@ def start(config: Config) -> Slots:
     """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out."""
     device = choose_device(config)
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
+    if device == "cpu":
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else DeepSpeed warns, in this process too, that it finds no GPU
     # The engine's own child processes end with it, also when it is killed.
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
     if config.cluster.ray_address is None:

@@ -40,7 +40,7 @@ class TrainerGroup:
     @classmethod
     async def start(cls, config: Config, slots: Slots, optimizer_steps: int) -> tuple[TrainerGroup, dict[str, Any]]:
         """One rank on every slot, models loaded; and facts to log. `optimizer_steps`: length of the schedule."""
-        from rlfuse.engines.training import TrainerRank  # the driver itself needs no DeepSpeed
+        from rlfuse.engines.training import TrainerRank  # imports DeepSpeed: only when ranks are started
 
         remote = ray.remote(TrainerRank)
         group = cls(

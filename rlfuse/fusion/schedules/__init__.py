@@ -1,0 +1,1 @@
+"""Fused pipeline schedules: which micro-batch of which model runs when on which device, and the search for it."""

@@ -1,0 +1,79 @@
+"""Simulated annealing of memory under a hard makespan.
+
+Role: takes a schedule that is short enough but holds too much and brings its memory under a goal, or gives up.
+RLHFuse (arXiv 2409.13221) anneals makespan and memory one after the other, evaluating whole schedules; here a move is
+an exchange of two neighbours on one device, whose makespan is known in O(1) (`heads_tails.py`), and so is its energy,
+the sum over forwards of what their device holds above the goal: a million proposals a second and more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlfuse.fusion.schedules.heads_tails import State, exchange, exchangeable, through
+from rlfuse.fusion.schedules.shop import LOOSE, Shop
+
+COOLING = ((0.3, 0.03), (0.5, 0.1), (1.5, 0.1))
+"""First and last temperature, in the largest activation of a micro-batch. Chance decides which gets stuck: in turn."""
+
+EDGE = 0.5
+"""Beside what it holds above the goal every forward costs so much more of an activation: sizes of several models add up
+to sums just above a goal, which no temperature would see."""
+
+
+@njit(cache=True)
+def anneal(
+    shop: Shop, state: State, longest: float, goal: float, proposals: int, hot: float, cold: float, seed: int
+) -> float:
+    """Change `state` until no device holds more than `goal`, or proposals run out; returns the energy left.
+
+    No order on the way has a makespan above `longest`.
+    """
+    np.random.seed(seed)
+    devices, length = state.order.shape
+    edge = EDGE * shop.acquires.max()
+    before, energy = _memory(shop, state, goal, edge)
+    cooling = (cold / hot) ** (1.0 / max(1, proposals))
+    temperature = hot
+    for _ in range(proposals):
+        temperature *= cooling
+        device, place = np.random.randint(devices), np.random.randint(length - 1)
+        u, v = state.order[device, place], state.order[device, place + 1]
+        own, other = shop.class_of[u], shop.class_of[v]
+        if own == other:
+            continue
+        held, gets_u, gets_v = before[device, place], shop.acquires[own], shop.acquires[other]
+        between, new_between = held + gets_u - shop.releases[own], held + gets_v - shop.releases[other]
+        change = _excess(held, gets_v, goal, edge) + _excess(new_between, gets_u, goal, edge)
+        change -= _excess(held, gets_u, goal, edge) + _excess(between, gets_v, goal, edge)
+        if change > 0 and np.random.random() >= np.exp(-change / temperature):
+            continue
+        if not exchangeable(shop, state, u, v) or through(shop, state, u, v) > longest:
+            continue
+        exchange(shop, state, u, v)
+        before[device, place + 1] = new_between
+        energy += change
+        if energy < 1e-9 * goal:
+            return 0.0
+    return energy
+
+
+@njit(cache=True)
+def _excess(held: float, gets: float, goal: float, edge: float) -> float:
+    """What a forward that gets so much costs: 0 within the goal, else what is above it and the edge."""
+    above = held + gets - goal * (1 + LOOSE)
+    return above + edge if gets > 0 and above > 0 else 0.0
+
+
+@njit(cache=True)
+def _memory(shop: Shop, state: State, goal: float, edge: float) -> tuple[np.ndarray, float]:
+    """What is held before each operation of each device, and the energy of all forwards."""
+    devices, length = state.order.shape
+    before, energy = np.zeros((devices, length + 1)), 0.0
+    for device in range(devices):
+        for place in range(length):
+            own = shop.class_of[state.order[device, place]]
+            energy += _excess(before[device, place], shop.acquires[own], goal, edge)
+            before[device, place + 1] = before[device, place] + shop.acquires[own] - shop.releases[own]
+    return before, energy

@@ -1,0 +1,128 @@
+"""The least makespan that any schedule of a problem can have, proven, in milliseconds.
+
+Role: `lower_bound` tells the search when to stop and a reader how far a schedule is from the best possible. Memory is
+left out, so the bound holds under every cap. Pure.
+
+Proof. Operations of a class run first in, first out without loss (`shop.py`). Let r be a lower bound on an operation's
+start (its head) and q one on the time from its end to the makespan (its tail).
+
+1. Data: r(c, m) >= r(c', m) + p(c') + lag(c) for c' = before[c], and the same for tails with time reversed.
+2. One machine: let c be a class, and K classes of its lane on its device, all of them ancestors of c or c itself.
+   Before (c, m) starts, the device has run micro-batches j .. m of every k in K but c, and j .. m-1 of c, whichever
+   j <= m one looks at. None of them starts before min over k of r(k, j), since heads of a class do not fall with m. So
+       r(c, m) >= max over j <= m of  min_k r(k, j) + (m - j + 1) * sum of p(k), k in K  - p(c).
+   This holds the FIFO rule (K = {c}) and the coupling of the last stage, whose forwards and backwards take turns
+   (K = {F, B}). The same for tails, with descendants and time reversed. K runs through all intervals of the chain
+   on the device, with and without the leaves W.
+3. The device itself: its operations with heads, durations and tails are a one-machine problem, whose preemptive optimum
+   (Jackson's rule: of what is released run the longest tail) is a lower bound for it and so for the makespan.
+
+With unsplit B = 2 F and one stage per device this equals the bound of RLHFuse (arXiv 2409.13221) on its instances.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from rlfuse.fusion.schedules.problem import Problem
+from rlfuse.fusion.schedules.shop import NONE, Shop, W, compiled
+
+
+def lower_bound(problem: Problem) -> float:
+    """Makespan that no schedule of the problem beats, in its unit of time."""
+    return bound(compiled(problem))
+
+
+def bound(shop: Shop) -> float:
+    """The same for compiled problems."""
+    head, tail = heads(shop), tails(shop)
+    return max(_jackson(shop, classes, head, tail) for classes in shop.of_device.tolist())
+
+
+def heads(shop: Shop) -> list[np.ndarray]:
+    """Class -> r of its micro-batches."""
+    head: list[np.ndarray] = []
+    for own in range(len(shop.count)):
+        before = shop.before[own]
+        release = np.zeros(shop.count[own])
+        if before != NONE:
+            release = head[before] + shop.duration[before] + shop.lag[own]
+        head.append(release)
+        line = _ancestors(shop, own)
+        for i in range(len(line)):
+            head[own] = _one_machine(shop, line[i:], own, head)
+    return head
+
+
+def tails(shop: Shop) -> list[np.ndarray]:
+    """Class -> q of its micro-batches."""
+    back: dict[int, np.ndarray] = {}  # reversed in time: micro-batch M-1-m comes m-th
+    for own in sorted(range(len(shop.count)), key=lambda own: (shop.kind[own] != W, -own)):
+        release = np.zeros(shop.count[own])
+        for following in (shop.after[own], shop.leaf[own]):
+            if following != NONE:
+                release = np.maximum(release, back[following] + shop.duration[following] + shop.lag[following])
+        back[own] = release
+        line = _descendants(shop, own)
+        leaves = [shop.leaf[k] for k in line if shop.leaf[k] != NONE]
+        for i in range(len(line)):
+            back[own] = _one_machine(shop, line[i:], own, back)
+        if leaves:
+            back[own] = _one_machine(shop, leaves + line, own, back)
+    return [back[own][::-1] for own in range(len(shop.count))]
+
+
+def _ancestors(shop: Shop, own: int) -> list[int]:
+    """Classes of its lane on its device from which it follows, and itself, first to last."""
+    line = [own]
+    while (before := shop.before[line[0]]) != NONE:
+        line.insert(0, before)
+    return [k for k in line if shop.device[k] == shop.device[own]]
+
+
+def _descendants(shop: Shop, own: int) -> list[int]:
+    """Classes of the chain on its device that follow from it, and itself, last to first."""
+    line = [own]
+    while (after := shop.after[line[0]]) != NONE:
+        line.insert(0, after)
+    return [k for k in line if shop.device[k] == shop.device[own]]
+
+
+def _one_machine(
+    shop: Shop, together: list[int], own: int, release: list[np.ndarray] | dict[int, np.ndarray]
+) -> np.ndarray:
+    """Step 2 of the proof with K = `together`."""
+    work = sum(shop.duration[k] for k in together)
+    batches = np.arange(shop.count[own])
+    earliest = np.minimum.reduce([release[k] for k in together])
+    least = np.maximum.accumulate(earliest - batches * work) + (batches + 1) * work - shop.duration[own]
+    return np.maximum(release[own], least)
+
+
+def _jackson(shop: Shop, classes: list[int], head: list[np.ndarray], tail: list[np.ndarray]) -> float:
+    """Step 3 of the proof for one device."""
+    release = np.concatenate([head[k] for k in classes])
+    delivery = np.concatenate([tail[k] for k in classes]).tolist()
+    left = np.concatenate([np.full(shop.count[k], shop.duration[k]) for k in classes]).tolist()
+    coming = [(float(release[i]), i) for i in np.argsort(release, kind="stable").tolist()]
+    ready: list[tuple[float, int]] = []
+    now = best = 0.0
+    position = 0
+    while position < len(coming) or ready:
+        if not ready:
+            now = max(now, coming[position][0])
+        while position < len(coming) and coming[position][0] <= now:
+            heapq.heappush(ready, (-delivery[coming[position][1]], coming[position][1]))
+            position += 1
+        key, running = ready[0]
+        until = coming[position][0] if position < len(coming) else np.inf
+        if now + left[running] <= until:
+            heapq.heappop(ready)
+            now += left[running]
+            best = max(best, now - key)
+        else:
+            left[running] -= until - now
+            now = until
+    return best

@@ -1,0 +1,71 @@
+"""`rlfuse schedule`: a problem's best schedule, in numbers, as a file and as a picture.
+
+Role: the command line of the search: reads, searches, prints a summary, writes. Called by `rlfuse.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
+from rlfuse.fusion.schedules.problem import Problem, ScheduleError, read_problem
+from rlfuse.fusion.schedules.schedule import Schedule
+from rlfuse.fusion.schedules.search import METHODS, search
+
+PICTURES = (".png", ".html")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises ScheduleError."""
+    arguments = _parser().parse_args(argv)
+    for path in (arguments.out, arguments.picture):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ScheduleError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+    picture = arguments.picture
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ScheduleError(f"--picture {picture}: needs a name that ends in {' or '.join(PICTURES)}")
+    problem = read_problem(arguments.problem)
+    found = search(problem, time_limit=arguments.time_limit, method=arguments.method, seed=arguments.seed)
+    print(summary(problem, found))
+    arguments.out.write_text(json.dumps(found.as_json()) + "\n")
+    if picture is not None:
+        from rlfuse.fusion.schedules.picture import draw
+
+        draw(problem, [("serial 1F1B", serial_1f1b_rows(problem)), ("fused", found.rows)], picture)
+        print(f"picture    {picture}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlfuse schedule", description="Search one pipeline schedule for all models.")
+    parser.add_argument("problem", type=Path, metavar="PROBLEM.json", help="devices, models, times and memory")
+    parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="seconds; default: 10")
+    parser.add_argument("--method", default="auto", metavar="M", help=f"{', '.join(METHODS)}; default: auto")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--out", type=Path, required=True, metavar="SCHEDULE.json", help="rows with times")
+    parser.add_argument("--picture", type=Path, metavar="out.png|html", help="serial 1F1B above the schedule")
+    return parser
+
+
+def summary(problem: Problem, found: Schedule) -> str:
+    """A few lines: how short, how good, at what memory, after how long."""
+    makespan, serial = found.makespan, found.serial_1f1b
+    cap = "no cap" if problem.memory_limit == float("inf") else f"cap {problem.memory_limit / problem.memory_unit:.3g}"
+    lines = [
+        f"{problem.operations:,} operations on {problem.devices} devices",
+        f"makespan   {makespan:.6g}, {makespan / found.lower_bound - 1:.2%} above the bound of {found.lower_bound:.6g}",
+        f"serial     1F1B {serial:.6g}: {serial / makespan:.3f}x",
+    ]
+    zb_v = baseline(problem, "zb-v", barrier=False)
+    if zb_v is not None:
+        lines[-1] += f"; ZB-V without a barrier {zb_v:.6g}: {zb_v / makespan:.3f}x"
+    return "\n".join(
+        [
+            *lines,
+            f"memory     {found.memory_peak:.3f} of serial 1F1B's worst device ({cap})",
+            f"idle       {sum(found.bubbles) / len(found.bubbles):.1%} of device time",
+            f"found by   {found.method} in {found.seconds:.2f} s",
+        ]
+    )

@@ -1,0 +1,154 @@
+"""List scheduling: a whole schedule in the order of time, by rules of priority; hundreds a second.
+
+Role: `rules.py` draws the rules for the search, `baselines.py` fixes them for ZB-V.
+Invariants: whenever a device is free and something is ready, it runs the ready operation of highest priority; a memory
+limit is kept and never leads into a deadlock.
+
+Priority of micro-batch m of class c, when its forward class holds h micro-batches on the device:
+`level[c] + slope[c] * (micro-batches of c after m) + pressure[c] * h`.
+
+Memory: a forward starts if the device holds it beside one micro-batch for each other forward class (pipeline and chunk)
+of the device that holds none and is unfinished. So the oldest micro-batch of every pipeline can always go on: where it
+still needs its forward, no younger one was let past it (first in, first out), so its class holds nothing and its place
+is free. Where these places alone exceed the limit, models have to run one after the other (`baselines.one_by_one`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W
+
+
+class Rules(NamedTuple):
+    """Over classes."""
+
+    level: np.ndarray
+    slope: np.ndarray
+    pressure: np.ndarray
+    patience: float
+    """How long a device may wait for something that matters more than what is ready."""
+
+
+def fits(shop: Shop, limit: float) -> bool:
+    """Whether a device can hold a micro-batch of each of its forward classes."""
+    return bool(shop.acquires[shop.of_device].sum(axis=1).max() <= limit * (1 + LOOSE))
+
+
+def chain_tails(shop: Shop) -> np.ndarray:
+    """Class -> time from the start of an operation to the end of its chain, if nothing else stood in its way."""
+    tail = shop.duration.copy()
+    for own in sorted(range(len(tail)), key=lambda own: (shop.kind[own] != W, -own)):
+        for following in (shop.after[own], shop.leaf[own]):
+            if following != NONE:
+                tail[own] = max(tail[own], shop.duration[own] + shop.lag[following] + tail[following])
+    return tail
+
+
+@njit(cache=True)
+def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]:
+    """An order under the memory limit and its makespan.
+
+    The limit has to hold one micro-batch of every forward class of a device (`fits`).
+    """
+    devices, classes = shop.of_device.shape[0], len(shop.count)
+    length = len(shop.class_of) // devices
+    order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
+    begun, held = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+    filled, free, room = np.zeros(devices, np.int64), np.zeros(devices), np.full(devices, limit * (1 + LOOSE))
+    ready = np.full(classes, np.inf)  # when the data of a class's next operation are there
+    for own in range(classes):
+        if shop.before[own] == NONE:
+            ready[own] = 0.0
+    forward = _forwards(shop)
+    next_start, next_class = np.full(devices, np.inf), np.full(devices, NONE)
+    for device in range(devices):
+        next_class[device], next_start[device] = _choose(shop, rules, device, begun, held, ready, 0.0, room[device])
+    for _ in range(devices * length):
+        device = np.argmin(next_start)
+        own, start = next_class[device], next_start[device]
+        micro_batch = begun[own]
+        begun[own] += 1
+        order[device, filled[device]] = shop.first[own] + micro_batch
+        filled[device] += 1
+        room[device] += shop.releases[own] - shop.acquires[own]
+        held[own] += shop.kind[own] == F
+        held[forward[own]] -= forward[own] != NONE
+        free[device] = end[shop.first[own] + micro_batch] = start + shop.duration[own]
+        _next_ready(shop, own, begun, ready, end)
+        woken = device
+        for following in (shop.leaf[own], shop.after[own]):
+            if following != NONE and begun[following] == micro_batch:
+                ready[following] = free[device] + shop.lag[following]
+                woken = shop.device[following]
+        for other in (device, woken):
+            next_class[other], next_start[other] = _choose(
+                shop, rules, other, begun, held, ready, free[other], room[other]
+            )
+    return order, free.max()
+
+
+@njit(cache=True)
+def _forwards(shop: Shop) -> np.ndarray:
+    """For a class that ends an activation's life the forward class that began it, else NONE."""
+    forward = np.full(len(shop.count), NONE)
+    for own in range(len(shop.count)):
+        if shop.releases[own] > 0 or (shop.kind[own] != F and shop.leaf[own] == NONE):
+            backward = shop.before[own] if shop.kind[own] == W else own
+            at, steps = backward, 0
+            while shop.kind[at] == B:
+                at, steps = shop.before[at], steps + 1
+            forward[own] = at - steps + 1
+    return forward
+
+
+@njit(cache=True)
+def _next_ready(shop: Shop, own: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
+    """A class has begun an operation: when are the data of its next there?"""
+    before, micro_batch = shop.before[own], begun[own]
+    if micro_batch == shop.count[own] or (before != NONE and begun[before] <= micro_batch):
+        ready[own] = np.inf
+    elif before != NONE:
+        ready[own] = end[shop.first[before] + micro_batch] + shop.lag[own]
+
+
+@njit(cache=True)
+def _choose(
+    shop: Shop,
+    rules: Rules,
+    device: int,
+    begun: np.ndarray,
+    held: np.ndarray,
+    ready: np.ndarray,
+    free: float,
+    room: float,
+) -> tuple[int, float]:
+    """The class that a device runs next as things stand, and when; infinity where nothing can become ready."""
+    for own in shop.of_device[device]:
+        if shop.kind[own] == F and held[own] == 0 and begun[own] < shop.count[own]:
+            room -= shop.acquires[own]
+    earliest = np.inf
+    for own in shop.of_device[device]:
+        if ready[own] < earliest and _admitted(shop, own, held, room):
+            earliest = ready[own]
+    earliest = max(earliest, free)
+    chosen, best, start = NONE, -np.inf, np.inf
+    if earliest == np.inf:
+        return chosen, start
+    for own in shop.of_device[device]:
+        if ready[own] <= earliest + rules.patience and _admitted(shop, own, held, room):
+            wait = max(0.0, ready[own] - earliest)
+            priority = rules.level[own] + rules.slope[own] * (shop.count[own] - 1 - begun[own]) - wait
+            priority += rules.pressure[own] * held[own]
+            if priority > best:
+                chosen, best, start = own, priority, earliest + wait
+    return chosen, start
+
+
+@njit(cache=True, inline="always")
+def _admitted(shop: Shop, own: int, held: np.ndarray, room: float) -> bool:
+    """Whether memory lets the class's next operation start; what it has reserved needs no room."""
+    return shop.kind[own] != F or held[own] == 0 or shop.acquires[own] <= room

@@ -1,0 +1,114 @@
+"""CP-SAT as the last polish of a schedule that is nearly as short as the bound.
+
+Role: the search's last step, on small problems. Interval variables, no-overlap on every device, first in, first out in
+every class, memory as a cumulative constraint over activations; the schedule so far is the hint, and the makespan has
+to be shorter. One worker and a deterministic time limit, so that the result depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, floor, gcd, lcm
+
+import numpy as np
+
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop
+from rlfuse.fusion.schedules.timing import starts
+
+FINEST = 10_000
+"""Times are rational multiples of a unit; those that are not, in steps of 1 / FINEST of the longest, are rounded up."""
+
+
+def polish(
+    shop: Shop,
+    order: np.ndarray,
+    shorter_than: float,
+    at_least: float,
+    limit: float,
+    seconds: tuple[float, float],
+    seed: int,
+) -> np.ndarray | None:
+    """A better order within the memory limit, or None where CP-SAT finds none in time: of the wall, and its own."""
+    from ortools.sat.python import cp_model  # takes most of a second to import
+
+    unit = _unit(np.concatenate([shop.duration, shop.lag]))
+    long, lag = _scaled(shop.duration, unit), _scaled(shop.lag, unit)
+    latest = ceil(shorter_than * unit * (1 - LOOSE)) - 1
+    model = cp_model.CpModel()
+    begin = [model.new_int_var(0, latest, "") for _ in shop.class_of]
+    end = model.new_int_var(min(latest, floor(at_least * unit)), latest, "")
+    _order(model, shop, begin, long, lag, end)
+    if np.isfinite(limit):
+        _memory(model, shop, begin, long, limit)
+    model.minimize(end)
+    for variable, hint in zip(begin, starts(shop, order), strict=True):
+        model.add_hint(variable, round(hint * unit))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_time_in_seconds, solver.parameters.max_deterministic_time = seconds
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    at = np.array([solver.value(variable) for variable in begin])
+    device = shop.device[shop.class_of]
+    return np.stack([row[np.argsort(at[row], kind="stable")] for row in _by_device(device, shop.devices)])
+
+
+def _order(model, shop: Shop, begin: list, long: np.ndarray, lag: np.ndarray, end) -> None:
+    """Data, first in, first out, and one thing at a time."""
+    intervals: list[list] = [[] for _ in range(shop.devices)]
+    for own, (first, count, before) in enumerate(zip(shop.first, shop.count, shop.before, strict=True)):
+        size = int(long[own])
+        for number in range(first, first + count):
+            intervals[shop.device[own]].append(model.new_fixed_size_interval_var(begin[number], size, ""))
+            if before != NONE:
+                previous = begin[shop.first[before] + number - first]
+                model.add(begin[number] >= previous + int(long[before] + lag[own]))
+            if number > first:
+                model.add(begin[number] >= begin[number - 1] + size)
+        model.add(end >= begin[first + count - 1] + size)
+    for each in intervals:
+        model.add_no_overlap(each)
+
+
+def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> None:
+    """Activations lie from the start of their F to the end of their last backward."""
+    unit = _unit(shop.acquires)
+    lives: list[tuple[list, list]] = [([], []) for _ in range(shop.devices)]
+    for own in np.flatnonzero((shop.kind == F) & (shop.acquires > 0)):
+        last = _last_use(shop, own)
+        size = int(_scaled(shop.acquires[own : own + 1], unit)[0])
+        for micro_batch in range(shop.count[own]):
+            start = begin[shop.first[own] + micro_batch]
+            stop = begin[shop.first[last] + micro_batch] + int(long[last])
+            life = model.new_int_var(0, int(long.sum() * shop.count.max()), "")
+            lives[shop.device[own]][0].append(model.new_interval_var(start, life, stop, ""))
+            lives[shop.device[own]][1].append(size)
+    for intervals, sizes in lives:
+        model.add_cumulative(intervals, sizes, floor(limit * unit * (1 + LOOSE)))
+
+
+def _last_use(shop: Shop, own: int) -> int:
+    """The class that ends what a forward class keeps: the same lane and device, the same place in its chain."""
+    lane = np.flatnonzero(shop.lane == shop.lane[own])
+    stages = int((shop.kind[lane] == F).sum())
+    backward = lane[0] + 2 * stages - 1 - (own - lane[0])
+    return int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
+
+
+def _by_device(device: np.ndarray, devices: int) -> list[np.ndarray]:
+    return [np.flatnonzero(device == each) for each in range(devices)]
+
+
+def _unit(values: np.ndarray) -> float:
+    """How many steps make 1, so that all values are whole, or nearly."""
+    fractions = [Fraction(float(value)).limit_denominator(FINEST) for value in np.unique(values)]
+    denominator = lcm(*(each.denominator for each in fractions))
+    if denominator > FINEST:
+        return FINEST / float(values.max())
+    divisor = gcd(*(int(each * denominator) for each in fractions)) or 1
+    return denominator / divisor
+
+
+def _scaled(values: np.ndarray, unit: float) -> np.ndarray:
+    return np.ceil(values * unit - 1e-6).astype(np.int64)

@@ -1,0 +1,227 @@
+"""What is to be scheduled: the pipelines of one or more models on one row of devices, for one optimizer step.
+
+Role: `read_problem` and `parse` turn the JSON of `rlfuse schedule` into a `Problem`; every other module here reads it.
+Invariants: fields were checked when they were read; every model covers every device exactly once, so a device holds one
+stage of each model, whole or as two chunks. Times share one unit, whichever it is, and so do activations.
+
+Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1, stage 0 first when its direction is
+`down` and last when it is `up`. With two chunks per device (a V, arXiv 2405.15362) the chunk-stages are 0 .. 2S-1:
+chunk-stage c stands where stage c does for c < S and where stage 2S-1-c does otherwise, with half of that stage's times
+and activation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from rlfuse.fusion.schedules.operations import Kind
+from rlfuse.simulate.reading import AtLeastZero, Count, Positive, WorkloadError, flag, number, one_of, read
+
+
+class ScheduleError(ValueError):
+    """A problem or a schedule that can't be used as it stands. The message is for the person who wrote it."""
+
+
+def per_stage(*, above: bool) -> Any:
+    """Reads one number for all stages, or a list with one for each."""
+    one = number(above=above)
+
+    def check(value: Any, where: str) -> float | tuple[float, ...]:
+        if isinstance(value, list | tuple):
+            return tuple(one(entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        return one(value, where)
+
+    return check
+
+
+def share(value: Any, where: str) -> float:
+    """Reads a number between 0 and 1, neither of them."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+        raise WorkloadError(f"{where}={value!r}: needs a share of backward, above 0 and below 1")
+    return float(value)
+
+
+def chunks(value: Any, where: str) -> int:
+    """Reads 1 or 2."""
+    if isinstance(value, bool) or value not in (1, 2):
+        raise WorkloadError(f"{where}={value!r}: needs 1 (a stage per device) or 2 (two chunks of it, in a V)")
+    return int(value)
+
+
+def name(value: Any, where: str) -> str:
+    """Reads a text that isn't empty."""
+    if not isinstance(value, str) or not value:
+        raise WorkloadError(f"{where}={value!r}: needs a name")
+    return value
+
+
+Times = Annotated[float | tuple[float, ...], per_stage(above=True)]
+Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model that trains: its pipelines, and what a micro-batch costs on each stage."""
+
+    name: Annotated[str, name]
+    stages: Count
+    micro_batches: Count
+    """Of each pipeline."""
+    forward: Times
+    backward: Times
+    """Whole: gradients of inputs and of weights."""
+    pipelines: Count = 1
+    activation: Sizes = 1.0
+    """What a micro-batch keeps from the start of its forward to the end of its backward (of `W` where split)."""
+    direction: Annotated[str, one_of("down", "up")] = "down"
+    weight_gradient: Annotated[float, share] = 0.5
+    """W's share of `backward` where the backward pass is split."""
+    chunks_per_device: Annotated[int, chunks] | None = None
+    """None: the problem's."""
+
+    def of(self, field: str, stage: int) -> float:
+        """`forward`, `backward` or `activation` of a stage (not chunk-stage)."""
+        value = getattr(self, field)
+        return value[stage] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Models that share devices. Raises ScheduleError where fields don't go together."""
+
+    devices: Count
+    models: tuple[Model, ...]
+    split_backward: Annotated[bool, flag] = False
+    memory_cap: Positive | None = None
+    """Of every device, relative to the worst device of serial 1F1B. None: no cap."""
+    memory_per_device: Positive | None = None
+    """The same in the unit of `activation`; where both are given, both hold."""
+    communication: AtLeastZero = 0.0
+    """From the end of an operation to the start of the one that needs its result, on another device."""
+    chunks_per_device: Annotated[int, chunks] = 1
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ScheduleError("problem.models=[]: a schedule is for at least one model")
+        names = [model.name for model in self.models]
+        if len(set(names)) < len(names):
+            raise ScheduleError(f"problem.models: names {names} must differ")
+        for i, model in enumerate(self.models):
+            where = f"problem.models[{i}]"
+            if model.pipelines * model.stages != self.devices:
+                raise ScheduleError(
+                    f"{where}: pipelines={model.pipelines} of stages={model.stages} stand on "
+                    f"{model.pipelines * model.stages} devices, but devices={self.devices}; every model covers all "
+                    "devices: make pipelines * stages = devices"
+                )
+            for field in ("forward", "backward", "activation"):
+                value = getattr(model, field)
+                if isinstance(value, tuple) and len(value) != model.stages:
+                    raise ScheduleError(
+                        f"{where}.{field} has {len(value)} values for stages={model.stages}: give one each, or a number"
+                    )
+
+    # One model's stages ----------------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> Model:
+        """By its name. Raises ScheduleError for one that isn't there."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise ScheduleError(f"model {name!r}: the problem has {', '.join(model.name for model in self.models)}")
+
+    def chunks(self, model: Model) -> int:
+        """How many chunks of a stage of this model a device holds."""
+        return model.chunks_per_device or self.chunks_per_device
+
+    def stages(self, model: Model) -> int:
+        """Stages of one of its pipelines, or chunk-stages where devices hold two."""
+        return model.stages * self.chunks(model)
+
+    def device(self, model: Model, pipeline: int, stage: int) -> int:
+        """Where a stage or chunk-stage stands."""
+        place = self._place(model, stage)
+        return pipeline * model.stages + (place if model.direction == "down" else model.stages - 1 - place)
+
+    def duration(self, model: Model, stage: int, kind: Kind) -> float:
+        """Of an operation."""
+        place, backward = self._place(model, stage), kind != "F"
+        whole = model.of("backward" if backward else "forward", place) / self.chunks(model)
+        if not backward or not self.split_backward:
+            return whole
+        return whole * (model.weight_gradient if kind == "W" else 1 - model.weight_gradient)
+
+    def activation(self, model: Model, stage: int) -> float:
+        """What a micro-batch keeps on a stage or chunk-stage."""
+        return model.of("activation", self._place(model, stage)) / self.chunks(model)
+
+    def _place(self, model: Model, stage: int) -> int:
+        return stage if stage < model.stages else 2 * model.stages - 1 - stage
+
+    # The whole problem -----------------------------------------------------------------------------------------------
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What a micro-batch needs on every stage, in this order."""
+        return ("F", "B", "W") if self.split_backward else ("F", "B")
+
+    @property
+    def operations(self) -> int:
+        """How many a schedule has."""
+        each = (model.pipelines * self.stages(model) * model.micro_batches for model in self.models)
+        return len(self.kinds) * sum(each)
+
+    @property
+    def memory_unit(self) -> float:
+        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches."""
+        return max(
+            min(model.stages - stage, model.micro_batches) * model.of("activation", stage)
+            for model in self.models
+            for stage in range(model.stages)
+        )
+
+    @property
+    def memory_limit(self) -> float:
+        """What a device may hold, in the unit of `activation`; infinite without a cap."""
+        relative = float("inf") if self.memory_cap is None else self.memory_cap * self.memory_unit
+        absolute = float("inf") if self.memory_per_device is None else self.memory_per_device
+        return min(relative, absolute)
+
+    def only(self, model: Model) -> Problem:
+        """The same with one of its models alone, under the same absolute memory limit."""
+        limit = self.memory_limit
+        return replace(
+            self, models=(model,), memory_cap=None, memory_per_device=None if limit == float("inf") else limit
+        )
+
+    def variant(self, *, split_backward: bool, chunks_per_device: int) -> Problem:
+        """The same work, divided otherwise."""
+        models = tuple(replace(model, chunks_per_device=None) for model in self.models)
+        return replace(self, models=models, split_backward=split_backward, chunks_per_device=chunks_per_device)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `parse` reads."""
+        return asdict(self)
+
+
+def parse(data: Any) -> Problem:
+    """A problem from decoded JSON. Raises ScheduleError, naming field, value, valid range and what to change."""
+    try:
+        return read(Problem, data, "problem")
+    except WorkloadError as error:
+        raise ScheduleError(str(error)) from error
+
+
+def read_problem(path: Path) -> Problem:
+    """A problem from a JSON file. Raises ScheduleError, naming the file."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}; give the path of a problem in JSON") from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ScheduleError(f"{path}: {error}; a problem is one JSON object") from error

@@ -1,0 +1,275 @@
+"""A schedule with its times: what the search returns, the executor runs and `rlfuse schedule` writes.
+
+Role: `timed` gives rows of operations their start times, planned or measured durations alike; `check` proves a schedule
+against its problem. Both are plain Python over `Problem`, and share no code with the search whose results they judge.
+Invariants of a checked schedule: every operation of the problem stands in the row of its device exactly once; nothing
+starts before what it needs has arrived; a device does one thing at a time and never holds more than its memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.problem import Problem, ScheduleError
+
+LOOSE = 1e-6
+"""Relative slack in comparing times and memory: JSON and sums round them."""
+SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An operation with its times, in the problem's unit."""
+
+    operation: Operation
+    start: float
+    end: float
+
+    def as_json(self) -> dict[str, Any]:
+        """As in a schedule's file."""
+        operation = self.operation
+        return {
+            "model": operation.model,
+            "pipeline": operation.pipeline,
+            "stage": operation.stage,
+            "micro_batch": operation.micro_batch,
+            "op": operation.kind,
+            "start": round(self.start, 9),
+            "end": round(self.end, 9),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rows with times, and how good they are."""
+
+    rows: tuple[tuple[Timed, ...], ...]
+    """Device -> what it runs, in order."""
+    lower_bound: float
+    """No schedule of the problem is shorter."""
+    serial_1f1b: float
+    """Makespan of the models one after the other in 1F1B, backward whole, with a barrier between them."""
+    memory_peak: float
+    """Of the worst device, relative to that of serial 1F1B."""
+    method: str
+    """What found it."""
+    seconds: float = 0.0
+    """The search took."""
+
+    @property
+    def makespan(self) -> float:
+        return max(row[-1].end for row in self.rows if row)
+
+    @property
+    def operations(self) -> Rows:
+        """What the executor runs."""
+        return tuple(tuple(timed.operation for timed in row) for row in self.rows)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Share of the makespan in which each device idles."""
+        total = self.makespan
+        return tuple(1 - sum(timed.end - timed.start for timed in row) / total for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `read_schedule` reads."""
+        return {
+            "makespan": round(self.makespan, 9),
+            "lower_bound": round(self.lower_bound, 9),
+            "serial_1f1b": round(self.serial_1f1b, 9),
+            "memory_peak": round(self.memory_peak, 9),
+            "seconds": round(self.seconds, 3),
+            "method": self.method,
+            "rows": [[timed.as_json() for timed in row] for row in self.rows],
+        }
+
+
+def from_json(data: dict[str, Any]) -> Schedule:
+    """A schedule from decoded JSON; `check` it against its problem before use. Raises ScheduleError."""
+    try:
+        rows = tuple(tuple(_timed(entry) for entry in row) for row in data["rows"])
+        numbers = [float(data[name]) for name in ("lower_bound", "serial_1f1b", "memory_peak")]
+        return Schedule(rows, *numbers, str(data["method"]), float(data["seconds"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"schedule: {error!r} is missing or wrong; search it again") from error
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A schedule from a file that `rlfuse schedule` wrote. Raises ScheduleError, naming the file."""
+    try:
+        return from_json(json.loads(path.read_text()))
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}; give the path of a schedule in JSON") from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ScheduleError(f"{path}: {error}; a schedule is one JSON object") from error
+
+
+def _timed(entry: dict[str, Any]) -> Timed:
+    names = ("model", "pipeline", "stage", "micro_batch", "op")
+    return Timed(Operation(*(entry[name] for name in names)), float(entry["start"]), float(entry["end"]))
+
+
+# Times ---------------------------------------------------------------------------------------------------------------
+
+
+def timed(
+    problem: Problem, rows: Rows, duration: Callable[[Operation], float] | None = None
+) -> tuple[tuple[Timed, ...], ...]:
+    """Earliest times of rows, each run in its order; `duration` (measured, say) instead of the problem's own.
+
+    Raises ScheduleError for a deadlock, naming the operations that wait for each other, and for operations that the
+    problem doesn't have.
+    """
+    duration = duration or (lambda each: _length(problem, each))
+    where = {each: device for device, row in enumerate(rows) for each in row}
+    if unknown := where.keys() - expected(problem).keys():
+        raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
+    ends: dict[Operation, float] = {}
+    result: list[list[Timed]] = [[] for _ in rows]
+    waiting: dict[Operation, int] = {}
+    runnable = list(range(len(rows)))
+    while runnable:
+        device = runnable.pop()
+        row = rows[device]
+        while len(result[device]) < len(row):
+            each = row[len(result[device])]
+            need = needs(problem, each)
+            if need is not None and need not in ends:
+                waiting[need] = device
+                break
+            start = result[device][-1].end if result[device] else 0.0
+            if need is not None:
+                start = max(start, ends[need] + (problem.communication if where[need] != device else 0.0))
+            ends[each] = start + duration(each)
+            result[device].append(Timed(each, start, ends[each]))
+            if each in waiting:
+                runnable.append(waiting.pop(each))
+    stuck = [row[len(done)] for row, done in zip(rows, result, strict=True) if len(done) < len(row)]
+    if stuck:
+        raise ScheduleError(f"deadlock: {_listed([_waits(problem, each) for each in stuck])}")
+    return tuple(tuple(row) for row in result)
+
+
+def needs(problem: Problem, each: Operation) -> Operation | None:
+    """The operation whose result it needs: the forward of the stage before, the last stage's own forward, the backward
+    of the stage after, a W's own B; None for the first forward."""
+
+    def other(stage: int, kind: Kind) -> Operation:
+        return Operation(each.model, each.pipeline, stage, each.micro_batch, kind)
+
+    if each.kind == "F":
+        return other(each.stage - 1, "F") if each.stage else None
+    if each.kind == "W":
+        return other(each.stage, "B")
+    last = problem.stages(problem.model(each.model)) - 1
+    return other(each.stage, "F") if each.stage == last else other(each.stage + 1, "B")
+
+
+def show(each: Operation) -> str:
+    """In a message."""
+    return f"{each.kind} of {each.model}[{each.pipeline}] stage {each.stage} micro-batch {each.micro_batch}"
+
+
+def _waits(problem: Problem, each: Operation) -> str:
+    need = needs(problem, each)
+    return f"{show(each)} waits for {show(need)}" if need else show(each)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return "; ".join(parts[:SHOWN]) + more
+
+
+def _length(problem: Problem, each: Operation) -> float:
+    return problem.duration(problem.model(each.model), each.stage, each.kind)
+
+
+# The check -----------------------------------------------------------------------------------------------------------
+
+
+def expected(problem: Problem) -> dict[Operation, int]:
+    """Every operation of a problem -> its device."""
+    return {
+        Operation(model.name, pipeline, stage, micro_batch, kind): problem.device(model, pipeline, stage)
+        for model in problem.models
+        for pipeline in range(model.pipelines)
+        for stage in range(problem.stages(model))
+        for micro_batch in range(model.micro_batches)
+        for kind in problem.kinds
+    }
+
+
+def check(problem: Problem, schedule: Schedule) -> None:
+    """Raises ScheduleError for the first of: incomplete, wrong duration, too early, overlap, too much memory."""
+    _check_complete(problem, schedule)
+    slack = LOOSE * schedule.makespan
+    placed = {timed.operation: (timed, device) for device, row in enumerate(schedule.rows) for timed in row}
+    for each, (timed, device) in placed.items():
+        length = _length(problem, each)
+        if abs(timed.end - timed.start - length) > slack:
+            raise ScheduleError(f"{show(each)} takes {timed.end - timed.start:g}: the problem says {length:g}")
+        need = needs(problem, each)
+        if need is not None:
+            before, source = placed[need]
+            ready = before.end + (problem.communication if source != device else 0.0)
+            if timed.start < ready - slack:
+                raise ScheduleError(f"{show(each)} starts at {timed.start:g}: {show(need)} is there at {ready:g}")
+        elif timed.start < -slack:
+            raise ScheduleError(f"{show(each)} starts at {timed.start:g}: needs a time of at least 0")
+    for device, row in enumerate(schedule.rows):
+        for before, after in itertools.pairwise(row):
+            if after.start < before.end - slack:
+                raise ScheduleError(
+                    f"device {device}: {show(after.operation)} starts at {after.start:g}, while "
+                    f"{show(before.operation)} runs until {before.end:g}"
+                )
+    held, limit = max(peaks(problem, schedule.rows)), problem.memory_limit
+    if held > limit * (1 + LOOSE):
+        raise ScheduleError(f"memory: a device holds {held:g}, but the problem allows {limit:g}")
+
+
+def _check_complete(problem: Problem, schedule: Schedule) -> None:
+    if len(schedule.rows) != problem.devices:
+        raise ScheduleError(f"schedule has {len(schedule.rows)} rows: devices={problem.devices} needs one for each")
+    missing = expected(problem)
+    for device, row in enumerate(schedule.rows):
+        for timed in row:
+            place = missing.pop(timed.operation, None)
+            if place is None:
+                raise ScheduleError(f"{show(timed.operation)} is scheduled twice, or no part of the problem")
+            if place != device:
+                raise ScheduleError(f"{show(timed.operation)} is in row {device}: its stage stands on device {place}")
+    if missing:
+        raise ScheduleError(f"schedule lacks {len(missing)} operations: {_listed([show(each) for each in missing])}")
+
+
+def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:
+    """Device -> most activation memory it holds: from the start of a forward to the end of its last backward."""
+    releasing = problem.kinds[-1]
+    most = []
+    for row in rows:
+        highest = held = 0.0
+        events = []
+        for timed in row:
+            size = _size(problem, timed.operation)
+            if timed.operation.kind == "F":
+                events.append((timed.start, 1, size))
+            elif timed.operation.kind == releasing:
+                events.append((timed.end, 0, -size))
+        for _, _, change in sorted(events):
+            held += change
+            highest = max(highest, held)
+        most.append(highest)
+    return most
+
+
+def _size(problem: Problem, each: Operation) -> float:
+    return problem.activation(problem.model(each.model), each.stage)

@@ -1,0 +1,221 @@
+"""The search for a schedule: short first, then small enough, and no further than the proven bound.
+
+Role: `search` is the one call for `rlfuse schedule`, the trainer and benchmarks.
+Invariants: the result passed the independent check; it is never longer than the best baseline that is a schedule of the
+problem within its memory; the search stops at the lower bound. It is deterministic for a seed as long as the time limit
+doesn't cut it: every step is counted in draws and proposals, and the limit is looked at between them.
+
+Steps, each of them kept only where it is better (`method` names a prefix of them: `list`, `anneal`, `auto`):
+1. baselines that fit;
+2. list scheduling under the cap, rules improved by trying (`rules.py`);
+3. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T that
+   hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it doesn't,
+   their rules and more list schedules under the cap; again and again;
+4. CP-SAT on small problems (`polish.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Literal
+
+import numpy as np
+
+from rlfuse.fusion.schedules import cache
+from rlfuse.fusion.schedules.annealing import COOLING, anneal
+from rlfuse.fusion.schedules.baselines import one_by_one, serial_1f1b
+from rlfuse.fusion.schedules.bound import bound
+from rlfuse.fusion.schedules.heads_tails import state_of
+from rlfuse.fusion.schedules.list_scheduling import fits
+from rlfuse.fusion.schedules.polish import polish
+from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
+from rlfuse.fusion.schedules.rules import Draws, Found
+from rlfuse.fusion.schedules.schedule import Schedule, check, peaks, timed
+from rlfuse.fusion.schedules.shop import LOOSE, compiled, named, numbered
+from rlfuse.fusion.schedules.timing import makespan, peak
+
+Method = Literal["auto", "anneal", "list"]
+METHODS: tuple[Method, ...] = ("auto", "anneal", "list")
+DRAWS = 1200
+"""List schedules under the cap at most, and until none of them ..."""
+PATIENCE = 200
+"""... in so many was better."""
+TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)
+"""Where in the gap between bound and best makespan step 3 aims, in turn."""
+ROUNDS = 30
+STARTS = 120
+"""List schedules for each target, from which annealing starts."""
+WIDEST = 2.5
+"""What the first of them may hold, over the cap."""
+STEP = 0.98
+"""Annealing's next goal, over what the schedule holds."""
+PROPOSALS = 500_000
+"""Of annealing for each goal; twice as many with every try, more in later rounds."""
+POLISHED = 1600
+"""Operations up to which CP-SAT has a chance."""
+POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150
+"""CP-SAT gets this share of the time for so many operations, less for more."""
+
+
+def search(
+    problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0, cached: bool = True
+) -> Schedule:
+    """The best schedule found in about `time_limit` seconds, checked.
+
+    The first call on a machine also compiles, for about half a minute that doesn't count. Raises ScheduleError where
+    the memory holds no schedule, or none was found.
+    """
+    if method not in METHODS:
+        raise ScheduleError(f"method={method}: needs one of {', '.join(METHODS)}")
+    if not time_limit > 0:
+        raise ScheduleError(f"time_limit={time_limit:g}: needs a number of seconds above 0")
+    key = cache.key(problem, method=method, seed=seed, time_limit=time_limit)
+    if cached and (known := cache.load(problem, key)) is not None:
+        return known
+    warm_up()
+    hunt = _Hunt(problem, time_limit, seed)
+    hunt.run(method)
+    rows = timed(problem, named(problem, hunt.order))
+    memory = max(peaks(problem, rows)) / problem.memory_unit
+    result = Schedule(rows, hunt.bound, serial_1f1b(problem), memory, hunt.found_by, hunt.elapsed)
+    check(problem, result)
+    if cached:
+        cache.store(key, result)
+    return result
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile what the search runs, or load it compiled, on a problem of one device."""
+    model = Model("model", 1, 2, forward=1.0, backward=2.0)
+    shop = compiled(Problem(1, (model,)))
+    order = Draws(shop, 0).draw(2.0, lambda makespan, peak: (makespan,)).order
+    anneal(shop, state_of(shop, order), makespan(shop, order), 1.0, 1, 1.0, 0.1, 0)
+
+
+class _Hunt:
+    """One search: the best order so far, and the clock."""
+
+    def __init__(self, problem: Problem, time_limit: float, seed: int):
+        self.problem, self.shop, self.seed = problem, compiled(problem), seed
+        self.began, self.time_limit = time.perf_counter(), time_limit
+        self.limit = problem.memory_limit
+        self.draws = Draws(self.shop, seed)
+        self.bound = bound(self.shop)
+        self.order: np.ndarray | None = None
+        self.makespan, self.found_by = float("inf"), ""
+
+    def run(self, method: Method) -> None:
+        """The steps of the module's docstring."""
+        for name, rows in one_by_one(self.problem):
+            self.offer(numbered(self.problem, rows), name)
+        roomy = fits(self.shop, self.limit)
+        if roomy:
+            self.list_schedules()
+        share = 1.0
+        if method == "auto" and self.problem.operations <= POLISHED:
+            share -= min(POLISH_SHARE, POLISH_OPERATIONS / self.problem.operations)
+        if roomy and method != "list" and np.isfinite(self.limit):
+            self.anneal_towards_bound(share)
+        if method == "auto":
+            self.polish()
+        if self.order is None:
+            raise ScheduleError(
+                f"memory: no schedule found that holds at most {self.limit:g} on every device; serial 1F1B needs "
+                f"{self.problem.memory_unit:g}: raise memory_cap (memory_per_device)"
+            )
+
+    def list_schedules(self) -> None:
+        """Step 2."""
+        improved = 0
+        while self.draws.drawn < min(DRAWS, improved + PATIENCE) and not self.over():
+            if self.draw():
+                improved = self.draws.drawn
+
+    def draw(self, settings: np.ndarray | None = None) -> bool:
+        """Whether one more list schedule under the cap is better."""
+        found = self.draws.draw(self.limit, lambda makespan, peak: (makespan, peak), settings)
+        return self.offer(found.order, "list scheduling")
+
+    def anneal_towards_bound(self, share: float) -> None:
+        """Step 3, in this share of the time."""
+        draws = Draws(self.shop, self.seed + 1)
+        failed: dict[float, int] = {}
+        for turn in range(ROUNDS):
+            target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
+            if self.over(share) or failed.get(target, 0) > 2:
+                return
+            if not self.anneal_to(target, draws, share, turn):
+                failed[target] = failed.get(target, 0) + 1
+                for lean in draws.best:
+                    self.draw(lean.settings)
+                for _ in range(STARTS):
+                    if self.over(share):
+                        break
+                    self.draw()
+
+    def anneal_to(self, target: float, draws: Draws, share: float, turn: int) -> bool:
+        """Whether there is now a better schedule, if all goes well of at most this makespan."""
+        leanest = self._leanest(target * (1 + LOOSE), draws, share)
+        if leanest is None:
+            return False
+        longest = max(target, leanest.makespan) * (1 + LOOSE)
+        state, largest = state_of(self.shop, leanest.order), float(self.shop.acquires.max())
+        while (held := peak(self.shop, state.order)) > self.limit * (1 + LOOSE):
+            goal = max(self.limit, STEP * held)
+            for attempt in range(len(COOLING)):
+                seed = (self.seed * ROUNDS + turn) * len(COOLING) + attempt
+                hot, cold = COOLING[attempt % len(COOLING)]
+                proposals = PROPOSALS * (1 + turn // len(TARGETS)) << attempt
+                left = anneal(self.shop, state, longest, goal, proposals, hot * largest, cold * largest, seed)
+                if left == 0 or self.over(share):
+                    break
+            if left > 0:
+                return False
+        return self.offer(state.order, "annealing")
+
+    def _leanest(self, longest: float, draws: Draws, share: float) -> Found | None:
+        """Of list schedules of at most this makespan the one that holds least; else the shortest, if it is any gain."""
+
+        def score(makespan: float, peak: float) -> tuple[float, float]:
+            return max(0.0, makespan - longest), peak
+
+        draws.rescore(score)
+        for _ in range(STARTS):
+            if self.over(share):
+                break
+            best = draws.best[0] if draws.best else None
+            widest = best.peak if best is not None and best.makespan <= longest else WIDEST * self.limit
+            draws.draw(max(self.limit, widest * draws.rng.uniform(0.9, 1.02)), score)
+        best = draws.best[0] if draws.best else None
+        return best if best is not None and best.makespan < self.makespan * (1 - LOOSE) else None
+
+    def polish(self) -> None:
+        """Step 4, in what is left of the time."""
+        seconds = self.time_limit - self.elapsed
+        if self.order is None or self.over() or self.problem.operations > POLISHED or seconds < 0.5:
+            return
+        better = polish(
+            self.shop, self.order, self.makespan, self.bound, self.limit, (seconds, self.time_limit), self.seed
+        )
+        if better is not None:
+            self.offer(better, "CP-SAT")
+
+    # What is best so far ---------------------------------------------------------------------------------------------
+
+    def offer(self, order: np.ndarray, method: str) -> bool:
+        """Keep an order if it fits and is better than what there was; whether it was kept."""
+        length = makespan(self.shop, order)
+        if peak(self.shop, order) > self.limit * (1 + LOOSE) or not length < self.makespan * (1 - LOOSE):
+            return False
+        self.order, self.makespan, self.found_by = order.copy(), length, method
+        return True
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether the bound is reached, or this share of the time is."""
+        return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > share * self.time_limit

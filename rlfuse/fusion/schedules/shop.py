@@ -1,0 +1,150 @@
+"""A problem as arrays, for the hot loops: a job shop whose machines are the devices.
+
+Role: list scheduling, annealing, CP-SAT and the bound work on a `Shop`; `compiled` makes it, `named` and
+`numbered` translate between its numbers and operations with names. Pure data.
+
+Formulation. A *class* is one kind of work of one stage of one pipeline (forward of the actor's stage 3, say); its
+operations, one per micro-batch, are identical. So it loses nothing to run every class first in, first out: exchange two
+operations of a class that run in the wrong order, with all that follows them, and no start time and no memory changes.
+Operation `first[c] + m` is micro-batch m of class c. Every operation has at most one data predecessor, the same
+micro-batch of class `before[c]`: F of the stage before, the last stage's own F, B of the stage after, or a W's own B.
+A *lane* is one pipeline of one model; its classes are a chain F 0 .. F last, B last .. B 0, and then the leaves W.
+All devices have equally many operations, since every model covers each of them once. An *order* is int64 [devices,
+operations of each].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.problem import Model, Problem
+
+NONE = -1
+F, B, W = 0, 1, 2
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
+LOOSE = 1e-9
+"""Relative slack in comparisons of times and of memory, whose sums are rounded."""
+
+
+class Shop(NamedTuple):
+    """Arrays over classes, but for the last two."""
+
+    device: np.ndarray
+    lane: np.ndarray
+    kind: np.ndarray
+    """F, B or W."""
+    duration: np.ndarray
+    count: np.ndarray
+    """Micro-batches."""
+    first: np.ndarray
+    """Its first operation."""
+    before: np.ndarray
+    """Class of the data predecessor, or NONE."""
+    lag: np.ndarray
+    """Communication from there."""
+    after: np.ndarray
+    """Class of the next F or B in the chain, or NONE."""
+    leaf: np.ndarray
+    """Class of the W that a B allows, or NONE."""
+    acquires: np.ndarray
+    """Memory taken at the start."""
+    releases: np.ndarray
+    """Memory given back at the end."""
+    class_of: np.ndarray
+    """Operation -> class."""
+    of_device: np.ndarray
+    """[devices, classes of each]."""
+
+    @property
+    def devices(self) -> int:
+        return len(self.of_device)
+
+    @property
+    def row_length(self) -> int:
+        """Operations of each device."""
+        return len(self.class_of) // self.devices
+
+
+def lanes(problem: Problem) -> list[tuple[Model, int]]:
+    """Every pipeline of every model."""
+    return [(model, pipeline) for model in problem.models for pipeline in range(model.pipelines)]
+
+
+def stages(problem: Problem, model: Model) -> list[tuple[int, int]]:
+    """(stage, kind) of a lane's classes, in their order."""
+    last = problem.stages(model)
+    chain = [(stage, F) for stage in range(last)] + [(stage, B) for stage in reversed(range(last))]
+    return chain + ([(stage, W) for stage in range(last)] if problem.split_backward else [])
+
+
+def compiled(problem: Problem) -> Shop:
+    """The arrays of a problem."""
+    parts = [_lane(problem, model, pipeline, lane) for lane, (model, pipeline) in enumerate(lanes(problem))]
+    offsets = np.cumsum([0] + [len(part["device"]) for part in parts])
+    for part, offset in zip(parts, offsets, strict=False):
+        for name in ("before", "after", "leaf"):
+            part[name] = np.where(part[name] == NONE, NONE, part[name] + offset)
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    count = columns["count"]
+    of_device = np.argsort(columns["device"], kind="stable").reshape(problem.devices, -1)
+    return Shop(
+        first=np.cumsum(count) - count,
+        class_of=np.repeat(np.arange(len(count)), count),
+        of_device=of_device.astype(np.int64),
+        **columns,
+    )
+
+
+def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str, np.ndarray]:
+    """One pipeline's classes, numbered from 0."""
+    classes, last = stages(problem, model), problem.stages(model)
+    chain, releasing = 2 * last, W if problem.split_backward else B
+    index = np.arange(len(classes))
+    device = np.array([problem.device(model, pipeline, stage) for stage, _ in classes])
+    kind = np.array([kind for _, kind in classes])
+    activation = np.array([problem.activation(model, stage) for stage, _ in classes])
+    own_stage = np.array([stage for stage, _ in classes])
+    before = np.where(kind == W, chain - 1 - own_stage, index - 1)
+    far = (before != NONE) & (device[before] != device)
+    return {
+        "device": device,
+        "lane": np.full(len(classes), lane),
+        "kind": kind,
+        "duration": np.array([problem.duration(model, stage, KINDS[kind]) for stage, kind in classes]),
+        "count": np.full(len(classes), model.micro_batches),
+        "before": before,
+        "lag": np.where(far, problem.communication, 0.0),
+        "after": np.where(index < chain - 1, index + 1, NONE),
+        "leaf": np.where((kind == B) & problem.split_backward, chain + own_stage, NONE),
+        "acquires": np.where(kind == F, activation, 0.0),
+        "releases": np.where(kind == releasing, activation, 0.0),
+    }
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def operations(problem: Problem) -> list[Operation]:
+    """Number -> operation."""
+    return [
+        Operation(model.name, pipeline, stage, micro_batch, KINDS[kind])
+        for model, pipeline in lanes(problem)
+        for stage, kind in stages(problem, model)
+        for micro_batch in range(model.micro_batches)
+    ]
+
+
+def named(problem: Problem, order: np.ndarray) -> Rows:
+    """An order in operations."""
+    names = operations(problem)
+    return tuple(tuple(names[number] for number in row) for row in order.tolist())
+
+
+def numbered(problem: Problem, rows: Sequence[Sequence[Operation]]) -> np.ndarray:
+    """Rows as an order."""
+    numbers = {operation: number for number, operation in enumerate(operations(problem))}
+    return np.array([[numbers[operation] for operation in row] for row in rows], np.int64)

@@ -1,0 +1,125 @@
+"""Times of rows and the independent check: what is wrong with a schedule is found and named."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from published_schedules import INSTANCES, problem
+
+from rlfuse.fusion.schedules.baselines import baseline, one_by_one, serial_1f1b
+from rlfuse.fusion.schedules.operations import Operation
+from rlfuse.fusion.schedules.problem import ScheduleError, parse
+from rlfuse.fusion.schedules.schedule import Schedule, Timed, check, from_json, timed
+
+MODEL = {"name": "m", "stages": 2, "micro_batches": 2, "forward": 1, "backward": 2}
+SMALL = parse({"devices": 2, "communication": 0.5, "memory_cap": 1.0, "models": [MODEL]})
+
+
+def one_f_one_b(small=SMALL):
+    rows = dict(one_by_one(small))["serial 1f1b"]
+    return Schedule(timed(small, rows), 0.0, serial_1f1b(small), 1.0, "1f1b")
+
+
+def changed(schedule, device, place, **times):
+    row = list(schedule.rows[device])
+    row[place] = replace(row[place], **times)
+    rows = list(schedule.rows)
+    rows[device] = tuple(row)
+    return replace(schedule, rows=tuple(rows))
+
+
+def test_times_follow_data_devices_and_communication():
+    schedule = one_f_one_b()
+    assert [(each.operation.kind, each.start) for each in schedule.rows[1]] == [
+        ("F", 1.5),
+        ("B", 2.5),
+        ("F", 4.5),
+        ("B", 5.5),
+    ]
+    assert schedule.makespan == 10.0  # 7.5, half a unit on the way, 2 of work
+    assert schedule.bubbles == pytest.approx((0.4, 0.4))
+    check(SMALL, schedule)
+
+
+def test_measured_durations_move_what_follows():
+    rows = one_f_one_b().operations
+    slow = timed(SMALL, rows, lambda each: 3.0 if each.kind == "B" else 1.0)
+    assert max(row[-1].end for row in slow) == 1.5 + 1 + 3 + 1 + 3 + 0.5 + 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda good: changed(good, 1, 0, start=1.0, end=2.0), "starts at 1: F of m[0] stage 0 micro-batch 0 is there"),
+        (lambda good: changed(good, 1, 1, end=4.0), "takes 1.5: the problem says 2"),
+        (lambda good: changed(good, 0, 0, start=-1.0, end=0.0), "needs a time of at least 0"),
+        (
+            lambda good: changed(good, 0, 1, start=0.5, end=1.5),
+            "m[0] stage 0 micro-batch 1 starts at 0.5, while",
+        ),
+        (lambda good: replace(good, rows=good.rows[::-1]), "its stage stands on device"),
+        (lambda good: replace(good, rows=good.rows[:1]), "devices=2 needs one for each"),
+        (lambda good: replace(good, rows=(good.rows[0][:-1], good.rows[1])), "lacks 1 operations: B of m[0] stage 0"),
+        (lambda good: replace(good, rows=(good.rows[0] * 2, good.rows[1])), "scheduled twice"),
+    ],
+)
+def test_the_check_names_what_is_wrong(broken, message):
+    with pytest.raises(ScheduleError) as error:
+        check(SMALL, broken(one_f_one_b()))
+    assert message in str(error.value)
+
+
+def test_the_check_counts_memory():
+    tight = replace(SMALL, memory_cap=0.5)
+    with pytest.raises(ScheduleError, match="a device holds 2, but the problem allows 1"):
+        check(tight, one_f_one_b())
+
+
+def test_a_deadlock_names_who_waits_for_whom():
+    first, second = one_f_one_b().operations
+    with pytest.raises(ScheduleError) as error:
+        timed(SMALL, (first, (second[1], second[0], *second[2:])))
+    assert "deadlock" in str(error.value)
+    assert "B of m[0] stage 1 micro-batch 0 waits for F of m[0] stage 1 micro-batch 0" in str(error.value)
+
+
+def test_operations_of_another_problem_are_refused():
+    with pytest.raises(ScheduleError, match="no part of the problem: F of m"):
+        timed(SMALL, ((Operation("m", 0, 7, 0, "F"),), ()))
+
+
+def test_a_schedule_is_its_own_json():
+    schedule = one_f_one_b()
+    data = json.loads(json.dumps(schedule.as_json()))
+    assert from_json(data) == schedule
+    assert data["makespan"] == schedule.makespan and data["rows"][0][0] == {
+        "model": "m",
+        "pipeline": 0,
+        "stage": 0,
+        "micro_batch": 0,
+        "op": "F",
+        "start": 0.0,
+        "end": 1.0,
+    }
+    assert isinstance(schedule.rows[0][0], Timed)
+    with pytest.raises(ScheduleError, match="search it again"):
+        from_json({"rows": [[{}]]})
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_baselines_have_their_published_makespans(number):
+    whole = problem(number)
+    each = INSTANCES[number]
+    assert baseline(whole, "1f1b", barrier=True) == baseline(whole, "gpipe", barrier=True) == each.serial_1f1b
+    work = sum(3 * m * f for m, f in zip(each.micro_batches, each.forward, strict=True))
+    bubble = sum((n - 1) * f for n, f in zip(each.stages, each.forward, strict=True))
+    assert each.serial_1f1b == work + 3 * bubble
+    assert baseline(whole, "interleaved", barrier=True) == work + 1.5 * bubble
+    assert baseline(whole, "zb-h1", barrier=True) == work + bubble
+
+
+def test_zb_v_halves_the_bubble_and_interleaving_needs_whole_groups():
+    whole = problem(5)
+    assert baseline(whole, "zb-v", barrier=True) == 168 + 24.5
+    odd = parse({"devices": 2, "models": [MODEL | {"micro_batches": 3}]})
+    assert baseline(odd, "interleaved", barrier=True) is None

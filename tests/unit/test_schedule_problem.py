@@ -1,0 +1,90 @@
+"""Problems as a user writes them: what they mean, and one clear line for what is wrong."""
+
+import copy
+import json
+
+import pytest
+
+from rlfuse.fusion.schedules.problem import ScheduleError, parse, read_problem
+
+PROBLEM = {
+    "devices": 4,
+    "models": [
+        {"name": "actor", "stages": 4, "micro_batches": 8, "forward": 5, "backward": 10, "activation": [4, 3, 2, 1]},
+        {
+            "name": "critic",
+            "stages": 2,
+            "pipelines": 2,
+            "micro_batches": 4,
+            "forward": 4,
+            "backward": [8, 9],
+            "direction": "up",
+            "weight_gradient": 0.25,
+        },
+    ],
+}
+
+
+def test_stages_stand_where_direction_and_pipeline_put_them():
+    problem = parse(PROBLEM)
+    actor, critic = problem.models
+    assert [problem.device(actor, 0, stage) for stage in range(4)] == [0, 1, 2, 3]
+    assert [problem.device(critic, pipeline, stage) for pipeline in range(2) for stage in range(2)] == [1, 0, 3, 2]
+
+
+def test_chunks_in_a_v_share_their_stage():
+    problem = parse(PROBLEM | {"chunks_per_device": 2, "split_backward": True})
+    actor, critic = problem.models
+    assert [problem.device(critic, 1, chunk) for chunk in range(4)] == [3, 2, 2, 3]
+    assert [problem.activation(actor, chunk) for chunk in range(8)] == [2, 1.5, 1, 0.5, 0.5, 1, 1.5, 2]
+    assert problem.duration(critic, 3, "W") == 1.0 and problem.duration(critic, 3, "B") == 3.0
+    assert problem.duration(critic, 2, "F") == 2.0
+
+
+def test_memory_is_relative_to_serial_1f1b_or_absolute():
+    assert parse(PROBLEM).memory_unit == 4 * 4
+    assert parse(PROBLEM | {"memory_cap": 1.5}).memory_limit == 24
+    assert parse(PROBLEM | {"memory_cap": 1.5, "memory_per_device": 20}).memory_limit == 20
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["devices"], 0, "problem.devices=0: needs a whole number of at least 1"),
+        (["device"], 4, "problem.device: unknown field; did you mean problem.devices?"),
+        (["models"], [], "problem.models=[]"),
+        (["memory_cap"], -1, "problem.memory_cap=-1: needs a number above 0"),
+        (["chunks_per_device"], 3, "problem.chunks_per_device=3: needs 1 (a stage per device) or 2"),
+        (["models", 0, "stages"], 2, "make pipelines * stages = devices"),
+        (["models", 0, "forward"], [1, 2], "has 2 values for stages=4: give one each, or a number"),
+        (["models", 0, "forward"], [1, 2, 0, 1], "problem.models[0].forward[2]=0: needs a number above 0"),
+        (["models", 0, "direction"], "left", "needs one of down, up"),
+        (["models", 1, "name"], "actor", "must differ"),
+        (["models", 1, "weight_gradient"], 1, "needs a share of backward, above 0 and below 1"),
+    ],
+)
+def test_errors_name_field_value_and_remedy(path, value, message):
+    data = copy.deepcopy(PROBLEM)
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(ScheduleError) as error:
+        parse(data)
+    assert message in str(error.value)
+
+
+def test_a_problem_is_its_own_json(tmp_path):
+    problem = parse(PROBLEM | {"communication": 0.5})
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(problem.as_json()))
+    assert read_problem(path) == problem
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    path = tmp_path / "problem.json"
+    with pytest.raises(ScheduleError, match="No such file"):
+        read_problem(path)
+    path.write_text("{")
+    with pytest.raises(ScheduleError, match="a problem is one JSON object"):
+        read_problem(path)

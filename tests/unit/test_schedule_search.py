@@ -1,0 +1,248 @@
+"""The search and its bound: valid, never worse than baselines, never below the bound, the same for the same seed."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from published_schedules import INSTANCES, problem
+
+from rlfuse.fusion.schedules import cache
+from rlfuse.fusion.schedules.annealing import anneal
+from rlfuse.fusion.schedules.baselines import one_by_one
+from rlfuse.fusion.schedules.bound import lower_bound
+from rlfuse.fusion.schedules.heads_tails import exchange, exchangeable, state_of, through
+from rlfuse.fusion.schedules.problem import ScheduleError, parse
+from rlfuse.fusion.schedules.rules import Draws
+from rlfuse.fusion.schedules.schedule import check, peaks, timed
+from rlfuse.fusion.schedules.search import search
+from rlfuse.fusion.schedules.shop import compiled, named, numbered
+from rlfuse.fusion.schedules.timing import makespan, peak, starts
+
+QUICK = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLFUSE_CACHE", str(tmp_path))
+
+
+@st.composite
+def problems(draw, largest=4):
+    """Unequal stages, communication, odd ratios, one model or two or three, split, V, caps."""
+    devices = draw(st.integers(1, largest))
+    times = st.integers(1, 12).map(lambda value: value / 4)
+
+    def model(name):
+        pipelines = draw(st.sampled_from([k for k in range(1, devices + 1) if devices % k == 0]))
+        stages = devices // pipelines
+        each = st.one_of(times, st.lists(times, min_size=stages, max_size=stages))
+        return {
+            "name": name,
+            "stages": stages,
+            "pipelines": pipelines,
+            "micro_batches": draw(st.integers(1, 4)),
+            "forward": draw(each),
+            "backward": draw(each),
+            "activation": draw(each),
+            "direction": draw(st.sampled_from(["up", "down"])),
+            "weight_gradient": draw(st.sampled_from([0.25, 0.5])),
+            "chunks_per_device": draw(st.sampled_from([None, None, 1, 2])),
+        }
+
+    return parse(
+        {
+            "devices": devices,
+            "split_backward": draw(st.booleans()),
+            "memory_cap": draw(st.sampled_from([None, 1.0, 1.3])),
+            "communication": draw(st.sampled_from([0.0, 0.0, 0.3])),
+            "chunks_per_device": draw(st.sampled_from([1, 1, 2])),
+            "models": [model(f"model {i}") for i in range(draw(st.integers(1, 3)))],
+        }
+    )
+
+
+@QUICK
+@given(problems())
+def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_problem):
+    try:
+        found = search(given_problem, time_limit=0.1, method="anneal", cached=False)
+    except ScheduleError as error:
+        assert "raise memory_cap" in str(error)
+        assert all(
+            max(peaks(given_problem, timed(given_problem, rows))) > given_problem.memory_limit
+            for _, rows in one_by_one(given_problem)
+        )
+        return
+    check(given_problem, found)
+    assert found.makespan >= found.lower_bound * (1 - 1e-9)
+    assert found.memory_peak * given_problem.memory_unit <= given_problem.memory_limit * (1 + 1e-6)
+    for _, rows in one_by_one(given_problem):
+        planned = timed(given_problem, rows)
+        if max(peaks(given_problem, planned)) <= given_problem.memory_limit:
+            assert found.makespan <= max(row[-1].end for row in planned) * (1 + 1e-9)
+
+
+@QUICK
+@given(problems(), st.integers(0, 100))
+def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
+    shop = compiled(given_problem)
+    order = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order
+    rows = named(given_problem, order)
+    assert np.array_equal(numbered(given_problem, rows), order)
+    planned, begin = timed(given_problem, rows), starts(shop, order)
+    assert [each.start for row in planned for each in row] == pytest.approx(begin[order].ravel().tolist())
+    assert max(peaks(given_problem, planned)) == pytest.approx(peak(shop, order))
+
+
+@QUICK
+@given(problems(), st.integers(0, 100))
+def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(given_problem, seed):
+    shop, rng = compiled(given_problem), np.random.default_rng(seed)
+    state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
+    for _ in range(30):
+        device, place = rng.integers(shop.devices), rng.integers(max(1, shop.row_length - 1))
+        u, v = state.order[device, place], state.order[device, (place + 1) % shop.row_length]
+        if place + 1 == shop.row_length or not exchangeable(shop, state, u, v):
+            continue
+        before, foretold = makespan(shop, state.order), through(shop, state, u, v)
+        exchange(shop, state, u, v)
+        after, fresh = makespan(shop, state.order), state_of(shop, state.order)
+        assert after == pytest.approx(foretold) or foretold < after <= before + 1e-9
+        assert state.head == pytest.approx(fresh.head) and state.tail == pytest.approx(fresh.tail)
+
+
+@QUICK
+@given(problems(), st.integers(0, 100))
+def test_annealing_keeps_its_makespan_and_tells_the_truth(given_problem, seed):
+    shop = compiled(given_problem)
+    state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
+    longest, goal = makespan(shop, state.order) * 1.05, 0.8 * peak(shop, state.order)
+    left = anneal(shop, state, longest, goal, 2000, 0.5, 0.05, seed)
+    assert makespan(shop, state.order) <= longest * (1 + 1e-9)
+    assert (left == 0) == (peak(shop, state.order) <= goal * (1 + 1e-8))
+
+
+# Against all schedules there are -------------------------------------------------------------------------------------
+
+
+def best_of_all(given_problem):
+    """The least makespan over every order of every device that is first in, first out, and F before B before W."""
+    shop = compiled(given_problem)
+    best = np.inf
+    for strings in itertools.product(*(list(rows_of(shop, device)) for device in range(shop.devices))):
+        seen = np.zeros(len(shop.count), int)
+        order = np.empty((shop.devices, shop.row_length), np.int64)
+        for device, string in enumerate(strings):
+            for place, own in enumerate(string):
+                order[device, place] = shop.first[own] + seen[own]
+                seen[own] += 1
+        length = makespan(shop, order)
+        if length < best and peak(shop, order) <= given_problem.memory_limit * (1 + 1e-9):
+            best = length
+    return best
+
+
+def rows_of(shop, device):
+    """Every row of classes in which none runs ahead of the class on this device that it follows from."""
+    classes = shop.of_device[device].tolist()
+    before = {
+        own: max((k for k in classes if shop.lane[k] == shop.lane[own] and k < own), default=None) for own in classes
+    }
+
+    def grown(row):
+        if len(row) == shop.row_length:
+            yield row
+        for own in classes:
+            done, source = row.count(own), before[own]
+            if done < shop.count[own] and (source is None or row.count(source) > done):
+                yield from grown((*row, own))
+
+    return grown(())
+
+
+def tiny(devices, split, counts, cap=None, **more):
+    models = [
+        {"name": f"m{i}", "stages": devices, "micro_batches": count, "direction": direction, **cost}
+        for i, (count, direction, cost) in enumerate(
+            zip(
+                counts,
+                ("down", "up"),
+                ({"forward": 1, "backward": 2}, {"forward": 1.5, "backward": 2.5}),
+                strict=False,
+            )
+        )
+    ]
+    return parse({"devices": devices, "split_backward": split, "memory_cap": cap, "models": models} | more)
+
+
+@pytest.mark.parametrize(
+    "given_problem",
+    [
+        tiny(2, False, (2,)),
+        tiny(2, False, (2,), communication=0.5),
+        tiny(2, False, (1, 1)),
+        tiny(2, False, (2, 1)),
+        tiny(2, False, (2, 1), cap=1.0),
+        tiny(2, True, (2,)),
+        tiny(2, True, (1, 1), cap=1.0),
+        tiny(1, False, (2, 2), cap=1.0),
+        tiny(2, False, (1,), chunks_per_device=2),
+    ],
+)
+def test_tiny_problems_are_solved_to_the_optimum(given_problem):
+    best = best_of_all(given_problem)
+    assert lower_bound(given_problem) <= best
+    assert search(given_problem, time_limit=5, cached=False).makespan == pytest.approx(best)
+
+
+# The published instances ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_the_bound_is_the_published_one(number):
+    assert lower_bound(problem(number)) == INSTANCES[number].lower_bound
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 7, 11])
+def test_whole_backward_reaches_the_bound(number):
+    found = search(problem(number), time_limit=30, cached=False)
+    assert found.makespan == found.lower_bound == INSTANCES[number].lower_bound
+    assert found.serial_1f1b == INSTANCES[number].serial_1f1b
+
+
+def test_split_backward_reaches_its_bound_in_the_memory_of_1f1b():
+    found = search(problem(8, split_backward=True, memory_cap=1.0), time_limit=30, cached=False)
+    assert found.makespan == found.lower_bound == 158 and found.memory_peak <= 1.0 + 1e-9
+
+
+# The same again ------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_a_schedule():
+    given_problem = problem(2, split_backward=True, memory_cap=1.0)
+    first, second = (search(given_problem, time_limit=60, method="list", seed=seed, cached=False) for seed in (3, 3))
+    assert first.rows == second.rows and first.method == second.method
+
+
+def test_a_schedule_is_searched_once(monkeypatch, tmp_path):
+    given_problem = problem(5)
+    first = search(given_problem, seed=7)
+    monkeypatch.setattr(cache, "_seen", {})
+    again = search(given_problem, seed=7)
+    assert again.rows == first.rows and again.seconds == round(first.seconds, 3)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_memory_that_holds_no_micro_batch_is_an_error():
+    with pytest.raises(ScheduleError, match=r"serial 1F1B needs 15\.6: raise memory_cap"):
+        search(problem(2, memory_cap=0.05), cached=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"method": "best"}, "method=best"), ({"time_limit": 0}, "time_limit=0: needs a number")]
+)
+def test_wrong_settings_are_named(wrong, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(problem(2), **wrong)

@@ -1,0 +1,40 @@
+"""One micro-batch through a model: log-probs, and what the optimizers minimise, as the configuration has it.
+
+Role: called by trainer ranks with a whole model, and by the last stage of a pipeline with its part of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
+from rlfuse.algorithms.objectives import actor_objective, critic_objective
+from rlfuse.config.schema import Config
+from rlfuse.engines.models import Batch, response_logits, response_values
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The loss and detached diagnostics of a micro-batch, all of them sums."""
+
+
+def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [R] of the response tokens at the sampling temperature, and the [R, V] logits they came from."""
+    logits = response_logits(model, batch).float() / config.rollout.temperature
+    return log_probs_from_logits(logits, batch.targets), logits
+
+
+def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch whose rows carry `old_log_probs`, `advantages` and what else the loss reads."""
+    settings, longest = config.actor, config.data.max_response_length
+    found, logits = log_probs(config, model, batch)
+    with torch.set_grad_enabled(bool(settings.entropy_coeff)):
+        entropy = entropy_from_logits(logits)
+    return actor_objective(settings, batch.matrix(found), batch.matrix(entropy), batch.mask, batch.tensors, longest)
+
+
+def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch whose rows carry `values` and `returns`."""
+    values = batch.matrix(response_values(model, batch))
+    clip, mode = config.critic.cliprange_value, config.actor.loss_agg_mode
+    return critic_objective(clip, mode, values, batch.mask, batch.tensors, config.data.max_response_length)

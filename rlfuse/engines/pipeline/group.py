@@ -1,0 +1,270 @@
+"""All pipeline ranks as one: the driver's side of training by schedules.
+
+Role: what `TrainerGroup` is to whole models on every rank, this is to stages. Splits rows over blocks, pipelines and
+micro-batches, sends a schedule with them, and puts answers back in the order of the rows.
+
+    driver --schedule, micro-batches--> PipelineGroup --> rank 0 .. rank N-1   (activations, gradients among them)
+
+Invariants: one call at a time, as ranks wait for each other in every one; the rows of a step are those that were
+trained on since the last one; a failure is told once, and a dead rank before those that waited for it.
+Waits: for ranks, each call at most cluster.timeout_s; afterwards `_GRACE_S` for the cause of a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError
+
+from rlfuse.algorithms.losses import loss_count
+from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.remote import call
+from rlfuse.config.schema import Config
+from rlfuse.engines.batching import micro_batches, numbered
+from rlfuse.engines.pipeline.executor import Timed
+from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.trainer import check_settled, check_step, fill, start_ranks, step_metrics
+from rlfuse.engines.weights import plan_buckets
+from rlfuse.fusion.schedules.operations import Operation, Rows
+from rlfuse.observe.events import Span
+from rlfuse.samples import MicroBatch, Row
+
+SHAPE = {"pipelines": True}
+"""What a checkpoint says of who wrote it; any layout reads those of any other."""
+_GRACE_S = 5.0
+"""How long a failure waits for its cause: peers of a dead process learn of it before Ray does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What came of a schedule."""
+
+    scores: dict[str, list[np.ndarray]]
+    """Model -> float32 [T] per row, of the rows that were scored."""
+    timed: list[list[Timed]]
+    """Rank -> what it ran when; rank = block * devices + device."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        times = [each for row in self.timed for each in row]
+        return max(each.end for each in times) - min(each.start for each in times)
+
+
+class PipelineGroup:
+    """Every method sends its call to the ranks concerned and waits for all of them, at most cluster.timeout_s."""
+
+    def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
+        self.config, self.ranks = config, list(ranks)
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        slots: Slots,
+        layout: Sequence[Pipelines],
+        optimizer_steps: int,
+        cores: Sequence[int] | None = None,
+    ) -> tuple[PipelineGroup, dict[str, Any]]:
+        """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
+        from rlfuse.engines.pipeline.rank import PipelineRank  # imports DeepSpeed: only when ranks are started
+
+        group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
+        return group, await group.setup(layout, optimizer_steps)
+
+    async def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
+        """Load the stages of `layout`; facts to log. ValueError if it does not fit the ranks."""
+        self.layout = {pipelines.model: pipelines for pipelines in layout}
+        self.block = block_size(layout, len(self.ranks))
+        self._trained: dict[str, list[int]] = {name: [] for name in self.layout if name != "ref"}
+        self._owners: dict[str, tuple[int, int]] = {}
+        return (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
+
+    def copies(self, model: str) -> int:
+        """Pipelines of a model in all blocks: its degree of data parallelism."""
+        return len(self.ranks) // self.layout[model].stages
+
+    # Passes ------------------------------------------------------------------------------------------------------
+
+    async def run(
+        self, schedule: Rows, rows: Mapping[str, Sequence[Row]], planned: Sequence[Sequence[tuple[float, float]]] = ()
+    ) -> Execution:
+        """Carry out a schedule on the rows of each model: trained on where it has their B, scored otherwise.
+
+        All micro-batches of a model are of one sort here. Rows are spread over all its pipelines and the micro-batches
+        that the schedule has for one; what gets none repeats the shortest row at weight 0. `planned`: start and end of
+        every operation, in the schedule's order, for events.
+        """
+        counts = _micro_batch_counts(schedule)
+        plans = {
+            name: numbered([row.tokens for row in rows[name]], self.copies(name), count)
+            for name, count in counts.items()
+        }
+        trained = {operation.model for row in schedule for operation in row if operation.kind == "B"}
+        for name in trained:
+            self._trained[name] += [len(row.response_ids) for row in rows[name]]
+        return await self._run(schedule, plans, rows, planned)
+
+    async def log_probs(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+        """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order."""
+        return await self._score(model, rows)
+
+    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """float32 [T] per row: the critic's value before each response token, in order."""
+        return await self._score("critic", rows)
+
+    async def _score(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+        actor = self.config.actor
+        plan = micro_batches(
+            [row.tokens for row in rows],
+            self.copies(model),
+            actor.ppo_max_token_len_per_gpu,
+            actor.ppo_micro_batch_size_per_gpu,
+            lockstep=True,
+        )
+        schedule = forward_only(self.layout[model], len(plan[0]))
+        return (await self._run(schedule, {model: plan}, {model: rows})).scores[model]
+
+    async def _run(
+        self,
+        schedule: Rows,
+        plans: Mapping[str, Any],
+        rows: Mapping[str, Sequence[Row]],
+        planned: Sequence[Sequence[tuple[float, float]]] = (),
+    ) -> Execution:
+        batches = {name: fill(plan, rows[name]) for name, plan in plans.items()}
+
+        def work(rank: int) -> dict[str, list[MicroBatch]]:
+            return {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            return schedule, work(rank), planned[rank % self.block] if planned else ()
+
+        answers = await self._call("run", "run its part of the schedule", arguments)
+        scores: dict[str, list[Any]] = {name: [None] * len(rows[name]) for name in plans}
+        for rank, (found, _) in enumerate(answers):
+            for (name, number), arrays in found.items():
+                bin = plans[name][rank // self.layout[name].stages][number]
+                for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
+                    scores[name][index] = array
+        scored = {name: arrays for name, arrays in scores.items() if arrays and arrays[0] is not None}
+        return Execution(scored, [timed for _, timed in answers])
+
+    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+        """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
+
+        ValueError unless `lengths` are the response tokens of the rows trained on since the last step, in any order.
+        """
+        check_step(model, lengths, self._trained[model])
+        self._trained[model] = []
+        count = loss_count(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
+        shares = await self._all("step", f"update the {model}", model, count)
+        return step_metrics(model, shares, count, lengths)
+
+    # Weights and checkpoints -------------------------------------------------------------------------------------
+
+    async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
+        """The model's tensors in buckets of rollout.update_weights_bucket_mb; no bucket spans two stages."""
+        room = self.config.rollout.update_weights_bucket_mb << 20
+        sizes = (await self._all("sizes", "list its weights", model))[: self.layout[model].stages]
+        by_stage: dict[int, list[tuple[str, int]]] = {}
+        for rank, tensors in enumerate(sizes):
+            for stage, name, size in tensors:
+                by_stage.setdefault(stage, []).append((name, size))
+                self._owners[f"{model}/{name}"] = rank, stage
+        return [bucket for stage in sorted(by_stage) for bucket in plan_buckets(by_stage[stage], room)]
+
+    async def export_bucket(self, names: list[str], path: str, model: str = "actor") -> list[str]:
+        """The rank that has these tensors writes them to `path`; their checkpoint names."""
+        rank, stage = self._owners[f"{model}/{names[0]}"]
+        return await self._one(rank, "export_bucket", f"write weights to {path}", model, stage, names, Path(path))
+
+    async def save(self, folder: Path) -> None:
+        """`{actor,critic}/` below `folder`: `huggingface/` as any other checkpoint's, and state that `load` reads."""
+        check_settled(self._trained, "saved")
+        for model in self._trained:
+            await self._export(model, folder.absolute() / model / "huggingface")
+        await self._all("save", f"save a checkpoint to {folder}", folder.absolute())
+        (folder / "trainer.json").write_text(json.dumps(SHAPE))
+
+    async def _export(self, model: str, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        buckets, weight_map = await self.bucket_plan(model), {}
+        for i, names in enumerate(buckets):
+            shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
+            weight_map |= dict.fromkeys(await self.export_bucket(names, str(folder / shard), model), shard)
+        await self._one(0, "save_config", f"write {folder}", model, folder)
+        total = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    async def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, under these or other stages, pipelines and ranks."""
+        check_settled(self._trained, "loaded")
+        if json.loads((folder / "trainer.json").read_text()) != SHAPE:
+            raise EngineError(
+                f"{folder} was not written by pipeline ranks: resume it with training.pipeline_parallel_size=1, or "
+                f"start a new run from the weights with model.path={folder / 'actor' / 'huggingface'}."
+            )
+        await self._all("load", f"load the checkpoint {folder}", folder.absolute())
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> list[Span]:
+        """Spans of all ranks since the last call."""
+        return [span for spans in await self._all("drain", "hand over its events") for span in spans]
+
+    async def _one(self, rank: int, method: str, action: str, *arguments: Any) -> Any:
+        async with self._turn:
+            remote = getattr(self.ranks[rank], method).remote(*arguments)
+            return await call(remote, f"trainer/{rank}", action, self.config.cluster.timeout_s)
+
+    async def _all(self, method: str, action: str, *arguments: Any) -> list[Any]:
+        return await self._call(method, action, lambda rank: arguments)
+
+    async def _call(self, method: str, action: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        limit = self.config.cluster.timeout_s
+        async with self._turn:
+            calls = [
+                asyncio.ensure_future(call(getattr(rank, method).remote(*arguments(i)), f"trainer/{i}", action, limit))
+                for i, rank in enumerate(self.ranks)
+            ]
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(each.exception() for each in done) and pending:
+                await asyncio.wait(pending, timeout=_GRACE_S)
+            errors = [each.exception() for each in calls if each.done() and each.exception()]
+            for each in calls:
+                each.cancel()
+            if errors:
+                raise min(errors, key=lambda error: not isinstance(error.__cause__, ActorDiedError))
+            return [each.result() for each in calls]
+
+
+def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
+    """A schedule that scores: every stage takes the micro-batches in order, a device its stages one after the other."""
+    return tuple(
+        tuple(
+            Operation(pipelines.model, pipelines.pipeline(device), stage, number, "F")
+            for stage in pipelines.stages_on(device)
+            for number in range(micro_batches)
+        )
+        for device in range(pipelines.devices)
+    )
+
+
+def _micro_batch_counts(schedule: Rows) -> dict[str, int]:
+    """Model -> micro-batches of each of its pipelines."""
+    counts: dict[str, int] = {}
+    for row in schedule:
+        for operation in row:
+            counts[operation.model] = max(counts.get(operation.model, 0), operation.micro_batch + 1)
+    return counts

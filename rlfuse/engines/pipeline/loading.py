@@ -1,0 +1,128 @@
+"""One stage of a Hugging Face causal language or value model: that model's own class with other stages' parts absent.
+
+Role: called by pipeline ranks. A stage runs the family's own code for masks, rotary embeddings, attention and heads; it
+merely gets hidden states instead of token ids, and hands hidden states on instead of making logits. Parameters keep
+their names, so the stages' states together are the whole model's.
+
+Only a stage's own tensors are read. Qwen2, Llama and Qwen3 are tested; any family will do whose base model has
+`embed_tokens`, `layers`, `norm` and `rotary_emb` and whose checkpoints name tensors as its modules do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import cached_file
+
+from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.models import attention, trainer_ready
+from rlfuse.engines.pipeline.partition import Part, balanced, modelled_costs, parts
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Absent(torch.nn.Module):
+    """Stands where another stage has its part, and hands hidden states on."""
+
+    def forward(self, hidden_states: torch.Tensor, *_, **__) -> torch.Tensor:
+        return hidden_states
+
+
+def partition(path: str, settings: ModelConfig, value: bool, stages: int, layers: tuple[int, ...] | None) -> list[Part]:
+    """The stages of the model at `path`, balanced unless `layers` says how many each has."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code).get_text_config()
+    if layers is None:
+        layers = balanced(*modelled_costs(config, 1 if value else config.vocab_size), stages)
+    if sum(layers) != config.num_hidden_layers:
+        raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {config.num_hidden_layers} layers.")
+    return parts(layers)
+
+
+def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value: bool) -> PreTrainedModel:
+    """The part of the policy at `path`, or of the value model whose new head is zero unless `path` has one.
+
+    ValueError if the family can't be cut, or `path` lacks a tensor that the stage needs.
+    """
+    kind, labels = (AutoModelForTokenClassification, {"num_labels": 1}) if value else (AutoModelForCausalLM, {})
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **labels)
+    options = {"dtype": getattr(torch, settings.dtype), "attn_implementation": attention(device)}
+    with torch.device("meta"):
+        model = kind.from_config(config, trust_remote_code=settings.trust_remote_code, **options)
+    _prune(model, part)
+    _fill(model, path)
+    return trainer_ready(model.to(device), settings)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether head and embedding are one tensor of this model, be they on one stage or on two."""
+    return HEAD in (model.all_tied_weights_keys or ())
+
+
+def _prune(model: PreTrainedModel, part: Part) -> None:
+    base = model.base_model
+    if missing := [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]:
+        raise ValueError(
+            f"{type(model).__name__} has no {', '.join(missing)} and can't be cut into stages: train it without "
+            "pipeline parallelism."
+        )
+    for index in range(len(base.layers)):
+        if index not in part.layers:
+            base.layers[index] = Absent()
+    if not part.first:
+        base.embed_tokens = Absent()
+    if not part.last:
+        base.norm = Absent()
+        setattr(model, "score" if hasattr(model, "score") else "lm_head", Absent())
+
+
+def _fill(model: PreTrainedModel, path: str) -> None:
+    """Replace meta tensors: weights by those at `path`, the rotary table by a computed one."""
+    names = set(model.state_dict())
+    files = _files(path)
+    aliases = {name: name for name in names}
+    if is_tied(model) and HEAD not in files:
+        aliases[HEAD] = EMBEDDING
+    found = _read(files, {alias for name, alias in aliases.items() if name in names})
+    dtype = model.dtype
+    state = {name: found[aliases[name]].to(dtype) for name in names if aliases[name] in found}
+    for name in names - state.keys():
+        if name.startswith("score."):
+            state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtype)
+    if missing := sorted(names - state.keys()):
+        raise ValueError(f"{path} has no tensor {missing[0]} ({len(missing)} missing): its names must be the model's.")
+    model.load_state_dict(state, assign=True)
+    model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=model.config)
+    if is_tied(model) and EMBEDDING in names and HEAD in names:
+        model.lm_head.weight = model.base_model.embed_tokens.weight
+    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
+        raise ValueError(f"{type(model).__name__} keeps {left[0]} out of checkpoints, so stages can't be loaded.")
+
+
+def _files(path: str) -> dict[str, str]:
+    """Tensor name -> the safetensors file that has it."""
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(path, "model.safetensors.index.json", **quiet):
+        shards = json.loads(Path(index).read_text())["weight_map"]
+        local = {shard: cached_file(path, shard) for shard in set(shards.values())}
+        return {name: local[shard] for name, shard in shards.items()}
+    if whole := cached_file(path, "model.safetensors", **quiet):
+        with safe_open(whole, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), whole)
+    raise FileNotFoundError(f"{path}: no model.safetensors there, and stages are read from nothing else. Convert it.")
+
+
+def _read(files: dict[str, str], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    wanted: dict[str, list[str]] = {}
+    for name in names:
+        if name in files:
+            wanted.setdefault(files[name], []).append(name)
+    found = {}
+    for file, inside in wanted.items():
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in inside}
+    return found

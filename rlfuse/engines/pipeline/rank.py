@@ -1,0 +1,253 @@
+"""One pipeline rank: its stages of actor, critic and reference, each model's in a DeepSpeed ZeRO-1 engine.
+
+Role: the class that `PipelineGroup.start` makes a Ray actor. Ranks are blocks of devices; every block runs the same
+schedule on rows of its own. Data parallelism of a model is over its pipelines in all blocks. `setup`, `run`, `step`,
+`save` and `load` are collective: every rank gets the call and waits for peers, bounded by cluster.timeout_s.
+Invariants: as a `TrainerRank`'s: gradients and diagnostics are sums until the step divides once; where head and
+embedding are one tensor but on two stages, both copies get the sum of both gradients and count once in the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from transformers import PreTrainedModel
+
+from rlfuse.engines.exporting import Exporter
+from rlfuse.engines.models import packs_exactly
+from rlfuse.engines.optimizing import matmul_rate, take_step, trainable
+from rlfuse.engines.pipeline import states
+from rlfuse.engines.pipeline.executor import Executor, Timed
+from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
+from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
+from rlfuse.engines.ranks import Rank
+from rlfuse.fusion.schedules.operations import Rows
+from rlfuse.observe.events import Span
+from rlfuse.samples import MicroBatch
+
+Scores = dict[tuple[str, int], list[np.ndarray]]
+"""(model, micro-batch) -> one float32 array per row, from the ranks with last stages."""
+
+
+class PipelineRank(Rank):
+    """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
+
+    executor: Executor | None = None
+
+    def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
+        """Load this device's stages of every model in `layout`, instead of any before; returns facts to log.
+
+        `optimizer_steps`: length of the learning-rate schedule. ValueError for ZeRO stages but 1.
+        """
+        config = self.config
+        if config.actor.zero_stage != 1:
+            raise ValueError(
+                f"actor.zero_stage={config.actor.zero_stage}: stages of a pipeline train under ZeRO 1. Set it to 1."
+            )
+        torch.manual_seed(config.data.seed)
+        self.layout = {pipelines.model: pipelines for pipelines in layout}
+        self.device_index = self.rank % block_size(layout, self.world)
+        self.stages: dict[tuple[str, int], Stage] = {}
+        self.engines: dict[str, Any] = {}
+        self.ties: dict[str, _Tie] = {}
+        with self.recorder.span("start", cause="run"):
+            if self.executor is not None:
+                self.executor.close()
+            self.executor = Executor(layout, config.cluster.timeout_s)
+            loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
+            packed = self._agree_on_packing(loaded)
+            for name, models in loaded.items():
+                parts = self._parts(name)
+                for stage, model in models.items():
+                    self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
+                if name != "ref":
+                    self._make_trainable(name, models, optimizer_steps)
+        dtype = next(iter(self.stages.values())).dtype
+        return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device)}
+
+    def _path(self, name: str) -> str:
+        config = self.config
+        own = {"actor": None, "critic": config.critic.path, "ref": config.ref.path}[name]
+        return own or config.model.path
+
+    def _parts(self, name: str):
+        pipelines = self.layout[name]
+        path, value = self._path(name), name == "critic"
+        return partition(path, self.config.model, value, pipelines.depth, pipelines.layers)
+
+    def _load(self, pipelines: Pipelines) -> dict[int, PreTrainedModel]:
+        name, parts = pipelines.model, self._parts(pipelines.model)
+        return {
+            stage: load_stage(self._path(name), self.config.model, self.device, parts[stage], name == "critic")
+            for stage in pipelines.stages_on(self.device_index)
+        }
+
+    def _agree_on_packing(self, loaded: Mapping[str, Mapping[int, PreTrainedModel]]) -> bool:
+        """Whether rows may be packed: each rank tries its own layers."""
+        packed = self.config.model.use_remove_padding and all(
+            packs_exactly(body(model, 32), 32, model.dtype, self.device)
+            for models in loaded.values()
+            for model in models.values()
+        )
+        answer = torch.tensor(int(packed), device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+        return bool(answer)
+
+    def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel], optimizer_steps: int) -> None:
+        settings, pipelines = self.config.actor, self.layout[name]
+        lr = settings.optim.lr if name == "actor" else self.config.critic.optim.lr
+        grid = _grid(self.world // pipelines.stages, pipelines.stages)
+        if all(is_tied(model) for model in models.values()):
+            self.ties[name] = _Tie(pipelines, models, self.world)
+        module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
+        self.engines[name] = trainable(module, settings, lr, optimizer_steps, self.device, grid)
+
+    # Schedules ---------------------------------------------------------------------------------------------------
+
+    def run(
+        self, rows: Rows, work: Mapping[str, Sequence[MicroBatch]], planned: Sequence[tuple[float, float]] = ()
+    ) -> tuple[Scores, list[Timed]]:
+        """Carry out this device's row of a schedule; every rank calls, those of a block with the same rows.
+
+        `work`: micro-batches of this device's pipeline of each model, numbered as in the schedule. An F without a B
+        scores. `planned`: start and end of each operation of this device's row, in seconds of the schedule; for its
+        events. Returns scores of last stages, and when each operation ran.
+        """
+        for (name, _), stage in self.stages.items():
+            stage.begin(work.get(name, ()))
+        timed = self.executor.run(rows, self.stages)
+        for each, plan in zip_longest(timed, planned):
+            span = self._span(each, work)
+            span.attributes |= {"planned": plan} if plan else {}
+            self.recorder.add(span)
+        scores = {
+            (name, number): arrays
+            for (name, _), stage in self.stages.items()
+            for number, arrays in stage.scores.items()
+        }
+        return scores, timed
+
+    def _span(self, timed: Timed, work: Mapping[str, Sequence[MicroBatch]]) -> Span:
+        operation = timed.operation
+        micro_batch = work[operation.model][operation.micro_batch]
+        rows = micro_batch.rows if micro_batch.weight else ()
+        return Span(
+            {"F": "forward", "B": "backward", "W": "weight_gradients"}[operation.kind],
+            self.recorder.where,
+            timed.start,
+            timed.end,
+            step=self.recorder.step,
+            samples=tuple(row.id for row in rows),
+            tokens=sum(row.tokens for row in rows),
+            cause=f"update_{operation.model}",
+            attributes={
+                "model": operation.model,
+                "pipeline": operation.pipeline,
+                "stage": operation.stage,
+                "micro_batch": operation.micro_batch,
+                "waited": timed.start - timed.ready,
+            },
+        )
+
+    def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
+        """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
+
+        Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
+        """
+        engine, pipelines = self.engines[model], self.layout[model]
+        facts = {"lr": engine.get_lr()[0]}
+        with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}):
+            if model in self.ties:
+                self.ties[model].add_gradients()
+            facts["grad_norm"] = take_step(engine, count, self.world // pipelines.stages)
+        sums: dict[str, float] = {}
+        for (name, _), stage in self.stages.items():
+            if name == model:
+                sums |= {key: float(value) for key, value in stage.sums.items()}
+                stage.sums = {}
+        return sums, facts
+
+    # Weights and checkpoints -------------------------------------------------------------------------------------
+
+    def sizes(self, model: str) -> list[tuple[int, str, int]]:
+        """(stage, name, bytes) of the tensors on this rank, without a second copy of a tied one."""
+        tied_copy = {HEAD} if model in self.ties else set()
+        return [
+            (stage, name, size)
+            for (owner, stage), part in self.stages.items()
+            if owner == model
+            for name, size in Exporter(part.model, 0).sizes()
+            if name not in tied_copy
+        ]
+
+    def export_bucket(self, model: str, stage: int, names: list[str], path: Path) -> list[str]:
+        """Write these tensors of a stage on this rank to a safetensors file; returns their checkpoint names."""
+        return Exporter(self.stages[model, stage].model, 0).write(names, path)
+
+    def save_config(self, model: str, folder: Path) -> None:
+        """The Hugging Face configuration of a model, from a rank that has a stage of it."""
+        stage = self.layout[model].stages_on(self.device_index)[0]
+        self.stages[model, stage].model.config.save_pretrained(folder)
+        if generation := getattr(self.stages[model, stage].model, "generation_config", None):
+            generation.save_pretrained(folder)
+
+    def save(self, folder: Path) -> None:
+        """Optimizer state of every trained model by parameter name, `{actor,critic}/pipeline/` below `folder`."""
+        for name, engine in self.engines.items():
+            writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
+            states.save(engine, folder / name / "pipeline", self.rank if writes else None)
+
+    def load(self, folder: Path) -> None:
+        """Weights, optimizer and schedule as `save` left them, under whatever stages."""
+        for name, engine in self.engines.items():
+            states.load(engine, folder / name / "pipeline")
+
+
+# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+@cache
+def _grid(data: int, stages: int) -> PipelineParallelGrid:
+    return PipelineParallelGrid(ProcessTopology(["data", "pipe"], [data, stages]))
+
+
+@cache
+def _group(*ranks: int) -> Any:
+    return dist.new_group(list(ranks))
+
+
+class _Tie:
+    """A tensor that is embedding on the first stage and head on the last: two copies that must stay one."""
+
+    def __init__(self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int):
+        self.parameter: torch.nn.Parameter | None = None
+        self.group = None
+        apart = pipelines.device(0, 0) != pipelines.device(0, pipelines.depth - 1)
+        for first in range(0, world, pipelines.stages) if apart else ():
+            pair = [first + pipelines.device(0, stage) for stage in (0, pipelines.depth - 1)]
+            group = _group(*sorted(pair))
+            if dist.get_rank() in pair:
+                self.group = group
+        first, last = models.get(0), models.get(pipelines.depth - 1)
+        if first and last:
+            last.lm_head.weight = first.base_model.embed_tokens.weight
+        elif first:
+            self.parameter = first.get_parameter(EMBEDDING)
+        elif last:
+            self.parameter = last.get_parameter(HEAD)
+            self.parameter.ds_pipe_replicated = True  # DeepSpeed counts it once in the norm
+
+    def add_gradients(self) -> None:
+        """Both copies get the sum; the two ranks of each pipeline wait for each other."""
+        if self.parameter is None:
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(self.parameter.grad, group=self.group)

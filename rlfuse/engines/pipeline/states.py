@@ -1,0 +1,100 @@
+"""Training state of pipeline ranks by parameter name, so that it can be continued with other stages.
+
+Role: called by pipeline ranks on their DeepSpeed engines; every rank calls, one pipeline's ranks write. Weights are
+DeepSpeed's float32 masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `schedule.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def save(engine: Any, folder: Path, rank: int | None) -> None:
+    """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file."""
+    stepped = bool(engine.optimizer.optimizer.state)
+    tensors = {}
+    for name, parameter in _named(engine):
+        whole = {"weight": safe_get_full_fp32_param(parameter)}
+        for moment in MOMENTS if stepped else ():
+            whole[moment] = safe_get_full_optimizer_state(parameter, moment)
+        if rank is not None:
+            tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
+    if rank is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / f"rank_{rank}.safetensors")
+    if rank == 0:
+        schedule = {"steps": _steps(engine), "lr_scheduler": engine.lr_scheduler.state_dict()}
+        (folder / "schedule.json").write_text(json.dumps(schedule))
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Put back what `save` wrote for the parameters on this rank. FileNotFoundError if there is nothing."""
+    files = sorted(folder.glob("rank_*.safetensors"))
+    if not files or not (folder / "schedule.json").is_file():
+        raise FileNotFoundError(f"{folder}: no pipeline state to resume from; was it saved by pipeline ranks?")
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            where |= dict.fromkeys(tensors.keys(), file)
+    schedule = json.loads((folder / "schedule.json").read_text())
+    _make_moments(engine, schedule["steps"])
+    for name, parameter in _named(engine):
+        safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder).to(parameter.device))
+        for moment in MOMENTS if schedule["steps"] else ():
+            value = _read(where, moment, name, folder).to(parameter.device)
+            safe_set_full_optimizer_state(parameter, value, moment)
+    engine.optimizer.update_lp_params()
+    engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
+    for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the whole model's names: without the number of the stage."""
+    for name, parameter in engine.module.named_parameters():
+        yield name.split(".", 1)[1], parameter
+
+
+def _read(where: dict[str, Path], field: str, name: str, folder: Path) -> torch.Tensor:
+    key = f"{field}/{name}"
+    if key not in where:  # saved where head and embedding were one parameter on one device
+        key = f"{field}/{_TIED.get(name, name)}"
+    if key not in where:
+        raise FileNotFoundError(f"{folder} has no {field} of {name}: it was saved from another model.")
+    with safe_open(where[key], "pt") as tensors:
+        return tensors.get_tensor(key)
+
+
+def _steps(engine: Any) -> int:
+    return max((int(state["step"]) for state in engine.optimizer.optimizer.state.values()), default=0)
+
+
+def _make_moments(engine: Any, steps: int) -> None:
+    """AdamW makes its state in the first step; to be filled before, it has to be there."""
+    if not steps:
+        return
+    optimizer = engine.optimizer.optimizer
+    for group in optimizer.param_groups:
+        for flat in group["params"]:
+            optimizer.state[flat] = {
+                "step": torch.tensor(float(steps)),
+                **{moment: torch.zeros_like(flat) for moment in MOMENTS},
+            }
+    engine.optimizer._lazy_init_hp_params_optimizer_state()

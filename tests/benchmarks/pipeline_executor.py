@@ -1,0 +1,220 @@
+"""The pipeline executor, serial and fused side by side in one run: measured makespans beside the simulated ones.
+
+    python tests/benchmarks/pipeline_executor.py [--out FOLDER] [--repeats 3] [--micro-batches 8] [--hidden 256]
+
+First operations of fixed length (forward 30 ms, backward 60 ms, sleeping: more ranks than cores) on 2 and 4 ranks,
+whole and split backward; actor and critic of as many stages in opposite directions. Then real compute on 2 ranks, each
+bound to a core: an actor and a critic train, the simulation taking the medians of what operations took in the serial
+run. Serial is each model's 1F1B, one after the other, without a barrier; fused is the best list schedule. Orders
+alternate; medians are reported. Writes `table.md` and `schedules.png` (real compute, the run that is the median).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import ray
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlfuse.cluster import placement
+from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.group import Execution, PipelineGroup
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.samples import Row
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+import pipelines
+
+ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
+FIXED = {"F": 0.03, "B": 0.03, "W": 0.03}
+
+
+class Anywhere(Slots):
+    """More ranks than the machine has cores."""
+
+    def options(self, slot: int, share: float, environment: dict[str, str] | None = None, **more) -> dict:
+        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu")}} | more
+
+
+def opposite(stages: int) -> tuple[Pipelines, ...]:
+    """As many stages of both models, in opposite directions."""
+    return Pipelines("actor", stages), Pipelines("critic", stages, direction="up")
+
+
+def schedules(layout, count: int, seconds, split: bool) -> dict:
+    """Order -> (rows, simulated makespan)."""
+    counts = {model.model: count for model in layout}
+    rows = {
+        "serial": pipelines.serial(layout, counts, split),
+        "fused": pipelines.fused(layout, counts, seconds, split),
+    }
+    return {order: (each, pipelines.makespan(each, layout, counts, seconds, split)) for order, each in rows.items()}
+
+
+def play(rank, rows, layout) -> float:
+    """On a rank: operations of fixed length; seconds between two barriers."""
+    stages = {
+        (model.model, stage): pipelines.Sleeping(model, stage, FIXED)
+        for model in layout
+        for stage in model.stages_on(rank.executor.device)
+    }
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    rank.executor.run(rows, stages)
+    torch.distributed.barrier()
+    return time.perf_counter() - began
+
+
+async def fixed(group: PipelineGroup, layout, count: int, repeats: int) -> list[str]:
+    """Lines of the table."""
+    lines = []
+    for split in (False, True):
+
+        def seconds(model, stage, kind, split=split):
+            return FIXED[kind] + (FIXED["W"] if kind == "B" and not split else 0)
+
+        planned = schedules(layout, count, seconds, split)
+        took = {order: [] for order in planned}
+        for _ in range(repeats):
+            for order, (rows, _) in planned.items():
+                calls = [rank.__ray_call__.remote(play, rows, layout) for rank in group.ranks]
+                took[order].append(max(await asyncio.gather(*calls)))
+        lines.append(line("30 / 60 ms", len(group.ranks), count, split, took, planned))
+    return lines
+
+
+def line(work: str, ranks: int, count: int, split: bool, took: dict, planned: dict) -> str:
+    """One line of the table."""
+    measured = {order: statistics.median(each) for order, each in took.items()}
+    simulated = {order: makespan for order, (_, makespan) in planned.items()}
+    cells = [work, ranks, count, "split" if split else "whole"]
+    for order in ("serial", "fused"):
+        cells += [f"{measured[order]:.3f}", f"{simulated[order]:.3f}", f"{measured[order] / simulated[order]:.3f}"]
+    ratios = [each["serial"] / each["fused"] for each in (measured, simulated)]
+    text = "| " + " | ".join(map(str, [*cells, *(f"{ratio:.3f}" for ratio in ratios)])) + " |"
+    print(text, flush=True)
+    return text
+
+
+def make_rows(count: int, length: int) -> list[Row]:
+    """Rows of one length, with what both losses read."""
+    rng = np.random.default_rng(0)
+
+    def row(i: int) -> Row:
+        prompt, response = (rng.integers(3, 500, length).astype(np.int32) for _ in range(2))
+        names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
+        return Row(prompt, response, {name: rng.normal(0, 0.3, length).astype(np.float32) for name in names}, id=str(i))
+
+    return [row(i) for i in range(count)]
+
+
+async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> list[str]:
+    """Lines of the table; draws the whole backward's runs."""
+    rows, lines = make_rows(count * 2, 64), []
+    work = {"actor": rows, "critic": rows}
+    for split in (False, True):
+        counts = dict.fromkeys(work, count)
+        serial = pipelines.serial(opposite(2), counts, split)
+        await group.run(serial, work)
+        costs = durations(await group.run(serial, work))
+
+        def seconds(model, stage, kind, costs=costs):
+            return costs[model, stage, kind]
+
+        planned = schedules(opposite(2), count, seconds, split)
+        runs: dict[str, list[Execution]] = {order: [] for order in planned}
+        for _ in range(repeats):
+            for order, (schedule, _) in planned.items():
+                runs[order].append(await group.run(schedule, work))
+        took = {order: [run.makespan for run in each] for order, each in runs.items()}
+        lines.append(line("real compute", 2, count, split, took, planned))
+        if not split:
+            middle = {order: sorted(each, key=lambda run: run.makespan)[repeats // 2] for order, each in runs.items()}
+            draw(middle, out / "schedules.png")
+        for model in work:
+            group._trained[model] = []  # nobody steps here
+    return lines
+
+
+def durations(execution: Execution) -> dict:
+    """(model, stage, kind) -> median seconds."""
+    seconds: dict = {}
+    for row in execution.timed:
+        for each in row:
+            key = each.operation.model, each.operation.stage, each.operation.kind
+            seconds.setdefault(key, []).append(each.end - each.start)
+    return {key: statistics.median(each) for key, each in seconds.items()}
+
+
+def draw(runs: dict[str, Execution], path: Path) -> None:
+    """A row per device: actor blue, critic orange; backward darker than forward."""
+    colours = {"actor": {"F": "#9ecae1", "B": "#3182bd"}, "critic": {"F": "#fdd0a2", "B": "#e6550d"}}
+    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 1.6 * len(runs)), sharex=True, layout="constrained")
+    for axis, (order, run) in zip(axes, runs.items(), strict=True):
+        began = min(each.start for row in run.timed for each in row)
+        for device, row in enumerate(run.timed):
+            for each in row:
+                op = each.operation
+                colour = colours[op.model][op.kind]
+                axis.barh(device, each.end - each.start, left=each.start - began, color=colour, edgecolor="white")
+        axis.set(title=f"{order}: {run.makespan * 1e3:.0f} ms", yticks=range(len(run.timed)), ylabel="device")
+        axis.invert_yaxis()
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(path, dpi=130)
+
+
+def model_folder(hidden: int) -> str:
+    """A random model, large enough that operations take tens of milliseconds on a core."""
+    folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Start ranks, measure, write."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = Config()
+    config.model.path = config.critic.path = model_folder(options.hidden)
+    config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
+    slots, lines = placement.start(config), []
+    for ranks in (2, 4):
+        cores = list(slots.cores) if ranks == 2 and slots.cores else None
+        group, _ = await PipelineGroup.start(config, Anywhere(None, ranks, "cpu"), opposite(ranks), 10, cores)
+        lines += await fixed(group, opposite(ranks), options.micro_batches, options.repeats)
+        if ranks == 2:
+            lines += await real(group, options.micro_batches, options.repeats, options.out)
+        for rank in group.ranks:
+            ray.kill(rank)
+    head = ["work", "ranks", "micro-batches", "backward"]
+    head += [f"{order} {what}" for order in ("serial", "fused") for what in ("measured s", "simulated s", "ratio")]
+    head += ["serial / fused measured", "simulated"]
+    table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]
+    (options.out / "table.md").write_text("\n".join(table) + "\n")
+    placement.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/pipeline_executor"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    asyncio.run(main(parser.parse_args()))

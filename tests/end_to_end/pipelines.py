@@ -1,0 +1,80 @@
+"""For tests and the benchmark of the executor: schedules of a layout, and stages that only take time."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
+from rlfuse.fusion.schedules.problem import Model, Problem
+from rlfuse.fusion.schedules.schedule import timed
+from rlfuse.fusion.schedules.search import search
+
+
+def problem(layout, counts, seconds, split=False):
+    """`seconds(model, stage, kind)`: of a micro-batch; B without W where they are apart."""
+
+    def model(pipelines):
+        def each(kind):
+            return tuple(seconds(pipelines.model, stage, kind) for stage in range(pipelines.stages))
+
+        whole = tuple(map(sum, zip(each("B"), each("W"), strict=True))) if split else each("B")
+        return Model(
+            pipelines.model,
+            pipelines.stages,
+            counts[pipelines.model],
+            each("F"),
+            whole,
+            pipelines.pipelines,
+            direction=pipelines.direction,
+            weight_gradient=sum(each("W")) / sum(whole) if split else 0.5,
+            chunks_per_device=pipelines.chunks,
+        )
+
+    return Problem(layout[0].devices, tuple(map(model, layout)), split_backward=split)
+
+
+def serial(layout, counts, split=False):
+    """Each model's 1F1B, one after the other; W, if any, right after its B. One chunk only."""
+    rows = serial_1f1b_rows(problem(layout, counts, lambda *_: 1.0))
+    return tuple(tuple(part for each in row for part in _parts(each.operation, split)) for row in rows)
+
+
+def _parts(operation, split):
+    return (operation, replace(operation, kind="W")) if split and operation.kind == "B" else (operation,)
+
+
+def fused(layout, counts, seconds, split=False):
+    """The best list schedule."""
+    return search(problem(layout, counts, seconds, split), method="list", cached=False).operations
+
+
+def makespan(rows, layout, counts, seconds, split=False):
+    """Simulated, without communication; an error if the rows can't be run."""
+    return max(row[-1].end for row in timed(problem(layout, counts, seconds, split), rows))
+
+
+class Sleeping:
+    """A stage whose operations take a given time and hand on small tensors that say what they have passed."""
+
+    dtype, device = torch.float32, "cpu"
+
+    def __init__(self, pipelines, stage, seconds):
+        self.pipelines, self.stage, self.seconds = pipelines, stage, seconds
+
+    def shape(self, micro_batch):
+        return (2, micro_batch + 1)
+
+    def forward(self, micro_batch, received, training):
+        assert received is None or float(received.sum()) == (2 * micro_batch + 2) * self.stage
+        time.sleep(self.seconds["F"])
+        last = self.stage == self.pipelines.depth - 1
+        return None if last else torch.full(self.shape(micro_batch), self.stage + 1.0)
+
+    def backward(self, micro_batch, gradient, whole):
+        assert gradient is None or float(gradient[0, 0]) == -self.stage - 1.0
+        time.sleep(self.seconds["B"] + (self.seconds["W"] if whole else 0))
+        return None if self.stage == 0 else torch.full(self.shape(micro_batch), -float(self.stage))
+
+    def weight_gradients(self, micro_batch):
+        time.sleep(self.seconds["W"])

@@ -1,0 +1,133 @@
+"""Layouts, partitions, splitting of rows and of the backward pass: the parts of pipelines that need no process."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfuse.engines.batching import numbered
+from rlfuse.engines.pipeline import splitting
+from rlfuse.engines.pipeline.group import forward_only
+from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
+from rlfuse.fusion.schedules.operations import Operation
+
+
+def test_stages_stand_down_or_up_their_pipeline():
+    down, up = Pipelines("actor", 4), Pipelines("critic", 2, 2, "up")
+    assert [down.device(0, stage) for stage in range(4)] == [0, 1, 2, 3]
+    assert [[up.device(pipeline, stage) for stage in range(2)] for pipeline in range(2)] == [[1, 0], [3, 2]]
+    assert [up.pipeline(device) for device in range(4)] == [0, 0, 1, 1]
+    assert [up.stages_on(device) for device in range(4)] == [(1,), (0,), (1,), (0,)]
+
+
+def test_two_chunks_stand_in_a_v():
+    v = Pipelines("actor", 3, chunks=2)
+    assert [v.device(0, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert v.stages_on(0) == (0, 5)
+    up = Pipelines("actor", 3, direction="up", chunks=2)
+    assert [up.device(0, stage) for stage in range(6)] == [2, 1, 0, 0, 1, 2]
+
+
+def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
+    model = Pipelines("actor", 3)
+    at = lambda stage, kind: Operation("actor", 0, stage, 0, kind)  # noqa: E731
+    assert [(model.source(at(s, "F")), model.target(at(s, "F"))) for s in range(3)] == [(None, 1), (0, 2), (1, None)]
+    assert [(model.source(at(s, "B")), model.target(at(s, "B"))) for s in range(3)] == [(1, None), (2, 0), (None, 1)]
+    assert model.source(at(1, "W")) is model.target(at(1, "W")) is None
+
+
+def test_layouts_that_do_not_fit_say_so():
+    assert block_size([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == 4
+    with pytest.raises(ValueError, match="make these equal"):
+        block_size([Pipelines("actor", 4), Pipelines("critic", 2)], 4)
+    with pytest.raises(ValueError, match="6 ranks are no whole number of blocks of 4"):
+        block_size([Pipelines("actor", 4)], 6)
+    with pytest.raises(ValueError, match="chunks=3"):
+        Pipelines("actor", 2, chunks=3)
+    with pytest.raises(ValueError, match="names 2 stages, not 4"):
+        Pipelines("actor", 2, chunks=2, layers=(3, 1))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 9), st.integers(0, 30), st.integers(1, 4))
+def test_balanced_stages_are_the_best_cut(layers, embedding, head, stages):
+    if len(layers) < stages - 1:
+        with pytest.raises(ValueError, match=f"{len(layers)} layers can't make {stages} stages"):
+            balanced(layers, embedding, head, stages)
+        return
+
+    def slowest(sizes):
+        at, costs = 0, []
+        for size in sizes:
+            costs.append(sum(layers[at : at + size]))
+            at += size
+        costs[0] += embedding
+        costs[-1] += head
+        return max(costs)
+
+    def cuts(left, stages):
+        if stages == 1:
+            yield (left,)
+            return
+        for size in range(1, left + 1):
+            yield from ((size, *rest) for rest in cuts(left - size, stages - 1))
+
+    sizes = balanced(layers, embedding, head, stages)
+    assert sum(sizes) == len(layers) and len(sizes) == stages and all(sizes[:-1])
+    assert slowest(sizes) == min(slowest(cut) for cut in cuts(len(layers), stages))
+
+
+def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
+    class Config:
+        hidden_size, intermediate_size, num_hidden_layers = 896, 4864, 24  # Qwen2.5 0.5B
+        num_attention_heads, num_key_value_heads, vocab_size = 14, 2, 151_936
+
+    policy = balanced(*modelled_costs(Config, Config.vocab_size), 4)
+    assert policy == (7, 7, 7, 3)
+    assert balanced(*modelled_costs(Config, 1), 4) == (6, 6, 6, 6)
+    assert [(part.layers, part.first, part.last) for part in parts((2, 0))] == [
+        (range(2), True, False),
+        (range(2, 2), False, True),
+    ]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
+def test_every_row_gets_one_pipeline_and_micro_batch(lengths, pipelines, count):
+    plan = numbered(lengths, pipelines, count)
+    assert [len(bins) for bins in plan] == [count] * pipelines
+    assert sorted(i for bins in plan for bin in bins for i in bin) == list(range(len(lengths)))
+
+
+def test_forward_only_schedules_pass_every_stage():
+    rows = forward_only(Pipelines("ref", 2, 2, "up"), 3)
+    assert [{(op.pipeline, op.stage) for op in row} for row in rows] == [{(0, 1)}, {(0, 0)}, {(1, 1)}, {(1, 0)}]
+    assert all([op.micro_batch for op in row] == [0, 1, 2] and {op.kind for op in row} == {"F"} for row in rows)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_split_backward_gives_autograds_gradients(checkpointing):
+    """Inputs' gradients at once, linear weights' and biases' later, twice over so that they add up."""
+
+    def network():
+        torch.manual_seed(0)
+        linear = torch.nn.Linear
+        return torch.nn.Sequential(linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), linear(8, 5, bias=False))
+
+    whole, split, tape = network(), network(), splitting.Tape()
+    splitting.split_linears(split, tape)
+    pending = []
+    for seed in (1, 2):
+        x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(seed))
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        run = lambda y: torch.utils.checkpoint.checkpoint(split, y, use_reentrant=False)  # noqa: E731
+        tape.deferring = True
+        (run if checkpointing else split)(ours).square().sum().backward()
+        pending.append(tape.take())
+        whole(theirs).square().sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert split[0].weight.grad is None and split[3].weight.grad is None and len(pending[0]) == 2
+    for each in pending:
+        splitting.run(each)
+        assert each == []
+    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -1,0 +1,177 @@
+"""The least time that any on-policy schedule of a workload can take on the simulated machine.
+
+Role: `lower_bound` says how far a policy is from the best possible, and what stands in the way. Pure.
+
+What is assumed of a schedule: it is on-policy (every sample is generated with the step's weights); a slot has one role
+at a time and starts as an engine; an optimizer step is taken by all slots together, all of them trainers, so not before
+generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one before;
+a sample is trained on only after every kind of scoring. Costs are those of `fusion.costs`. Nothing else: no policy, no
+order, no limit on moving samples, no memory limit. So the bound holds for every policy, and also where samples are
+re-prefilled, pre-empted or generated again after a failure, all of which only add work.
+
+Proof. Let v_s be the slots' speeds, V their sum, v the largest; a slot's second does v_s seconds of cost. Let G be the
+time when the last sample is whole. Let sample i have L_i response tokens, and let
+
+    p_i = its prompt / prefill rate,    c_i = step_per_context_token_s * (sum of its own context over its L_i steps).
+
+1. One sample. Its L_i decoding steps follow its prompt's prefill, and each costs at least the step of a batch of one
+   and its own context: G >= e_i = (p_i + L_i * x_1 + c_i) / v, where x_b is the cost of a step of b sequences without
+   context.
+2. All generation. A step of b sequences costs x_b plus every sequence's own context. Charge each sequence x_b / b and
+   its context, so that all charges together are all cost. Let f be the largest convex non-increasing function below
+   the points (x_b, x_b / b), b up to max_sequences. The steps of sample i fit between its prefill and G, so their mean
+   x is at most X_i = (v * G - p_i - c_i) / L_i, and by Jensen's inequality its charges are at least L_i * f(X_i) + c_i.
+   Prompts are prefilled at least once each. So the cost of generation is at least
+       W(G) = sum over prompts of p + sum over samples of (L_i * f(X_i) + c_i),    non-increasing in G.
+3. Before the first optimizer step every slot turned into a trainer once (`switch_s` of its time), generation is over,
+   and the first mini-batch was scored and accumulated: that step begins no sooner than
+       max(G, (W(G) + its scoring + its training) / V) + switch_s.
+4. After it come all other mini-batches, none of which could be begun before; each takes at least its work / V and at
+   least its longest sample on the fastest slot. And every optimizer step has all slots for `optimizer_s`.
+5. All work has to fit: T >= (W(G) + all scoring + all training) / V + switch_s + optimizer steps.
+6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own.
+The bound is the least over G >= max e_i of the largest of 3 + 4, 5 and 6: some terms grow with G, the others fall, so
+the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences cheaper by
+`speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlfuse.simulate.workload import Workload
+
+HALVINGS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Seconds that no on-policy schedule can beat."""
+
+    seconds: float
+    """The whole step."""
+    bound_by: str
+    """`longest sample`: generation can't be shorter, whatever overlaps it. Otherwise the slots' work: `generation
+    work`, `scoring` or `training` where that is more than half of it, else `work`."""
+    generation_s: float
+    generation_and_scoring_s: float
+
+
+def lower_bound(workload: Workload) -> Bound:
+    """See above. Milliseconds for thousands of samples."""
+    generation, rest = _Generation(workload), _Rest(workload)
+    power, earliest = sum(workload.speeds), float(generation.ends.max())
+
+    def least(after: float, work: float) -> tuple[float, float]:
+        return _least(earliest, after, lambda end: generation.work(end) / power + work)
+
+    collective = workload.switch_s + rest.optimizer_s
+    first = rest.first_work / power + rest.after_first_s
+    seconds, end = least(collective + rest.after_first_s, collective + max(first, rest.work / power))
+    chain = float((generation.ends + rest.chains).max())
+    passes = bool(workload.scoring.kinds)
+    switch = passes * workload.switch_s * min(workload.speeds)
+    scored, _ = least(float(rest.passes.min()), (rest.scoring_work + switch) / power)
+    return Bound(
+        max(seconds, chain) + workload.step_s,
+        "longest sample" if chain > seconds else _binding(earliest, end, generation.work(end) / power, rest, power),
+        least(0.0, 0.0)[0],
+        max(scored, float((generation.ends + rest.passes).max())),
+    )
+
+
+def _least(earliest: float, after: float, falling: Callable[[float], float]) -> tuple[float, float]:
+    """Least of max(G + after, falling(G)) over G >= earliest, rounded down, and its G."""
+    low, high = earliest, max(earliest, falling(earliest) - after)
+    for _ in range(HALVINGS if high > low else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > middle + after else (low, middle)
+    return low + after, low
+
+
+def _binding(earliest: float, end: float, generation_s: float, rest: _Rest, power: float) -> str:
+    """What the bound consists of, most of all."""
+    if end <= earliest:
+        return "longest sample" if earliest >= rest.after_first_s else "training"
+    parts = {
+        "generation work": generation_s,
+        "scoring": rest.scoring_work / power,
+        "training": rest.training_work / power,
+    }
+    name = max(parts, key=parts.__getitem__)
+    return name if 2 * parts[name] > sum(parts.values()) else "work"
+
+
+class _Generation:
+    """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1."""
+
+    def __init__(self, workload: Workload):
+        costs, speculation = workload.costs(), workload.tail_speculation
+        self.lengths = workload.lengths().astype(np.float64)
+        self.fastest = max(workload.speeds)
+        self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
+        self.prompts = workload.prompts
+        speedup = speculation.speedup if speculation else 1.0
+        seen = self.lengths * workload.prompt_tokens + self.lengths * (self.lengths - 1) / 2
+        self.context = costs.step_per_context_token_s * seen / speedup
+        batches = np.arange(1, min(costs.max_sequences, workload.samples) + 1)
+        steps = costs.step_base_s + costs.step_per_sequence_s * np.maximum(0, batches - costs.flat_batch)
+        if speculation:
+            steps[batches <= speculation.batch] /= speedup
+        self.ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
+        self.hull = _falling_hull(steps, steps / batches)
+
+    def work(self, end: float) -> float:
+        """W(G): least cost of all generation when it is over after `end` seconds."""
+        mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
+        charges = self.lengths * np.interp(mean_step, *self.hull)
+        return self.prompts * self.prefill + float((charges + self.context).sum())
+
+
+def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Corners of the largest convex non-increasing function below the points; constant beyond the last."""
+    hull: list[tuple[float, float]] = []
+    for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while hull and (hull[-1][0] == point[0] or (len(hull) > 1 and _above(hull[-2], hull[-1], point))):
+            hull.pop()
+        hull.append(point)
+    return np.array([corner[0] for corner in hull]), np.array([corner[1] for corner in hull])
+
+
+def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+class _Rest:
+    """What follows generation: points 3 to 6 of the proof."""
+
+    def __init__(self, workload: Workload):
+        scoring, training, fastest = workload.scoring, workload.training, max(workload.speeds)
+        tokens = workload.lengths() + float(workload.prompt_tokens)
+        part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
+        one_pass, one_training = tokens / scoring.tokens_per_s, tokens / training.tokens_per_s
+        models, kinds, steps = len(training.models), len(scoring.kinds), training.epochs * (int(part[-1]) + 1)
+        self.scoring_work = kinds * float(one_pass.sum())
+        self.training_work = models * training.epochs * float(one_training.sum())
+        self.work = self.scoring_work + self.training_work
+        self.optimizer_s = models * steps * training.optimizer_s
+        self.passes = min(1, kinds) * (one_pass / fastest + scoring.call_s)
+        needed = kinds if models == 1 else min(1, kinds)  # which of several kinds a model reads is its own affair
+        self.first_work = float((needed * one_pass + one_training)[part == 0].sum())
+
+        power = sum(workload.speeds)
+        sums, longest = np.bincount(part, one_training), np.zeros(int(part[-1]) + 1)
+        np.maximum.at(longest, part, one_training)
+        each = np.maximum(sums / power, longest / fastest + training.call_s)  # of one model
+        later = training.epochs * each.sum() - each[0]
+        self.after_first_s = max(float(later), models * (training.epochs * sums.sum() - sums[0]) / power)
+        own = one_training / fastest + training.call_s
+        left = training.epochs * each.sum() - np.cumsum(each)
+        collective = training.optimizer_s * (steps - np.arange(len(each)))
+        self.chains = self.passes + own + (left + collective)[part]

@@ -1,0 +1,63 @@
+"""A virtual clock for asyncio: coroutines sleep in simulated seconds, and nobody waits.
+
+Role: `run_virtual` runs one coroutine on an event loop whose time jumps to the next timer when nothing is ready. The
+simulator calls it for every run; what runs inside is ordinary asyncio code, the real controller included.
+Invariants: `loop.time()` starts at 0 and moves only while every task waits; equal programs take equal virtual time,
+whatever the machine does. Waits for nothing outside the loop: no thread, no file, no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """Every task waits for another one, and no timer will wake any of them."""
+
+
+class _Jump(selectors.SelectSelector):
+    """A selector that lets virtual time pass instead of waiting."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Deadlock(f"deadlock at {self.now:.6f} virtual seconds: every task waits for another, no timer is set")
+        self.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on virtual time. Threads and sockets never wake it."""
+
+    def __init__(self) -> None:
+        self._clock = _Jump()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._clock.now
+
+
+def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, at once. Raises what it raises, and `Deadlock` where a real loop would hang.
+
+    Where an event loop is running (a notebook, a real controller), it is held up until the result is here.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(coroutine)
+    with ThreadPoolExecutor(1) as thread:  # a thread can have but one running loop
+        return thread.submit(_run, coroutine).result()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(coroutine)

@@ -1,0 +1,193 @@
+"""`rlfuse simulate`: what each fusion policy makes of a workload, or of the steps that a run recorded.
+
+Role: the command line of the simulator: reads, runs, prints a table, writes JSON and pictures. Called by `rlfuse.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.simulate.fitting import Fit
+from rlfuse.simulate.reading import WorkloadError
+from rlfuse.simulate.recorded import Recording, Step, read_run
+from rlfuse.simulate.runner import Result, Simulated, simulate
+from rlfuse.simulate.tuning import TUNED, tune
+from rlfuse.simulate.workload import Workload, read_workload
+
+REPLAYED = 8
+"""Steps of a run that are replayed: the last ones, as the first are warming up."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises WorkloadError."""
+    arguments = _parser().parse_args(argv)
+    if (arguments.workload is None) == (arguments.run is None):
+        raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them")
+    for policy in arguments.policy or ():
+        if policy not in POLICIES:
+            near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
+            meant = f"did you mean {near[0]}?" if near else f"policies: {', '.join(POLICIES)}"
+            raise WorkloadError(f"--policy {policy}: unknown policy; {meant}")
+    for path in (arguments.out, arguments.picture):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
+        raise WorkloadError(f"--threshold {arguments.threshold}: needs a share of the samples, 0 to 1")
+    if arguments.run is not None:
+        _replay(arguments)
+    else:
+        _compare(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlfuse simulate", description="What fusion policies make of a workload.")
+    parser.add_argument("workload", nargs="?", type=Path, metavar="WORKLOAD.json", help="machine, costs and samples")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="replay the steps of a recorded run")
+    parser.add_argument(
+        "--policy", nargs="+", action="extend", metavar="P", help=f"{', '.join(POLICIES)}; default: all"
+    )
+    parser.add_argument(
+        "--threshold", type=float, metavar="R", help="of rlhfuse and adaptive; default: tuned by simulation"
+    )
+    parser.add_argument("--out", type=Path, metavar="RESULT.json", help="one object for one policy, a list for several")
+    parser.add_argument(
+        "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
+    )
+    return parser
+
+
+def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -> list[Simulated]:
+    """Each policy on the workload, tuned by simulating others like it; or with the threshold that is given."""
+    results = []
+    for policy in policies:
+        settings = tune(workload, policy) if threshold is None else Settings(threshold=threshold)
+        if policy in TUNED and threshold is None:
+            chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in TUNED[policy])
+            print(f"{policy}: {chosen} (best on other draws of the lengths)")
+        results.append(simulate(workload, policy, settings))
+    return results
+
+
+def _write(path: Path | None, objects: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
+
+
+# A workload ----------------------------------------------------------------------------------------------------------
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    workload = read_workload(arguments.workload)
+    runs = _run(workload, arguments.policy or list(POLICIES), arguments.threshold)
+    results = [run.result for run in runs]
+    print(table(workload, results))
+    _write(arguments.out, [result.as_json() for result in results])
+    if arguments.picture is not None:
+        _draw(arguments.picture, [_timeline(run) for run in runs])
+
+
+def table(workload: Workload, results: Sequence[Result]) -> str:
+    """Times of each policy, over serial where that was run, and over the bound."""
+    serial = next((result for result in results if result.policy == "serial"), None)
+    head = f"{'policy':<10}{'generation':>12}{'+ scoring':>12}{'step':>12}"
+    head += f"{'over serial':>13}{'over bound':>12}{'busy':>7}{'moved':>8}"
+    lines = [f"{workload.samples:,} samples on {workload.slots:,} slots", head]
+    for result in results:
+        gain = f"{serial.step_s / result.step_s:.2f}x" if serial else "-"
+        lines.append(
+            f"{result.policy:<10}{result.generation_s:>10.2f} s{result.generation_and_scoring_s:>10.2f} s"
+            f"{result.step_s:>10.2f} s{gain:>13}{result.step_s / result.oracle_s:>11.3f}x{result.busy_share:>7.0%}"
+            f"{result.moved_samples:>8}"
+        )
+    return "\n".join([*lines, f"no schedule takes less than {results[0].oracle_s:.2f} s: {results[0].bound_by}"])
+
+
+def _timeline(run: Simulated) -> Any:
+    from rlfuse.simulate.picture import Timeline
+
+    step, result = next(span for span in run.spans if span.kind == "step"), run.result
+    note = f"{result.step_s / result.oracle_s:.2f} x the bound, busy {result.busy_share:.0%}"
+    return Timeline(
+        f"{result.policy}   {result.step_s:.1f} s", note, run.spans, step.start, step.seconds, result.oracle_s
+    )
+
+
+def _draw(path: Path, timelines: Sequence[Any]) -> None:
+    from rlfuse.simulate.picture import draw
+
+    draw(timelines, path)
+    print(f"picture    {path}")
+
+
+# A recorded run ------------------------------------------------------------------------------------------------------
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    recording = read_run(arguments.run)
+    steps = recording.steps[-REPLAYED:]
+    print(accuracy_table(recording.fit))
+    policies = arguments.policy or [recording.policy]
+    rows = []
+    for step in steps:
+        for run in _run(step.workload, policies, arguments.threshold):
+            same = run.result.policy == recording.policy
+            rows.append(
+                {"step": step.number, "measured_s": round(step.seconds, 6) if same else None} | run.result.as_json()
+            )
+    print("\n" + replay_table(recording, rows))
+    _write(arguments.out, rows)
+    if arguments.picture is not None:
+        _draw(arguments.picture, _replay_timelines(recording, steps[-1], policies, arguments.threshold))
+
+
+def accuracy_table(fitted: Fit) -> str:
+    """Each fitted cost, and how far it is from what was measured."""
+    lines = ["costs fitted to the run's events, and their error"]
+    for kind, accuracy in fitted.accuracy.items():
+        lines.append(
+            f"  {kind:<10}{accuracy.spans:>6} spans{accuracy.seconds:>10.2f} s   all of them {accuracy.total:+.1%}, "
+            f"a typical one {accuracy.typical:.1%}"
+        )
+    costs = [f"{entry.name} {getattr(fitted.costs, entry.name):.4g}" for entry in fields(Costs)]
+    return "\n".join([*lines, *(f"  {', '.join(costs[i : i + 4])}" for i in range(0, len(costs), 4))])
+
+
+def replay_table(recording: Recording, rows: Sequence[dict[str, Any]]) -> str:
+    """Simulated against measured, step by step, and over all of them."""
+    lines = [f"{'step':>5}  {'policy':<10}{'measured':>12}{'simulated':>12}{'error':>9}{'bound':>12}"]
+    for row in rows:
+        measured, simulated = row["measured_s"], row["step_s"]
+        seen = f"{measured:>10.3f} s" if measured else f"{'-':>12}"
+        error = f"{simulated / measured - 1:>+9.1%}" if measured else f"{'-':>9}"
+        lines.append(
+            f"{row['step']:>5}  {row['policy']:<10}{seen}{simulated:>10.3f} s{error}{row['oracle_s']:>10.3f} s"
+        )
+    pairs = [(row["measured_s"], row["step_s"]) for row in rows if row["measured_s"]]
+    if pairs:
+        measured, simulated = np.array(pairs).T
+        lines.append(
+            f"{recording.policy}: measured {measured.sum():.2f} s, simulated {simulated.sum():.2f} s "
+            f"({simulated.sum() / measured.sum() - 1:+.1%}) over {len(pairs)} steps; a typical step is "
+            f"{float(np.median(np.abs(simulated / measured - 1))):.1%} off"
+        )
+    return "\n".join(lines)
+
+
+def _replay_timelines(recording: Recording, step: Step, policies: Sequence[str], threshold: float | None) -> list[Any]:
+    """The last step as it was, and as it is simulated."""
+    from rlfuse.simulate.picture import Timeline
+
+    title = f"{recording.policy}, measured   {step.seconds:.2f} s"
+    measured = Timeline(title, f"step {step.number}", step.spans, step.start, step.seconds)
+    return [measured, *(_timeline(run) for run in _run(step.workload, policies, threshold))]

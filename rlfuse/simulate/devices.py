@@ -1,0 +1,166 @@
+"""The simulated trainer ranks, rewards and weights: everything but the rollout engines, on the same devices.
+
+Role: implements the controller's `Trainer`, `RewardScorer` and `WeightSync` with the rates of a cost model.
+Invariants, each an error where it is broken: a rank works only while its slot has the role `trainer` and its engine
+holds nothing; a slot does one thing at a time; a sample's gradient of a model counts once per optimizer step.
+Waits: only for virtual time to pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.observe.events import Span
+from rlfuse.samples import Reward, Row, Sample
+from rlfuse.simulate.batching import SimulationError
+from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
+
+PASS_OF = {"actor": "old_log_prob", "ref": "ref"}
+
+
+class SimulatedTrainer:
+    """One rank on each device. `scored` and `trained` count how often each sample was, per kind and model."""
+
+    def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros):
+        self.devices, self.costs, self._zeros = list(devices), costs, zeros
+        self.scored: dict[str, Counter[str]] = {}
+        self.trained: dict[str, Counter[str]] = {}
+        self._accumulated: dict[str, list[Row]] = {}
+        self._spans: list[Span] = []
+
+    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """Zeros, after the time of a pass over the rows."""
+        return await self._score(PASS_OF[model], rows, slot)
+
+    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """Zeros, after the time of a pass over the rows."""
+        return await self._score("values", rows, slot)
+
+    async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
+        async with self._at_work(kind, rows, slot) as speed:
+            await asyncio.sleep(
+                self.costs.score_call_s + self._tokens(rows, slot) / (self.costs.score_tokens_per_s * speed)
+            )
+        self.scored.setdefault(kind, Counter()).update(row.id for row in rows)
+        return [self._zeros.take(len(row.response_ids))[1] for row in rows]
+
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+        """The time of a forward and a backward pass over the rows."""
+        async with self._at_work("backward", rows, slot) as speed:
+            await asyncio.sleep(
+                self.costs.train_call_s + self._tokens(rows, slot) / (self.costs.train_tokens_per_s * speed)
+            )
+        self._accumulated.setdefault(model, []).extend(rows)
+
+    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+        """An optimizer step of all ranks on what was accumulated."""
+        rows = self._accumulated.pop(model, [])
+        once = Counter(row.id for row in rows)
+        if sorted(len(row.response_ids) for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
+            raise SimulationError(
+                f"a step of {model} is to be scaled by {len(lengths)} rows, and {len(rows)} of {len(once)} samples "
+                "were accumulated since its last step"
+            )
+        async with self._at_work("optimizer", (), None):
+            await asyncio.sleep(self.costs.optimizer_s)
+        self.trained.setdefault(model, Counter()).update(once)
+        return {}
+
+    def _tokens(self, rows: Sequence[Row], slot: int | None) -> float:
+        """What the slot, or the busiest of all, has to do: rows are shared out evenly, but none is cut."""
+        tokens = [row.tokens for row in rows]
+        return sum(tokens) if slot is not None else max(sum(tokens) / len(self.devices), max(tokens, default=0))
+
+    @asynccontextmanager
+    async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None):
+        """Keep the device or all of them busy; gives the speed of the slowest."""
+        devices = self.devices if slot is None else [self.devices[slot]]
+        start = asyncio.get_running_loop().time()
+        for device in devices:
+            self._occupy(device, kind)
+        try:
+            yield min(device.speed for device in devices)
+        finally:
+            end = asyncio.get_running_loop().time()
+            samples, tokens = tuple(row.id for row in rows), sum(row.tokens for row in rows)
+            for device in devices:
+                device.work = ""
+                where = f"trainer/{device.index}"
+                self._spans.append(Span(kind, where, start, end, samples=samples, tokens=tokens // len(devices)))
+
+    def _occupy(self, device: Device, kind: str) -> None:
+        if device.role != "trainer" or device.held or device.work:
+            raise SimulationError(
+                f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds {device.held} "
+                f"samples and does {device.work or 'nothing'}"
+            )
+        device.work = kind
+
+    async def take_device(self, slot: int) -> None:
+        """`switch_s`."""
+        await self._switch(self.devices[slot], "rollout", "trainer")
+
+    async def leave_device(self, slot: int) -> None:
+        """`switch_s`."""
+        await self._switch(self.devices[slot], "trainer", "rollout")
+
+    async def _switch(self, device: Device, before: str, after: str) -> None:
+        awake = after == "trainer" and not device.asleep
+        if device.role != before or device.held or device.work or awake:
+            raise SimulationError(
+                f"slot {device.index} is told to become {after} while it has the role {device.role}, its engine "
+                f"{'sleeps' if device.asleep else 'is awake'}, it holds {device.held} samples and does "
+                f"{device.work or 'nothing'}"
+            )
+        start, device.role = asyncio.get_running_loop().time(), "switching"
+        await asyncio.sleep(self.costs.switch_s)
+        device.role = after
+        self._spans.append(Span("switch", f"trainer/{device.index}", start, asyncio.get_running_loop().time()))
+
+    async def save(self, folder: Path) -> None:
+        """There is nothing to save."""
+
+    async def load(self, folder: Path) -> None:
+        """There is nothing to load."""
+
+    async def drain(self) -> list[Span]:
+        """Spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class SimulatedReward:
+    """A reward function that takes no time; every sample is worth the same."""
+
+    def __init__(self) -> None:
+        self.scored: Counter[str] = Counter()
+        self._reward = Reward(1.0)
+
+    async def score(self, samples: Sequence[Sample]) -> list[Reward]:
+        """One for each, at once."""
+        self.scored.update(sample.id for sample in samples)
+        return [self._reward] * len(samples)
+
+    async def drain(self) -> list[Span]:
+        """Nothing is recorded."""
+        return []
+
+
+class SimulatedWeights:
+    """Weights reach all engines in what a step costs beside its work."""
+
+    def __init__(self, rollouts: Sequence[SimulatedRollout], seconds: float):
+        self._rollouts, self._seconds = rollouts, seconds
+
+    async def push(self, version: int) -> None:
+        """The engines answer with `version` from now on."""
+        await asyncio.sleep(self._seconds)
+        for rollout in self._rollouts:
+            rollout.version = version

@@ -1,0 +1,221 @@
+"""A run's events become a cost model: what its steps really cost, and how well the model tells it.
+
+Role: `fit` is called by `rlfuse simulate --from` and, between the steps of a real run, to teach its policies. Pure
+functions of spans: `decode` on `rollout/N` (attributes steps, batch, context, prefill_tokens); scoring kinds,
+`update_*`, `switch`, `move` and `step` on `driver`; passes and `backward` on `trainer/N`, which tell the tokens.
+Invariants: every cost is at least 0; the slowest twentieth of each kind (hiccups) has no say in how costs relate, and
+then they are scaled to tell the time of all spans but freak ones (first calls); what no span tells stays as `before`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.observe.events import Span
+from rlfuse.observe.metrics import covered
+
+PASSES = ("old_log_prob", "ref", "values")
+KEPT = 0.95
+"""Share of the spans of a kind that decide how its costs relate."""
+FREAK = 5.0
+"""A span that took so many times what the costs say is not one of its kind."""
+ROUNDS = 4
+FEWEST = 4
+"""Spans of a kind from which costs are fitted."""
+FREE = 1e12
+"""Tokens per second where no cost of tokens can be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How the fitted costs tell the spans of one kind that they were fitted to."""
+
+    spans: int
+    seconds: float
+    """Measured, of all of them."""
+    total: float
+    """(predicted - measured) / measured, over all of them."""
+    typical: float
+    """Median of |predicted - measured| / measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Costs, and how good they are; kinds that no span told of are missing in `accuracy`."""
+
+    costs: Costs
+    accuracy: dict[str, Accuracy]
+
+
+def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
+    """Costs from the spans of one step or many; from `before` (or the defaults) where spans tell nothing."""
+    costs, accuracy = before or Costs(), {}
+    costs = _fit_decoding(spans, costs, accuracy)
+    passes = calls(spans, PASSES, PASSES)
+    call_s, rate = _fit_calls("scoring", passes, accuracy) or (costs.score_call_s, costs.score_tokens_per_s)
+    costs = replace(costs, score_call_s=call_s, score_tokens_per_s=rate)
+    updates = calls([span for span in spans if not _is_step(span)], _updates(spans), ("backward",))
+    call_s, rate = _fit_calls("training", updates, accuracy) or (costs.train_call_s, costs.train_tokens_per_s)
+    costs = replace(costs, train_call_s=call_s, train_tokens_per_s=rate)
+    single = {
+        "optimizer_s": [span.seconds for span in spans if _is_step(span)],
+        "switch_s": [span.seconds for span in _driver(spans, ("switch",))],
+        "move_s": [span.seconds for span in _driver(spans, ("move",))],
+    }
+    for name, seconds in single.items():
+        if seconds:
+            mean = _mean(np.array(seconds))
+            costs = replace(costs, **{name: mean})
+            accuracy[name.removesuffix("_s")] = _accuracy(np.full(len(seconds), mean), np.array(seconds))
+    rest = list(_unexplained(spans))
+    if rest:  # with the way back to generating, which the simulated ranks take for themselves
+        costs = replace(costs, step_s=max(0.0, _mean(np.array(rest)) - costs.switch_s))
+    return Fit(costs, accuracy)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+
+def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy]) -> Costs:
+    """Base, per sequence beyond a flat batch, per context token, per prefilled token."""
+    stretches = [span for span in spans if span.kind == "decode" and span.seconds > 0]
+    if len(stretches) < FEWEST:
+        return costs
+    names = ("steps", "batch", "context", "prefill_tokens")
+    steps, batch, context, prefill = np.array([[s.attributes[n] for n in names] for s in stretches], float).T
+    seconds = np.array([span.seconds for span in stretches])
+    fits = []
+    for flat in _flat_batches(batch):
+        columns = np.stack([steps, steps * np.maximum(0, batch - flat), steps * context, prefill], axis=1)
+        rates, loss = robust(columns, seconds)
+        fits.append((loss, flat, rates, columns @ rates))
+    _, flat, rates, predicted = min(fits, key=lambda each: each[:2])
+    base, sequence, token, prefilled = map(float, rates)
+    accuracy["decoding"] = _accuracy(predicted, seconds)
+    return replace(
+        costs,
+        step_base_s=max(base, 1e-6),
+        step_per_sequence_s=sequence,
+        step_per_context_token_s=token,
+        flat_batch=flat,
+        prefill_tokens_per_s=1 / prefilled if prefilled > 1 / FREE else FREE,
+    )
+
+
+def _flat_batches(batch: np.ndarray) -> list[int]:
+    """Powers of two up to the largest batch seen."""
+    return [1 << power for power in range(int(max(1, batch.max())).bit_length())]
+
+
+# Calls ---------------------------------------------------------------------------------------------------------------
+
+
+def calls(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> list[tuple[float, int]]:
+    """(seconds as the driver saw them, tokens of its busiest rank) of each of the driver's calls of these kinds.
+
+    `inner`: kinds of the ranks' spans that tell the tokens; for a pass, those of the same name.
+    """
+    ranks: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind in inner and span.where.startswith("trainer/"):
+            ranks[span.where, span.kind].append(span)
+    for each in ranks.values():
+        each.sort(key=lambda span: span.start)
+    starts = {key: [span.start for span in each] for key, each in ranks.items()}
+    found = []
+    for call in _driver(spans, kinds):
+        slot, busiest = call.attributes.get("slot"), 0
+        for (where, kind), each in ranks.items():
+            named = call.kind == kind or kind not in PASSES
+            if named and (slot is None or where == f"trainer/{slot}"):
+                first, last = bisect_left(starts[where, kind], call.start), bisect_left(starts[where, kind], call.end)
+                busiest = max(busiest, sum(span.tokens for span in each[first:last]))
+        if busiest:
+            found.append((call.seconds, busiest))
+    return found
+
+
+def _fit_calls(
+    name: str, found: Sequence[tuple[float, int]], accuracy: dict[str, Accuracy]
+) -> tuple[float, float] | None:
+    """(seconds per call, tokens per second)."""
+    if len(found) < FEWEST:
+        return None
+    seconds, tokens = np.array(found, float).T
+    columns = np.stack([np.ones_like(tokens), tokens], axis=1)
+    (call_s, token_s), _ = robust(columns, seconds)
+    accuracy[name] = _accuracy(columns @ np.array([call_s, token_s]), seconds)
+    return float(call_s), float(1 / token_s) if token_s > 1 / FREE else FREE
+
+
+def _updates(spans: Iterable[Span]) -> set[str]:
+    return {span.kind for span in spans if span.kind.startswith("update_")} - {"update_weights"}
+
+
+def _is_step(span: Span) -> bool:
+    return span.where == "driver" and span.kind.startswith("update_") and bool(span.attributes.get("step"))
+
+
+def _driver(spans: Iterable[Span], kinds: Iterable[str]) -> list[Span]:
+    """The driver's spans of these kinds; validation doesn't count."""
+    return [span for span in spans if span.where == "driver" and span.kind in kinds and span.cause != "testing"]
+
+
+def _unexplained(spans: Sequence[Span]) -> Iterable[float]:
+    """For each step its seconds in which no slot did anything that is told of above."""
+    work = [span for span in spans if span.kind == "decode"]
+    work += _driver(spans, {*PASSES, "switch", *_updates(spans)})
+    for step in _driver(spans, ("step",)):
+        inside = [
+            Span(span.kind, span.where, max(span.start, step.start), min(span.end, step.end))
+            for span in work
+            if span.end > step.start and span.start < step.end
+        ]
+        yield step.seconds - covered(inside)
+
+
+# Least squares -------------------------------------------------------------------------------------------------------
+
+
+def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
+    """Non-negative factors that make `columns @ factors` the seconds; and the mean square left of those that count."""
+    kept = np.ones(len(seconds), bool)
+    for _ in range(ROUNDS):
+        factors = non_negative(columns[kept], seconds[kept])
+        predicted = columns @ factors
+        slower = seconds / np.maximum(predicted, 1e-9)
+        kept = slower <= np.quantile(slower, KEPT)
+    known = (slower <= FREAK) & (predicted > 0)
+    scale = seconds[known].sum() / predicted[known].sum() if known.any() else 1.0
+    return factors * scale, float(((seconds - predicted)[kept] ** 2).mean())
+
+
+def _mean(seconds: np.ndarray) -> float:
+    """Without freak ones."""
+    return float(seconds[seconds <= FREAK * np.median(seconds)].mean())
+
+
+def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Least squares with factors of at least 0: the best of all subsets of the (few) columns."""
+    count, best, least = columns.shape[1], np.zeros(columns.shape[1]), float((seconds**2).sum())
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
+    for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
+        factors = np.linalg.lstsq(columns[:, chosen] / scale[chosen], seconds, rcond=None)[0]
+        left = float(((seconds - columns[:, chosen] / scale[chosen] @ factors) ** 2).sum())
+        if factors.min() >= 0 and left < least:
+            best, least = np.zeros(count), left
+            best[chosen] = factors / scale[chosen]
+    return best
+
+
+def _accuracy(predicted: np.ndarray, measured: np.ndarray) -> Accuracy:
+    apart = np.abs(predicted - measured) / np.maximum(measured, 1e-9)
+    total = float((predicted.sum() - measured.sum()) / max(measured.sum(), 1e-9))
+    return Accuracy(len(measured), float(measured.sum()), total, float(np.median(apart)))

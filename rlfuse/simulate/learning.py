@@ -1,0 +1,74 @@
+"""What a real run learns for its policies after every step: costs from its events, settings from simulating them.
+
+Role: handed to the controller's `Tuning` by `rlfuse.run`; called between steps. Costs are fitted to the last few steps
+together. Settings are tuned anew when the costs are first known, and whenever lengths have drifted: their mean or their
+longest changed by a fifth since they were tuned last, which is some steps ago.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.observe.events import Span
+from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.recorded import whole_samples, workload_of
+from rlfuse.simulate.tuning import tune
+
+STEPS = 4
+DRIFT = 0.2
+PAUSE = 8
+"""Steps at least between two tunings, each of which takes about as long as a short step."""
+CALL_S = 0.05
+"""Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows."""
+HISTORY = 0.3
+"""Sigma of log(length / earlier length of the prompt), where lengths are known from earlier steps."""
+MOST_SAMPLES = 2048
+"""Larger steps are simulated scaled down to this."""
+
+
+class Learning:
+    """`engines`: rollout slots."""
+
+    def __init__(self, config: Config, engines: int):
+        self._config, self._engines = config, engines
+        self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
+        self._tuned_for: tuple[float, float] | None = None
+        self._since = 0
+
+    def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
+        """Update `tuning` with a step's spans."""
+        self._spans.append(spans)
+        tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
+        lengths = tuning.lengths.recorded
+        shape = (float(np.mean(lengths)), float(np.max(lengths)))
+        before, self._since = self._tuned_for, self._since + 1
+        drifted = before and any(abs(new / old - 1) > DRIFT for new, old in zip(shape, before, strict=True))
+        if before is None or (drifted and self._since >= PAUSE):
+            self._tuned_for, self._since = shape, 0
+            tuning.fixed = tuned(tuning, self._config.fusion.policy, self._engines, self._config, spans)
+
+
+def measured(spans: Sequence[Span], before: Costs) -> Costs:
+    """Costs fitted to spans, with what a call costs beside what they show."""
+    costs = fit(spans, before).costs
+    score, train = max(costs.score_call_s, CALL_S), max(costs.train_call_s, CALL_S)
+    return replace(costs, score_call_s=score, train_call_s=train)
+
+
+def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequence[Span]) -> Settings:
+    """The settings of `tuning` with what is best for this policy on steps like that of these spans."""
+    lengths, prompt_tokens = whole_samples(spans)
+    history = HISTORY if tuning.lengths.known_share > 0.5 else None
+    workload = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
+    best = tune(workload, policy)
+    return replace(
+        tuning.fixed, threshold=best.threshold, stretch=best.stretch, guarded=best.guarded, ordered=best.ordered
+    )

@@ -1,0 +1,134 @@
+"""A run folder as workloads: what each of its steps generated, on a machine with the costs that its events tell.
+
+Role: `rlfuse simulate --from RUN_DIR` replays a run to show how well the simulator tells its time, and asks what other
+policies would have made of the same samples. Reads `config.yaml` and `events.jsonl`.
+Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.observe.events import Span, read_events
+from rlfuse.simulate.fitting import PASSES, Fit, fit
+from rlfuse.simulate.reading import WorkloadError
+from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One recorded step."""
+
+    number: int
+    start: float
+    seconds: float
+    workload: Workload
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run: its steps, the costs fitted to all of them, the policy it ran under."""
+
+    policy: str
+    fit: Fit
+    steps: list[Step]
+
+
+def read_run(folder: Path) -> Recording:
+    """Raises WorkloadError where the folder holds no run, or its events tell no costs."""
+    config, spans = _config(folder / "config.yaml"), _events(folder / "events.jsonl")
+    engines = config.slots // config.rollout.tensor_model_parallel_size
+    fitted = fit(spans, Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length))
+    if "decoding" not in fitted.accuracy:
+        raise WorkloadError(
+            f"{folder / 'events.jsonl'}: no `decode` spans of its engines to fit costs to; run a step with this version"
+        )
+    steps = [
+        Step(
+            span.step,
+            span.start,
+            span.seconds,
+            workload_of(config, fitted.costs, engines, *whole_samples(inside)),
+            inside,
+        )
+        for span in spans
+        if span.kind == "step" and (inside := _inside(spans, span))
+    ]
+    if not steps:
+        raise WorkloadError(f"{folder / 'events.jsonl'}: no step is complete; let the run finish one")
+    return Recording(config.fusion.policy, fitted, steps)
+
+
+def _config(path: Path) -> Config:
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
+    except OmegaConfBaseException as error:
+        raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
+
+
+def _events(path: Path) -> list[Span]:
+    try:
+        return read_events(path)
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror}; the run has no events") from error
+
+
+def _inside(spans: Sequence[Span], step: Span) -> list[Span]:
+    """What happened during the step; nothing if it generated nothing."""
+    inside = [span for span in spans if span.start >= step.start and span.end <= step.end]
+    return inside if any(span.kind == "generate" for span in inside) else []
+
+
+def workload_of(
+    config: Config, costs: Costs, engines: int, lengths: Sequence[int], prompt_tokens: int, history: float | None = None
+) -> Workload:
+    """A step of this job with responses of these lengths, in prompt order; `history`: as `length_history_sigma`."""
+    actor, experience = config.actor, Experience(config)
+    group = config.rollout.n if len(lengths) % config.rollout.n == 0 else 1
+    prompts = len(lengths) // group
+    training = Training(
+        mini_batches=-(-prompts // actor.ppo_mini_batch_size),
+        models=("critic", "actor") if config.uses_critic else ("actor",),
+        epochs=actor.ppo_epochs,
+        early=experience.early("actor"),
+    )
+    scoring = Scoring(kinds=tuple(kind for kind in experience.kinds if kind in PASSES))
+    limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
+    return of_costs(
+        replace(costs, kv_tokens=limit),
+        engines,
+        tuple(lengths),
+        group=group,
+        prompt_tokens=prompt_tokens,
+        scoring=scoring,
+        training=training,
+        length_history_sigma=history,
+    )
+
+
+def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
+    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans.
+
+    A sample that moved has a span on each engine; the last one tells all its tokens, those it came with too.
+    """
+    tokens: dict[tuple[int, int], int] = {}
+    prompts = []
+    for span in spans:
+        if span.kind == "generate":
+            _, prompt, sibling = map(int, span.samples[0].split("/"))
+            whole = span.tokens + span.attributes.get("carried_tokens", 0)
+            tokens[prompt, sibling] = max(tokens.get((prompt, sibling), 1), whole)
+            prompts.append(span.attributes.get("prompt_tokens", 1))
+    return tuple(tokens[key] for key in sorted(tokens)), max(1, round(float(np.mean(prompts))))

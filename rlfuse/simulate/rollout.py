@@ -1,0 +1,306 @@
+"""A simulated rollout engine: the protocol of a vLLM engine over continuous batching on a virtual clock.
+
+Role: the controller generates with it as it does with a real one. It jumps from event to event: whatever arrives or is
+told to leave takes effect at the end of the decoding step under way; a prefill is a stall of its own, in which nobody
+decodes. Samples that come with their KV cache arrive over the slot's link, one after the other, and stall nobody.
+Invariants: nothing is generated while the slot has another role; a failed engine ends every call with `EngineLost`.
+Waits: only for its own timer and, in `generate`, for the consumer.
+
+    generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
+                                  ^------------ pre-empted <----------+-----> evicted: partial
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlfuse.engines.protocols import EngineLost, Load, Sampling
+from rlfuse.observe.events import Span
+from rlfuse.samples import Partial, Response, Sample
+from rlfuse.simulate.batching import Batch, Sequence, SimulationError
+
+TOKEN_BYTES = 8
+"""A token that moves without its cache: an id and a log-prob."""
+
+
+@dataclass(slots=True)
+class Device:
+    """What a slot is doing, for its engine and its trainer rank to agree on."""
+
+    index: int
+    speed: float = 1.0
+    asleep: bool = False
+    """Whether its engine is."""
+    role: str = "rollout"
+    """`rollout`, `trainer` or `switching`."""
+    held: int = 0
+    """Samples on its engine."""
+    work: str = ""
+    """What its rank is doing."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """What came from other engines."""
+
+    samples: int = 0
+    bytes: float = 0.0
+
+
+class Zeros:
+    """Token ids and log-probs of simulated responses: views of two arrays, as nobody reads them."""
+
+    def __init__(self, longest: int):
+        self._ids, self._log_probs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
+
+    def take(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._ids[:tokens], self._log_probs[:tokens]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A sample from its arrival to its response or its departure, and who waits for it."""
+
+    sample: Sample
+    sequence: Sequence
+    results: asyncio.Queue
+    since: float
+    place: str = "batch"
+    """`link` while its cache is on its way, `batch`, or `leaving`."""
+
+
+@dataclass(slots=True)
+class _Departure:
+    """Samples told to leave; `parted` gets them with their partials, None where nobody wants them any more."""
+
+    names: list[str]
+    carry: str
+    parted: asyncio.Future | None
+
+
+class SimulatedRollout:
+    """One engine on one slot. `length_of`: response tokens that a sample will have, if the sampling allows."""
+
+    def __init__(self, device: Device, batch: Batch, length_of: Callable[[Sample], int], zeros: Zeros):
+        self.device, self.batch, self.moved, self.preempted = device, batch, Moved(), 0
+        self.name, self.version, self.lost = f"rollout/{device.index}", 0, False
+        self._length_of, self._zeros = length_of, zeros
+        self._held: dict[str, _Held] = {}
+        self._departures: list[_Departure] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._start, self._steps = 0.0, 0  # of the steps under way; 0 steps: a stall
+        self._since, self._prefill = -1.0, 0  # of work that no span tells of yet
+        self._link_free = 0.0
+        self._spans: list[Span] = []
+
+    # The protocol ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, samples: Iterable[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
+    ) -> AsyncIterator[tuple[str, Response | Partial]]:
+        """(sample id, response or partial) as they come. Raises EngineLost when the engine fails."""
+        self._check("generate")
+        results: asyncio.Queue = asyncio.Queue()
+        names = {sample.id for sample in samples}
+        for sample in samples:
+            self._receive(sample, sampling.max_tokens, (partials or {}).get(sample.id), results)
+        self._interrupt()
+        try:
+            while names:
+                name, result = await results.get()
+                if isinstance(result, EngineLost):
+                    raise result
+                names.discard(name)
+                yield name, result
+        finally:
+            if names and not self.lost:
+                self._departures.append(_Departure(list(names), "tokens", None))
+                self._interrupt()
+
+    async def evict(self, sample_ids: Iterable[str], carry: str = "tokens") -> None:
+        """Returns when the samples have left, `move_s` after the step under way; finished ones are passed over."""
+        self._check("evict")
+        names = [name for name in sample_ids if name in self._held]
+        if not names:
+            return
+        departure = _Departure(names, carry, asyncio.get_running_loop().create_future())
+        self._departures.append(departure)
+        self._interrupt()
+        parted = await departure.parted
+        await asyncio.sleep(self.batch.costs.move_s)
+        for held, partial in parted:
+            if self._held.get(held.sequence.name) is held:
+                self._deliver(held, partial)
+
+    async def load(self) -> Load:
+        """What it holds right now."""
+        batch = self.batch
+        return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens)
+
+    async def sleep(self) -> None:
+        """Free: the rank pays for the switch."""
+        if self.device.held:
+            raise SimulationError(f"{self.name} is told to sleep while it holds {self.device.held} samples")
+        self.device.asleep = True
+
+    async def wake(self) -> None:
+        """Free, as `sleep`. It can take weights while its slot is still a trainer, but not generate."""
+        self.device.asleep = self.lost
+
+    async def drain(self) -> list[Span]:
+        """A `decode` span for each run of steps with one batch, and a `generate` span for each whole sample."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def fail(self) -> None:
+        """The engine is lost, with all that it held."""
+        self.lost = self.device.asleep = True
+        error = EngineLost(f"{self.name} is lost: the workload's `failures` say so")
+        if self._timer is not None:
+            self._timer.cancel()
+        for results in {id(held.results): held.results for held in self._held.values()}.values():
+            results.put_nowait(("", error))
+        for departure in self._departures:
+            if departure.parted is not None and not departure.parted.done():
+                departure.parted.set_exception(error)
+        self._held.clear()
+        self.device.held = 0
+
+    # Samples ---------------------------------------------------------------------------------------------------------
+
+    def _check(self, action: str) -> None:
+        if self.lost:
+            raise EngineLost(f"{self.name} is lost and can't {action}")
+        if self.device.role != "rollout" or self.device.asleep:
+            raise SimulationError(f"{self.name} is told to {action} while its slot has the role {self.device.role}")
+
+    def _receive(self, sample: Sample, most: int, partial: Partial | None, results: asyncio.Queue) -> None:
+        if sample.id in self._held:
+            raise SimulationError(f"{self.name} is given sample {sample.id}, which it holds already")
+        loop = asyncio.get_running_loop()
+        total, prompt_tokens = min(self._length_of(sample), most), len(sample.prompt.token_ids)
+        sequence = Sequence(sample.id, sample.prompt.index, prompt_tokens, total)
+        held = self._held[sample.id] = _Held(sample, sequence, results, loop.time())
+        self.device.held += 1
+        if partial is None:
+            self.batch.waiting.append(sequence)
+            return
+        sequence.done, sequence.cached = len(partial.token_ids), partial.kv_key is not None
+        self.moved.samples += 1
+        if not sequence.cached:
+            self.moved.bytes += TOKEN_BYTES * sequence.done
+            self.batch.waiting.append(sequence)
+            return
+        costs, held.place = self.batch.costs, "link"
+        size = sequence.tokens * costs.kv_bytes_per_token
+        self.moved.bytes += size
+        self._link_free = max(self._link_free, loop.time()) + size / costs.link_bytes_per_s
+        loop.call_at(self._link_free, self._arrive, held)
+
+    def _arrive(self, held: _Held) -> None:
+        """Its cache is here."""
+        if self._held.get(held.sequence.name) is held and held.place == "link":
+            held.place = "batch"
+            self.batch.waiting.append(held.sequence)
+            self._interrupt()
+
+    def _deliver(self, held: _Held, result: Response | Partial) -> None:
+        del self._held[held.sequence.name]
+        self.device.held -= 1
+        held.results.put_nowait((held.sequence.name, result))
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        held, whole = self._held[sequence.name], sequence.total
+        reason = "stop" if whole == self._length_of(held.sample) else "length"
+        self._deliver(held, Response(*self._zeros.take(whole), reason, self.version, ""))
+        self._spans.append(
+            Span(
+                "generate",
+                self.name,
+                held.since,
+                now,
+                held.sample.step,
+                (sequence.name,),
+                whole,
+                "admitted",
+                {"prompt_tokens": sequence.prompt_tokens},
+            )
+        )
+
+    # Time ------------------------------------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        """Take a turn at the end of the step under way; at once if there is none. A stall ends by itself."""
+        loop = asyncio.get_running_loop()
+        when = loop.time()
+        if self._timer is not None:
+            steps = self.batch.steps_begun(when - self._start) if self._steps else 0
+            if steps >= self._steps:
+                return
+            self._steps, when = steps, self._start + self.batch.seconds(steps)
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._turn)
+
+    def _turn(self) -> None:
+        """The steps under way are done: see who leaves and who comes, and begin the next ones."""
+        now, batch = asyncio.get_running_loop().time(), self.batch
+        self._timer = None
+        if self._steps:
+            self._record(now)
+        for sequence in batch.run(self._steps) if self._steps else ():
+            self._finish(sequence, now)
+        self._part()
+        self._steps = 0
+        prefill = batch.admit()
+        self._prefill += prefill
+        if prefill:
+            self._begin(now, 0, prefill / (batch.costs.prefill_tokens_per_s * batch.speed))
+        elif batch.running:
+            self.preempted += batch.preempt()
+            steps = batch.steps_ahead()
+            self._begin(now, steps, batch.seconds(steps))
+        elif self._prefill:
+            self._record(now)
+
+    def _begin(self, now: float, steps: int, seconds: float) -> None:
+        self._start, self._steps = now, steps
+        self._since = now if self._since < 0 else self._since
+        self._timer = asyncio.get_running_loop().call_at(now + seconds, self._turn)
+
+    def _record(self, now: float) -> None:
+        """A span of the steps that end now, and of the prefill before them."""
+        size = len(self.batch.running)
+        attributes = {
+            "steps": self._steps,
+            "batch": size,
+            "context": self.batch.context + size * max(0, self._steps - 1) / 2,
+            "prefill_tokens": self._prefill,
+        }
+        tokens = self._steps * size
+        self._spans.append(Span("decode", self.name, self._since, now, tokens=tokens, attributes=attributes))
+        self._since, self._prefill = -1.0, 0
+
+    def _part(self) -> None:
+        """Take out who was told to leave."""
+        departures, self._departures = self._departures, []
+        for departure in departures:
+            parted = []
+            for name in departure.names:
+                held = self._held.get(name)
+                if held is None or held.place == "leaving":
+                    continue
+                ran = held.place == "batch" and self.batch.remove(held.sequence)
+                held.place = "leaving"
+                key = f"{self.name}/{name}" if ran and departure.carry == "kv" else None
+                tokens = self._zeros.take(held.sequence.done)
+                parted.append((held, Partial(*tokens, self.version, kv_key=key)))
+            if departure.parted is not None and not departure.parted.done():
+                departure.parted.set_result(parted)
+                continue
+            for held, _ in parted:
+                del self._held[held.sequence.name]
+                self.device.held -= 1

@@ -1,0 +1,277 @@
+"""One training step of a workload in virtual time: the real controller, board and policy on simulated engines.
+
+Role: `simulate` is what the command, the tuning of thresholds and the benchmarks call. The controller is the one that
+runs real jobs; only its surroundings are stand-ins: prompts without text, an experience without numbers, a journal in
+memory. Waits for nothing: minutes of a cluster pass in the time that their decisions take to compute.
+Invariant: a run is audited before it is believed; a sample that was not generated once, scored once per kind and
+trained on once per epoch is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlfuse.config.schema import Config
+from rlfuse.controller import Controller
+from rlfuse.engines.protocols import Engines, Recorded
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.selection import Selection, label
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.observe.events import Recorder, Span
+from rlfuse.samples import Group, Prompt, Sample
+from rlfuse.simulate.batching import Batch, SimulationError
+from rlfuse.simulate.bound import lower_bound
+from rlfuse.simulate.clock import run_virtual
+from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
+from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
+from rlfuse.simulate.workload import Workload
+
+WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
+"""Spans in which a slot is busy; changing roles is not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a step, in virtual seconds from its start."""
+
+    policy: str
+    generation_s: float
+    """Until the last sample was whole."""
+    generation_and_scoring_s: float
+    step_s: float
+    oracle_s: float
+    """No on-policy schedule takes less (`bound`)."""
+    busy_share: float
+    """Of all slots' time, the part in which they generate, score or train."""
+    moved_samples: int
+    moved_bytes: float
+    samples_finished: int
+    label: str
+    """What the policy does to the data: `exact`, or `exact in distribution` where the tail is speculated."""
+    bound_by: str
+    cpu_s: float
+    """Of this process, simulated engines included: an upper limit of the controller's own."""
+
+    def as_json(self) -> dict[str, Any]:
+        """With seconds to the microsecond."""
+        return {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A result and the spans that it was read from, the step's own among them."""
+
+    result: Result
+    spans: list[Span]
+
+
+def simulate(workload: Workload, policy: str, settings: Settings | None = None) -> Simulated:
+    """Run one step. `settings`: as tuned. Raises SimulationError where an invariant of the machine breaks."""
+    began = time.process_time()
+    machine = Machine(workload)
+    with _no_collection():
+        spans = run_virtual(machine.run(policy, settings or Settings()))
+    machine.audit(spans)
+    cpu_s = time.process_time() - began
+    return Simulated(_result(workload, policy, machine, spans, cpu_s), spans)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's cycle collector: what a step makes lives until its end, and looking through it costs a fifth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _result(workload: Workload, policy: str, machine: Machine, spans: Sequence[Span], cpu_s: float) -> Result:
+    step = next(span for span in spans if span.kind == "step")
+    generated = [span.end for span in spans if span.kind == "generate"]
+    scored = [span.end for span in spans if span.kind in workload.scoring.kinds]
+    busy = sum(span.seconds for span in spans if span.kind in WORKING and span.where != "driver")
+    bound = lower_bound(workload)
+    return Result(
+        policy,
+        max(generated) - step.start,
+        max(generated + scored) - step.start,
+        step.seconds,
+        bound.seconds,
+        busy / (workload.slots * step.seconds),
+        sum(rollout.moved.samples for rollout in machine.rollouts),
+        sum(rollout.moved.bytes for rollout in machine.rollouts),
+        len(generated),
+        label("exact", workload.tail_speculation.batch if workload.tail_speculation else 0),
+        bound.bound_by,
+        cpu_s,
+    )
+
+
+class Machine:
+    """Simulated engines for one workload, and the stand-ins that the controller needs beside them."""
+
+    def __init__(self, workload: Workload):
+        self.workload, self.costs = workload, workload.costs()
+        self.lengths = workload.lengths().tolist()
+        zeros = Zeros(workload.longest)
+        devices = [Device(index, speed) for index, speed in enumerate(workload.speeds)]
+        self.rollouts = [
+            SimulatedRollout(device, Batch(self.costs, device.speed, workload.tail_speculation), self._length_of, zeros)
+            for device in devices
+        ]
+        self.trainer, self.reward = SimulatedTrainer(devices, self.costs, zeros), SimulatedReward()
+        weights = SimulatedWeights(self.rollouts, workload.step_s)
+        self.engines = Engines(self.rollouts, self.reward, self.trainer, weights)
+
+    def _length_of(self, sample: Sample) -> int:
+        return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
+
+    async def run(self, policy: str, settings: Settings) -> list[Span]:
+        """One step; its spans."""
+        loop = asyncio.get_running_loop()
+        journal = _Journal([*self.rollouts, self.trainer])
+        for failure in self.workload.failures:  # the step starts when the first weights are out
+            loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
+        prompts = _Prompts(self.workload)
+        controller = Controller(
+            self._config(policy),
+            self.engines,
+            POLICIES[policy],
+            _Experience(self.workload),
+            prompts,
+            (),
+            journal,
+            Selection("exact", 0.0, self.workload.prompts, prompts),
+            Tuning(self.costs, self._expectations(), settings),
+            total_steps=1,
+            clock=loop.time,
+        )
+        await controller.run(0)
+        return journal.spans
+
+    def _config(self, policy: str) -> Config:
+        workload, config = self.workload, Config()
+        config.data.train_batch_size, config.rollout.n = workload.prompts, workload.group
+        config.data.max_response_length = workload.most_tokens
+        config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = (
+            workload.mini_batch_prompts,
+            workload.training.epochs,
+        )
+        config.algorithm.adv_estimator = "gae" if "critic" in workload.training.models else "grpo"
+        config.trainer.critic_warmup = 0 if "actor" in workload.training.models else 1
+        config.trainer.val_before_train, config.trainer.save_freq = False, 0
+        config.trainer.n_gpus_per_node, config.fusion.policy = workload.slots, policy
+        return config
+
+    def _expectations(self) -> Lengths:
+        """What earlier steps would have taught: each prompt's history, or the mean over all."""
+        lengths, history = Lengths(self.workload.most_tokens), self.workload.history()
+        if history is None:
+            lengths.learn({-1: [float(np.mean(self.lengths))]})
+        else:
+            lengths.learn({prompt: [length] for prompt, length in enumerate(history.tolist())})
+        return lengths
+
+    def audit(self, spans: Sequence[Span]) -> None:
+        """Every sample exactly as often as it should be."""
+        generated = Counter(span.samples[0] for span in spans if span.kind == "generate")
+        self._audit("generated", generated, 1)
+        self._audit("rewarded", self.reward.scored, 1)
+        for kind in self.workload.scoring.kinds:
+            self._audit(f"scored ({kind})", self.trainer.scored.get(kind, Counter()), 1)
+        for model in self.workload.training.models:
+            self._audit(
+                f"trained on ({model})", self.trainer.trained.get(model, Counter()), self.workload.training.epochs
+            )
+
+    def _audit(self, what: str, counts: Counter[str], times: int) -> None:
+        wrong = [name for name, count in counts.items() if count != times]
+        if wrong or len(counts) != self.workload.samples:
+            example = f", {wrong[0]} {counts[wrong[0]]} times" if wrong else ""
+            raise SimulationError(
+                f"{len(counts)} of {self.workload.samples} samples were {what}{example}; each should be {times} times"
+            )
+
+
+class _Clocked(Recorder):
+    """Spans in virtual time."""
+
+    @contextmanager
+    def span(self, kind: str, **fields: Any) -> Iterator[Span]:
+        clock = asyncio.get_running_loop().time
+        span = Span(kind, self.where, clock(), step=fields.pop("step", self.step), **fields)
+        try:
+            yield span
+        finally:
+            span.end = clock()
+            self.add(span)
+
+
+class _Journal:
+    """Keeps the spans of the step and nothing else."""
+
+    def __init__(self, engines: Sequence[Recorded]):
+        self.recorder, self._engines, self.spans = _Clocked("driver"), engines, []
+
+    def note(self, values: dict[str, float]) -> None:
+        """There are no metrics."""
+
+    def failures(self, board: Board) -> None:
+        """Simulated rewards don't fail."""
+
+    async def finish(self, step: int, board: Board) -> list[Span]:
+        """All spans since the start."""
+        self.spans += self.recorder.drain()
+        for engine in self._engines:
+            self.spans += await engine.drain()
+        return self.spans
+
+
+class _Experience:
+    """Says what has to be scored and when a loss can be computed; computes none."""
+
+    def __init__(self, workload: Workload):
+        self.kinds = ("reward", *workload.scoring.kinds)
+        self.actor_tensors: tuple[str, ...] = ()
+        self._training = workload.training
+
+    def early(self, model: str) -> bool:
+        """Whether a group's loss needs that group alone."""
+        return model == "critic" or self._training.early
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """A critic's rows name what it learns from."""
+        if "critic" in self._training.models:
+            for group in groups:
+                for sample in group.samples:
+                    sample.tensors |= dict.fromkeys(("values", "returns"), sample.response.log_probs)
+
+    def complete(self, groups: Sequence[Group]) -> dict[str, float]:
+        """There are no metrics."""
+        return {}
+
+
+class _Prompts:
+    """The workload's prompts, all in one batch."""
+
+    def __init__(self, workload: Workload):
+        tokens = np.zeros(workload.prompt_tokens, np.int32)
+        self._prompts = [Prompt(index, tokens, "", (), "", None) for index in range(workload.prompts)]
+
+    def next_batch(self) -> list[Prompt]:
+        return self._prompts

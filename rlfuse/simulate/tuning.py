@@ -1,0 +1,76 @@
+"""What `rlhfuse` and `adaptive` are set to, found by simulation: when to consolidate, whether to admit by length.
+
+Role: `tune` is called by `rlfuse simulate` and by `learning`, between the steps of a real run, as lengths drift.
+RLHFuse (arXiv 2409.13221) finds its threshold in the same way: simulate the recorded lengths with the measured costs,
+take the best. Pure: a workload in, settings out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from rlfuse.fusion.decisions import Settings
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import Workload
+
+CONSOLIDATIONS = [Settings(threshold=0.0)] + [
+    Settings(threshold=threshold, stretch=stretch) for threshold in (0.1, 0.2, 0.35) for stretch in (1.0, 1.5, 2.0)
+]
+"""Below which share of the samples (0: never) the tail is consolidated, and how much slower decoding may get by it."""
+TUNED = {"rlhfuse": ("threshold", "stretch"), "adaptive": ("threshold", "stretch", "guarded", "ordered")}
+"""Policy -> the settings it reads."""
+MOST_SLOTS = 8
+"""Machines are scaled down to this, at the same number of samples per slot, so that tuning takes a second or so."""
+RISK = 0.1
+"""Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
+other lengths than were simulated it may turn out worse."""
+FLAT = 8
+"""An engine whose latency is flat up to so many sequences needs no slower decoding to consolidate."""
+DRAWS = 2
+FEW = 64
+"""Samples of a scaled-down step up to which it is worth simulating more than one draw."""
+
+
+def tune(workload: Workload, policy: str, seed: int = 1) -> Settings:
+    """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
+
+    What is simulated are other draws of its lengths, from `seed` on: settings are for steps to come.
+    """
+    if policy not in TUNED:
+        return Settings()
+    draws = _draws(workload, seed)
+
+    def seconds(settings: Settings) -> float:
+        """With what a gain on a few draws has to be at least, for the risk to be taken."""
+        found = fmean(simulate(draw, policy, settings).result.step_s for draw in draws)
+        return round(found * (1 + RISK * (settings.stretch - 1)), 6)
+
+    known = "ordered" in TUNED[policy] and workload.length_history_sigma is not None
+    steep = workload.engine.flat_batch < FLAT
+    tried = [replace(each, ordered=known) for each in CONSOLIDATIONS if steep or each.stretch == 1.0]
+    if policy == "adaptive":
+        tried += [replace(each, guarded=False) for each in tried if each.threshold]
+    best = min(tried, key=seconds)
+    return min((best, replace(best, ordered=False)), key=seconds) if known else best
+
+
+def _draws(workload: Workload, seed: int) -> list[Workload]:
+    slots = min(workload.slots, MOST_SLOTS)
+    samples = round(workload.samples * slots / workload.slots)
+    small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], failures=())
+    lengths = workload.lengths().tolist()
+    count = DRAWS if samples <= FEW else 1
+    return [
+        replace(small, response_tokens=resample(lengths, workload.group, samples, seed + draw)) for draw in range(count)
+    ]
+
+
+def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tuple[int, ...]:
+    """About so many lengths, drawn with replacement in whole groups."""
+    groups = np.array(lengths[: len(lengths) // group * group]).reshape(-1, group)
+    count = max(1, round(samples / group))
+    return tuple(groups[np.random.default_rng(seed).integers(len(groups), size=count)].ravel().tolist())

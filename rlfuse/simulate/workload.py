@@ -1,0 +1,264 @@
+"""What is simulated: a machine, its costs and the samples of one training step, read from a small JSON file.
+
+Role: `read_workload` turns the JSON into a `Workload`; the runner, the bound and the tuning read nothing else. Lengths
+are drawn from the workload's own seed, so a workload is the same samples for every policy.
+Invariants: fields were checked when they were read; consecutive samples share a prompt (`group`); mini-batches are
+consecutive prompts. Rates are per slot, times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.simulate.reading import AtLeastOne, AtLeastZero, Count, Index, Positive, WorkloadError, flag, one_of, read
+
+BETWEEN_PROMPTS = 0.7
+"""Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
+DEFAULT_HISTORY: float | None = None
+"""`length_history_sigma` where a workload doesn't name it."""
+
+OF_MACHINE = ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")
+"""Fields of a workload that a cost model has by the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One rollout engine; a decoding step of b sequences with c tokens in the cache is as in `fusion.costs`."""
+
+    step_base_s: Positive = 0.02
+    step_per_sequence_s: AtLeastZero = 1e-4
+    step_per_context_token_s: AtLeastZero = 2e-8
+    flat_batch: Count = 64
+    max_sequences: Count = 256
+    kv_tokens: Count = 400_000
+    prefill_tokens_per_s: Positive = 20_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Passes without gradients; each of `kinds` reads every sample once."""
+
+    tokens_per_s: Positive = 40_000.0
+    call_s: AtLeastZero = 0.0
+    kinds: tuple[Annotated[str, one_of("old_log_prob", "ref", "values")], ...] = ("old_log_prob",)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Forward and backward of each of `models` over every sample, `epochs` times."""
+
+    tokens_per_s: Positive = 8_000.0
+    mini_batches: Count = 1
+    """Optimizer steps per epoch: consecutive parts of ceil(prompts / mini_batches) prompts."""
+    call_s: AtLeastZero = 0.0
+    optimizer_s: AtLeastZero = 0.0
+    models: tuple[Annotated[str, one_of("critic", "actor")], ...] = ("actor",)
+    epochs: Count = 1
+    early: Annotated[bool, flag] = True
+    """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
+    batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths with this median; sigma of their natural logarithm."""
+
+    median: AtLeastOne
+    sigma: AtLeastZero
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`count` lengths from a distribution, none above `cap`."""
+
+    lognormal: Lognormal
+    count: Count
+    cap: Count | None = None
+
+    def draw(self, group: int, seed: int) -> np.ndarray:
+        """int64 [count]; siblings are alike, as they answer the same prompt."""
+        rng, sigma = np.random.default_rng(seed), self.lognormal.sigma
+        prompts = rng.normal(0.0, sigma * BETWEEN_PROMPTS**0.5, self.count // group).repeat(group)
+        siblings = rng.normal(0.0, sigma * (1 - BETWEEN_PROMPTS) ** 0.5, self.count)
+        with np.errstate(over="ignore"):
+            lengths = np.rint(self.lognormal.median * np.exp(prompts + siblings))
+        return np.clip(lengths, 1, self.cap or 1 << 40).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A slot's rollout engine is lost at this time; its rank goes on."""
+
+    slot: Index
+    at_s: AtLeastZero
+
+
+@dataclass(frozen=True, slots=True)
+class TailSpeculation:
+    """Speculative decoding: steps of at most `batch` sequences are faster by this factor."""
+
+    speedup: AtLeastOne
+    batch: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training step on one machine. Raises WorkloadError where fields don't go together."""
+
+    slots: Count
+    response_tokens: tuple[Count, ...] | Drawn
+    """A length for each sample, or the distribution to draw them from."""
+    seed: Index = 0
+    prompt_tokens: Count = 128
+    group: Count = 1
+    """Samples of each prompt."""
+    engine: Engine = field(default_factory=Engine)
+    scoring: Scoring = field(default_factory=Scoring)
+    training: Training = field(default_factory=Training)
+    switch_s: AtLeastZero = 0.0
+    """A slot's change of role, either way."""
+    move_s: AtLeastZero = 0.02
+    """Taking samples off an engine, beside their prefill or transfer."""
+    step_s: AtLeastZero = 0.0
+    """What a training step costs beside all of this."""
+    kv_bytes_per_token: AtLeastZero = 0.0
+    link_bytes_per_s: AtLeastZero = 0.0
+    """Between two slots' KV caches; 0: moved samples are prefilled again."""
+    slot_speed: tuple[Positive, ...] = ()
+    """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
+    failures: tuple[Failure, ...] = ()
+    length_history_sigma: AtLeastZero | None = DEFAULT_HISTORY
+    """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
+    only the mean over all samples is known."""
+    tail_speculation: TailSpeculation | None = None
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise WorkloadError("response_tokens=[]: needs a length for at least one sample")
+        if not self.training.models:
+            raise WorkloadError("training.models=[]: a step trains at least one model; leave it out for ['actor']")
+        for where, names in (("scoring.kinds", self.scoring.kinds), ("training.models", self.training.models)):
+            if len(set(names)) < len(names):
+                raise WorkloadError(f"{where}={list(names)}: names each only once")
+        if self.samples % self.group:
+            counted = "count" if isinstance(self.response_tokens, Drawn) else "length"
+            raise WorkloadError(
+                f"response_tokens has {counted} {self.samples}, which is no multiple of group={self.group}: every "
+                "prompt needs the same number of samples"
+            )
+        if self.slot_speed and len(self.slot_speed) != self.slots:
+            raise WorkloadError(
+                f"slot_speed has {len(self.slot_speed)} values for slots={self.slots}: give one each, or none"
+            )
+        for i, failure in enumerate(self.failures):
+            if failure.slot >= self.slots:
+                raise WorkloadError(f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0")
+        if len({failure.slot for failure in self.failures}) == self.slots:
+            raise WorkloadError(f"failures: all {self.slots} engines are lost, so nothing can finish; leave one out")
+        longest = self.prompt_tokens + self.longest
+        if longest > self.engine.kv_tokens:
+            raise WorkloadError(
+                f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
+                "raise kv_tokens, or lower response_tokens (cap)"
+            )
+
+    @property
+    def samples(self) -> int:
+        drawn = self.response_tokens
+        return drawn.count if isinstance(drawn, Drawn) else len(drawn)
+
+    @property
+    def longest(self) -> int:
+        """Response tokens of the longest sample."""
+        return int(self.lengths().max())
+
+    @property
+    def most_tokens(self) -> int:
+        """What a response can't exceed, as far as anybody knows before it is generated."""
+        drawn = self.response_tokens
+        return (drawn.cap if isinstance(drawn, Drawn) else None) or self.longest
+
+    @property
+    def prompts(self) -> int:
+        return self.samples // self.group
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Prompts of each mini-batch but, perhaps, the last."""
+        return -(-self.prompts // self.training.mini_batches)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return self.slot_speed or (1.0,) * self.slots
+
+    def lengths(self) -> np.ndarray:
+        """int64 [samples]: response tokens."""
+        drawn = self.response_tokens
+        return drawn.draw(self.group, self.seed) if isinstance(drawn, Drawn) else np.array(drawn, np.int64)
+
+    def history(self) -> np.ndarray | None:
+        """float64 [prompts]: what is known of the mean length of a prompt's samples; None where nothing is."""
+        if self.length_history_sigma is None:
+            return None
+        rng = np.random.default_rng((self.seed, 1))  # independent of the draw of lengths
+        means = self.lengths().reshape(self.prompts, self.group).mean(axis=1)
+        return means * np.exp(rng.normal(0.0, self.length_history_sigma, self.prompts))
+
+    def costs(self) -> Costs:
+        """As the policies and the simulated engines see it."""
+        engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
+        return Costs(
+            **engine,
+            max_tokens=self.most_tokens,
+            score_tokens_per_s=self.scoring.tokens_per_s,
+            score_call_s=self.scoring.call_s,
+            train_tokens_per_s=self.training.tokens_per_s,
+            train_call_s=self.training.call_s,
+            optimizer_s=self.training.optimizer_s,
+            **{name: getattr(self, name) for name in OF_MACHINE},
+        )
+
+
+def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
+    """A workload on a machine with these costs; `more`: its other fields, `scoring` and `training` without their costs.
+
+    Raises WorkloadError.
+    """
+    scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
+    return Workload(
+        slots,
+        response_tokens,
+        engine=Engine(**{entry.name: getattr(costs, entry.name) for entry in fields(Engine)}),
+        scoring=replace(scoring, tokens_per_s=costs.score_tokens_per_s, call_s=costs.score_call_s),
+        training=replace(
+            training,
+            tokens_per_s=costs.train_tokens_per_s,
+            call_s=costs.train_call_s,
+            optimizer_s=costs.optimizer_s,
+        ),
+        **{name: getattr(costs, name) for name in OF_MACHINE},
+        **more,
+    )
+
+
+def parse(data: Any) -> Workload:
+    """A workload from decoded JSON. Raises WorkloadError."""
+    return read(Workload, data)
+
+
+def read_workload(path: Path) -> Workload:
+    """A workload from a JSON file. Raises WorkloadError, naming the file."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror}; give the path of a workload in JSON") from error
+    except WorkloadError as error:
+        raise WorkloadError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise WorkloadError(f"{path}: {error}; a workload is one JSON object") from error

@@ -1,0 +1,101 @@
+"""The lower bound: exact where it can be worked out by hand, never above what any policy takes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfuse.simulate.bound import _falling_hull, lower_bound
+from rlfuse.simulate.workload import parse
+
+ENGINE = {
+    "step_base_s": 0.02,
+    "step_per_sequence_s": 1e-4,
+    "step_per_context_token_s": 0.0,
+    "flat_batch": 4,
+    "max_sequences": 16,
+    "kv_tokens": 100_000,
+    "prefill_tokens_per_s": 10_000,
+}
+
+
+def workload(lengths, slots=1, mini_batches=1, **more):
+    return parse(
+        {
+            "slots": slots,
+            "response_tokens": lengths,
+            "prompt_tokens": 100,
+            "engine": ENGINE,
+            "scoring": {"tokens_per_s": 1000},
+            "training": {"tokens_per_s": 500, "mini_batches": mini_batches},
+            "switch_s": 0.5,
+        }
+        | more
+    )
+
+
+def test_one_sample_on_one_slot_is_one_chain():
+    bound = lower_bound(workload([50]))
+    generation = 100 / 10_000 + 50 * 0.02
+    assert bound.generation_s == pytest.approx(generation)
+    assert bound.generation_and_scoring_s == pytest.approx(generation + 0.5 + 0.15)
+    assert bound.seconds == pytest.approx(generation + 0.5 + 0.15 + 0.3)
+
+
+def test_context_counts_every_token_of_every_step():
+    engine = ENGINE | {"step_per_context_token_s": 1e-5}
+    context = sum(100 + step for step in range(50)) * 1e-5
+    assert lower_bound(workload([50], engine=engine)).generation_s == pytest.approx(0.01 + 1.0 + context)
+
+
+def test_equal_lengths_share_one_batch():
+    # 8 samples on 1 slot: 50 steps of a batch of 8, then all scoring and training.
+    bound = lower_bound(workload([50] * 8))
+    generation = 8 * 0.01 + 50 * (0.02 + 4 * 1e-4)
+    assert bound.generation_s == pytest.approx(generation, rel=1e-6)
+    assert bound.seconds == pytest.approx(generation + 0.5 + 8 * 0.15 + 8 * 0.3, rel=1e-6)
+
+
+def test_siblings_prefill_their_prompt_once():
+    apart, together = (lower_bound(workload([50] * 8, group=group)) for group in (1, 8))
+    assert apart.seconds - together.seconds == pytest.approx(7 * 0.01, rel=1e-3)
+
+
+def test_later_mini_batches_follow_the_longest_sample():
+    # 400 steps hide all other work but: its own scoring and training, elsewhere while its slot switches; the rest.
+    lengths = [400, 10, 10, 10]
+    bound = lower_bound(workload(lengths, slots=2, mini_batches=2))
+    second = max(2 * 110 / 500 / 2, 110 / 500)
+    assert bound.bound_by == "longest sample"
+    assert bound.seconds == pytest.approx(0.01 + 8.0 + 0.5 + 1.0 + second)
+
+
+def test_what_binds_is_named():
+    many = [100] * 64
+    assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (
+        "generation work"
+    )
+    assert (
+        lower_bound(workload(many, scoring={"tokens_per_s": 100}, training={"tokens_per_s": 1e6})).bound_by == "scoring"
+    )
+    assert lower_bound(workload(many, training={"tokens_per_s": 50})).bound_by == "training"
+    assert (
+        lower_bound(workload([500, *[20] * 8], slots=8, training={"tokens_per_s": 5000})).bound_by == "longest sample"
+    )
+
+
+def test_speculation_lowers_it_and_slow_slots_raise_it():
+    lengths = [400, *[20] * 20]
+    plain = lower_bound(workload(lengths, slots=2)).seconds
+    assert lower_bound(workload(lengths, slots=2, tail_speculation={"speedup": 2, "batch": 4})).seconds < 0.7 * plain
+    assert lower_bound(workload(lengths, slots=2, slot_speed=[0.5, 0.5])).seconds > 1.8 * plain
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=30))
+def test_the_hull_is_below_all_points_convex_and_falling(points):
+    x, y = np.array(points).T
+    corners, heights = _falling_hull(x, y)
+    assert (np.interp(x, corners, heights) <= y + 1e-9).all()
+    assert (np.diff(heights) <= 0).all()
+    slopes = np.diff(heights) / np.diff(corners)
+    assert (np.diff(slopes) >= -1e-6 * np.abs(slopes[1:])).all()

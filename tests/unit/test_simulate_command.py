@@ -1,0 +1,119 @@
+"""`rlfuse simulate` as a user types it: files in, table, JSON and pictures out, one line for what is wrong."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from rlfuse.cli import main
+from rlfuse.config.schema import Config
+from rlfuse.observe.events import EventLog, Span
+from rlfuse.simulate.picture import Timeline, activity, draw
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import parse
+
+FIELDS = {"policy", "generation_s", "generation_and_scoring_s", "step_s", "oracle_s", "busy_share", "moved_samples"}
+FIELDS |= {"moved_bytes", "samples_finished", "label", "bound_by"}
+WORKLOAD = {
+    "slots": 4,
+    "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 300, "count": 64},
+    "prompt_tokens": 50,
+    "scoring": {"tokens_per_s": 2000},
+    "training": {"tokens_per_s": 2000, "mini_batches": 2},
+    "switch_s": 0.1,
+}
+
+
+@pytest.fixture
+def workload(tmp_path):
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps(WORKLOAD))
+    return str(path)
+
+
+def test_all_policies_in_a_table_a_list_and_a_picture(workload, tmp_path, capsys):
+    out, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    assert main(["simulate", workload, "--threshold", "0.2", "--out", str(out), "--picture", str(picture)]) == 0
+    results = json.loads(out.read_text())
+    assert [result["policy"] for result in results] == ["serial", "stream", "rlhfuse", "adaptive"]
+    assert all(result.keys() >= FIELDS and result["samples_finished"] == 64 for result in results)
+    assert len({result["oracle_s"] for result in results}) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "1.00x" in printed and "no schedule takes less than" in printed
+
+
+def test_one_policy_is_one_object(workload, tmp_path):
+    out = tmp_path / "result.json"
+    assert main(["simulate", workload, "--policy", "serial", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["policy"] == "serial"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs a WORKLOAD.json or --from RUN_DIR"),
+        (["W", "--policy", "adaptiv"], "--policy adaptiv: unknown policy; did you mean adaptive?"),
+        (["W", "--threshold", "2"], "--threshold 2.0: needs a share of the samples, 0 to 1"),
+        (["W", "--out", "no/such/folder/x.json"], "does not exist; make it first"),
+        (["nothing.json"], "nothing.json: No such file"),
+        (["--from", "nowhere"], "give the folder of a run"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, message, workload, capsys):
+    assert main(["simulate", *(workload if word == "W" else word for word in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def recorded(folder, steps=2):
+    """A run folder such as a real job leaves, its events those of simulated steps."""
+    config = Config()
+    config.model.path, config.data.train_files, config.fusion.policy = "model", ["data"], "stream"
+    config.algorithm.adv_estimator, config.trainer.n_gpus_per_node = "grpo", 4
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.data.max_response_length = 64, 32, 300
+    (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    log, measured = EventLog(folder / "events.jsonl"), []
+    for step in range(1, steps + 1):
+        run = simulate(parse(WORKLOAD | {"seed": step}), "stream")
+        measured.append(run.result.step_s)
+        for span in run.spans:
+            span.start, span.end, span.step = span.start + 1000 * step, span.end + 1000 * step, step
+        log.write(run.spans)
+    log.close()
+    return measured
+
+
+def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
+    measured = recorded(tmp_path)
+    out, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    assert main(["simulate", "--from", str(tmp_path), "--out", str(out), "--picture", str(picture)]) == 0
+    rows = json.loads(out.read_text())
+    np.testing.assert_allclose([row["measured_s"] for row in rows], measured, rtol=1e-4)
+    np.testing.assert_allclose([row["step_s"] for row in rows], measured, rtol=0.02)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "costs fitted to the run's events, and their error" in printed and "over 2 steps" in printed
+
+
+def test_a_picture_knows_real_engines_and_samples_alone():
+    spans = [
+        Span("generate", "rollout/0", 10.0, 14.0, samples=("1/0/0",)),
+        Span("generate", "rollout/0", 10.0, 12.0, samples=("1/1/0",)),
+        Span("forward", "trainer/1", 13.0, 15.0),
+        Span("switch", "driver", 12.0, 13.0, attributes={"slot": 1}),
+        Span("decode", "driver", 0.0, 1.0),
+    ]
+    bars = {
+        (bar.slot, bar.what, bar.start, bar.end, bar.batch) for bar in activity(Timeline("", "", spans[:4], 10, 4.5))
+    }
+    assert bars == {
+        (0, "generating", 0.0, 2.0, 2),
+        (0, "generating", 2.0, 4.0, 1),
+        (1, "switching", 2.0, 3.0, 0.0),
+        (1, "training", 3.0, 4.5, 0.0),
+    }
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw([Timeline("", "", spans[4:], 0, 1)], "nowhere.png")

@@ -1,0 +1,209 @@
+"""Simulated engines: closed forms against steps done one by one, and what no machine can do is refused."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlfuse.engines.protocols import EngineLost, Sampling
+from rlfuse.fusion.costs import Costs
+from rlfuse.samples import Partial, Prompt, Response, Sample
+from rlfuse.simulate.batching import Batch, Sequence, SimulationError
+from rlfuse.simulate.clock import run_virtual
+from rlfuse.simulate.devices import SimulatedTrainer
+from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
+from rlfuse.simulate.workload import TailSpeculation
+
+COSTS = Costs(
+    step_base_s=0.02,
+    step_per_sequence_s=1e-3,
+    step_per_context_token_s=1e-6,
+    flat_batch=2,
+    max_sequences=4,
+    kv_tokens=1000,
+    prefill_tokens_per_s=1000.0,
+    move_s=0.0,
+    kv_bytes_per_token=10.0,
+    link_bytes_per_s=1000.0,
+)
+SAMPLING = Sampling(1.0, 1.0, -1, 10_000)
+ZEROS = Zeros(10_000)
+
+
+def samples(lengths, group=1, prompt_tokens=10):
+    tokens = np.zeros(prompt_tokens, np.int32)
+    prompts = [Prompt(i // group, tokens, "", (), "", None) for i in range(len(lengths))]
+    return [Sample(prompt, 1, i % group, 0) for i, prompt in enumerate(prompts)]
+
+
+def engine(lengths, group=1, costs=COSTS, speed=1.0, speculation=None):
+    device = Device(0, speed)
+    return SimulatedRollout(
+        device, Batch(costs, speed, speculation), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS
+    )
+
+
+async def collect(rollout, wanted, partials=None, at=0.0):
+    await asyncio.sleep(at)
+    clock = asyncio.get_running_loop().time
+    return {name: (result, clock()) async for name, result in rollout.generate(wanted, SAMPLING, partials)}
+
+
+def one_by_one(lengths, costs=COSTS, prompt_tokens=10, speculation=None):
+    """When each sample of one admission is whole, step after step."""
+    waiting, running, now, ends = list(range(len(lengths))), {}, 0.0, {}
+    while waiting or running:
+        context = sum(prompt_tokens + done for done in running.values())
+        while waiting and len(running) < costs.max_sequences:
+            if context + prompt_tokens + len(running) + 1 > costs.kv_tokens:
+                break
+            running[waiting.pop(0)] = 0
+            context += prompt_tokens
+            now += prompt_tokens / costs.prefill_tokens_per_s
+        fast = speculation.speedup if speculation and len(running) <= speculation.batch else 1.0
+        now += costs.decode_step(len(running), context) / fast
+        running = {i: done + 1 for i, done in running.items()}
+        for i in [i for i, done in running.items() if done == lengths[i]]:
+            ends[i] = now
+            del running[i]
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.sampled_from([None, TailSpeculation(2.0, 2)]),
+)
+def test_jumping_from_event_to_event_takes_as_long_as_every_step(lengths, speculation):
+    rollout, wanted = engine(lengths, speculation=speculation), samples(lengths)
+    done = run_virtual(collect(rollout, wanted))
+    ends = one_by_one(lengths, speculation=speculation)
+    for i, sample in enumerate(wanted):
+        response, when = done[sample.id]
+        assert len(response.token_ids) == lengths[i]
+        assert when == pytest.approx(ends[i], abs=1e-6)
+    assert rollout.device.held == 0 and rollout.batch.context == 0
+
+
+@given(st.integers(1, 4), st.integers(0, 900), st.integers(1, 30), st.floats(0.01, 0.99))
+def test_an_interruption_takes_effect_at_the_end_of_its_step(size, context, steps, part):
+    batch = Batch(COSTS, speed=0.5)
+    batch.running = {str(i): None for i in range(size)}
+    batch.context = context
+    when = batch.seconds(steps - 1) + part * (batch.seconds(steps) - batch.seconds(steps - 1))
+    assert batch.steps_begun(when) == steps
+    assert batch.steps_begun(batch.seconds(steps)) == steps
+
+
+def test_siblings_share_their_prompt_and_arrivals_wait_for_the_step_to_end():
+    async def main():
+        rollout, wanted = engine([10, 10, 10], group=2), samples([10, 10, 10], group=2)
+        first = asyncio.create_task(collect(rollout, wanted[:2]))
+        later = asyncio.create_task(collect(rollout, wanted[2:], at=0.035))
+        return [*(await first).values(), *(await later).values()], await rollout.drain()
+
+    done, spans = run_virtual(main())
+    begin = 0.01 + Batch(COSTS, running={"a": None, "b": None}, context=20).seconds(2)  # its step ends after 0.035
+    decode = [span for span in spans if span.kind == "decode"]
+    assert decode[0].attributes["prefill_tokens"] == 10 and decode[0].attributes["steps"] == 2
+    assert decode[1].start == pytest.approx(begin) and decode[1].attributes["prefill_tokens"] == 10
+    assert [len(response.token_ids) for response, _ in done] == [10, 10, 10]
+
+
+def test_a_full_cache_preempts_the_newest_which_is_prefilled_again():
+    costs = replace(COSTS, kv_tokens=100)
+    rollout = engine([60, 60], costs=costs)
+    done = run_virtual(collect(rollout, samples([60, 60])))
+    assert rollout.preempted == 1
+    first, second = (when for _, when in done.values())
+    assert second > first + 0.02 * 10
+    assert [len(response.token_ids) for response, _ in done.values()] == [60, 60]
+
+
+@pytest.mark.parametrize(("carry", "again"), [("tokens", 14 / 1000), ("kv", 140 / 1000)])
+def test_a_moved_sample_goes_on_where_it_was_and_pays_for_its_way(carry, again):
+    async def main():
+        wanted, clock = samples([20]), asyncio.get_running_loop().time
+        source, target = engine([20]), engine([20])
+        leaving = asyncio.create_task(collect(source, wanted))
+        await asyncio.sleep(0.01 + 0.02 * 3.5)
+        await source.evict([wanted[0].id], carry)
+        partial, left = (await leaving)[wanted[0].id]
+        assert isinstance(partial, Partial) and len(partial.token_ids) == 4
+        assert left == clock() and source.device.held == 0
+        whole, ended = (await collect(target, wanted, {wanted[0].id: partial}))[wanted[0].id]
+        assert isinstance(whole, Response) and len(whole.token_ids) == 20
+        return ended - left, target.moved
+
+    took, moved = run_virtual(main())
+    assert took == pytest.approx(again + 16 * 0.02, abs=1e-3)
+    assert (moved.samples, moved.bytes) == (1, 140.0 if carry == "kv" else 32.0)
+
+
+def test_a_lost_engine_ends_its_calls_and_refuses_new_ones():
+    async def main():
+        rollout, wanted = engine([50, 60]), samples([50, 60])
+        asyncio.get_running_loop().call_at(0.5, rollout.fail)
+        for _ in range(2):
+            with pytest.raises(EngineLost, match="rollout/0 is lost"):
+                await collect(rollout, wanted)
+        assert asyncio.get_running_loop().time() == pytest.approx(0.5)
+        await rollout.sleep()  # its slot can still become a trainer
+
+    run_virtual(main())
+
+
+def test_leaving_a_generation_early_frees_the_engine():
+    async def main():
+        rollout, wanted = engine([5, 500]), samples([5, 500])
+        stream = rollout.generate(wanted, SAMPLING)
+        await anext(stream)
+        await stream.aclose()
+        await asyncio.sleep(0.1)
+        assert rollout.device.held == 0 and not rollout.batch.running
+
+    run_virtual(main())
+
+
+def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
+    async def main():
+        rollout, wanted = engine([50]), samples([50])
+        trainer = SimulatedTrainer([rollout.device], replace(COSTS, switch_s=1.0), ZEROS)
+        rows = [replace_response(wanted[0], 50).row()]
+        with pytest.raises(SimulationError, match="role rollout"):
+            await trainer.log_probs("actor", rows, 0)
+        generating = asyncio.create_task(collect(rollout, wanted))
+        await asyncio.sleep(0.1)
+        with pytest.raises(SimulationError, match="told to sleep while it holds 1 samples"):
+            await rollout.sleep()
+        await generating
+        await rollout.sleep()
+        await trainer.take_device(0)
+        with pytest.raises(SimulationError, match="role trainer"):
+            await collect(rollout, wanted)
+        scoring = asyncio.create_task(trainer.log_probs("actor", rows, 0))
+        await asyncio.sleep(0)
+        with pytest.raises(SimulationError, match="does old_log_prob"):
+            await trainer.accumulate("actor", rows, 0)
+        await scoring
+        await trainer.accumulate("actor", rows, 0)
+        with pytest.raises(SimulationError, match="scaled by 2 rows"):
+            await trainer.step("actor", [50, 50])
+
+    run_virtual(main())
+
+
+def replace_response(sample, tokens):
+    sample.response = Response(*ZEROS.take(tokens), "stop", 0, "")
+    return sample
+
+
+def test_the_cache_never_holds_more_than_it_can():
+    batch = Batch(replace(COSTS, kv_tokens=30))
+    batch.waiting.append(Sequence("a", 0, 10, 40))
+    batch.admit()
+    with pytest.raises(SimulationError, match="holds 31 tokens of 30"):
+        batch.run(21)

@@ -1,0 +1,112 @@
+"""Whole steps in virtual time: the real controller and policies on simulated engines, over random workloads."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import parse
+
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def workloads(draw, failures=True):
+    """Small ones of every kind: tight caches and batches, slow slots, lost engines, several passes and models."""
+    slots, group = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 4]))
+    lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=12).map(lambda each: each * group))
+    lost = draw(st.sets(st.integers(0, slots - 1), max_size=slots - 1)) if failures and slots > 1 else set()
+    gae = draw(st.booleans())
+    return parse(
+        {
+            "slots": slots,
+            "response_tokens": lengths,
+            "group": group,
+            "prompt_tokens": draw(st.integers(1, 60)),
+            "engine": {
+                "step_base_s": 0.02,
+                "step_per_sequence_s": draw(st.sampled_from([0.0, 1e-4, 2e-3])),
+                "step_per_context_token_s": draw(st.sampled_from([0.0, 1e-6])),
+                "flat_batch": draw(st.integers(1, 8)),
+                "max_sequences": draw(st.integers(1, 16)),
+                "kv_tokens": draw(st.sampled_from([181, 400, 100_000])),
+                "prefill_tokens_per_s": 10_000,
+            },
+            "scoring": {"tokens_per_s": 5000, "kinds": ["old_log_prob", "values"] if gae else ["old_log_prob"]},
+            "training": {
+                "tokens_per_s": draw(st.sampled_from([500, 5000])),
+                "mini_batches": draw(st.integers(1, 4)),
+                "models": ["critic", "actor"] if gae else ["actor"],
+                "epochs": draw(st.integers(1, 2)),
+                "early": draw(st.booleans()),
+                "call_s": draw(st.sampled_from([0.0, 0.05])),
+                "optimizer_s": draw(st.sampled_from([0.0, 0.1])),
+            },
+            "switch_s": draw(st.sampled_from([0.0, 0.3])),
+            "kv_bytes_per_token": 1000,
+            "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
+            "slot_speed": draw(st.sampled_from([[], [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(slots)]])),
+            "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 3.0))} for slot in sorted(lost)],
+            "length_history_sigma": draw(st.sampled_from([None, 0.3])),
+            "tail_speculation": draw(st.sampled_from([None, {"speedup": 2.0, "batch": 2}])),
+        }
+    )
+
+
+@few
+@given(
+    workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from([1, 3, 1 << 30]), st.sampled_from([0.0, 0.2, 0.5])
+)
+def test_every_sample_exactly_once_within_capacity_and_never_below_the_bound(workload, policy, credit, threshold):
+    """Engines refuse what no machine can do, runs are audited, a deadlock is an error: that it returns is the test."""
+    result = simulate(workload, policy, Settings(threshold=threshold, credit_samples=credit)).result
+    assert result.samples_finished == workload.samples
+    assert result.oracle_s <= result.step_s * (1 + 1e-9)
+    assert result.generation_s <= result.generation_and_scoring_s <= result.step_s
+    assert 0 < result.busy_share <= 1 + 1e-9
+
+
+LONG_TAIL = {
+    "slots": 4,
+    "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 400, "count": 128},
+    "prompt_tokens": 50,
+    "engine": {"flat_batch": 16, "max_sequences": 64},
+    "scoring": {"tokens_per_s": 3000},
+    "training": {"tokens_per_s": 2000, "mini_batches": 4},
+    "switch_s": 0.2,
+    "kv_bytes_per_token": 1000,
+    "link_bytes_per_s": 1e9,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_runs_take_equal_time(policy):
+    workload = parse(LONG_TAIL)
+    first, second = (simulate(workload, policy) for _ in range(2))
+    assert first.result.as_json() | {"cpu_s": 0} == second.result.as_json() | {"cpu_s": 0}
+
+
+def test_serial_takes_the_sum_of_its_stages():
+    workload = parse(LONG_TAIL | {"slots": 1, "response_tokens": [100], "training": {"tokens_per_s": 2000}})
+    result = simulate(workload, "serial").result
+    generation = 50 / 20_000 + 100 * 0.02 + 2e-8 * sum(50 + step for step in range(100))
+    assert result.generation_s == pytest.approx(generation)
+    assert result.generation_and_scoring_s == pytest.approx(generation + 0.2 + 150 / 3000)
+    assert result.step_s == pytest.approx(generation + 0.2 + 150 / 3000 + 150 / 2000 + 0.2)
+    assert result.oracle_s == pytest.approx(result.step_s - 0.2)  # the way back to generating is not in the bound
+
+
+def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
+    plain = simulate(parse(LONG_TAIL), "stream").result
+    lost = simulate(parse(LONG_TAIL | {"failures": [{"slot": 1, "at_s": 2.0}]}), "stream").result
+    slow = simulate(parse(LONG_TAIL | {"slot_speed": [1, 1, 1, 0.5]}), "stream").result
+    assert lost.samples_finished == slow.samples_finished == plain.samples_finished == 128
+    assert lost.generation_s > plain.generation_s and slow.step_s > plain.step_s
+
+
+def test_a_faster_tail_is_labelled():
+    result = simulate(parse(LONG_TAIL | {"tail_speculation": {"speedup": 2.0, "batch": 4}}), "serial").result
+    assert result.label == "exact in distribution"
+    assert result.generation_s < 0.85 * simulate(parse(LONG_TAIL), "serial").result.generation_s

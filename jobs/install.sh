@@ -101,8 +101,10 @@ PTH
 warm_deepspeed() {
     [ "$extra" = gpu ] && return # only the CPU's communication needs compiling
     say "compiling DeepSpeed's communication extension and Python's bytecode once (about a minute and a half)"
-    .venv/bin/python -c 'import accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb' \
-        >/dev/null 2>&1 & # uv leaves no bytecode behind; what every process imports is cached from here on
+    { # uv leaves no bytecode behind; what every process imports is cached from here on, and so is compiled search
+        .venv/bin/python -c 'from rlfuse.fusion.schedules.search import warm_up; warm_up()'
+        .venv/bin/python -c 'import accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb'
+    } >/dev/null 2>&1 &
     if ! RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 timeout 600 .venv/bin/python \
         >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then
 import deepspeed

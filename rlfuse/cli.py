@@ -12,6 +12,8 @@ import sys
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "prepare": "make the model and the data of the bundled task",
+    "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
+    "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 
 
@@ -42,6 +44,16 @@ def main(argv: list[str] | None = None) -> int:
         from rlfuse.train import reported
 
         return reported(lambda: prepare(arguments))
+    if command == "simulate":
+        from rlfuse.simulate.command import main as simulate
+        from rlfuse.train import reported
+
+        return reported(lambda: simulate(arguments))
+    if command == "schedule":
+        from rlfuse.fusion.schedules.command import main as schedule
+        from rlfuse.train import reported
+
+        return reported(lambda: schedule(arguments))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     meant = f"did you mean `rlfuse {near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
     if "=" in command:

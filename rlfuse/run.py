@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,37 @@ from rlfuse.config.schema import Config
 from rlfuse.controller import Controller
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
-from rlfuse.engines.rollout import RolloutHandle, RolloutWorker
+from rlfuse.engines.rollout import RolloutWorker
+from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout_start import rollout_env
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.engines.weights import WeightPush, resolve_transfer
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.samples import Prompt
+from rlfuse.simulate.learning import CALL_S, Learning
+
+TOKEN_BYTES = 8
+"""A finished sample holds its token and the engine's log-prob of it."""
 
 
-def run(config: Config) -> Path:
-    """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message."""
+Drive = Callable[[Controller, int], Awaitable[None]]
+
+
+def run(config: Config, drive: Drive = Controller.run) -> Path:
+    """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message.
+
+    `drive`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
+    """
     started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
     trainer = config.trainer
     folder = (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()
@@ -62,7 +79,7 @@ def run(config: Config) -> Path:
     journal.say(report)
     error: BaseException | None = None
     try:
-        asyncio.run(_run(config, tokenizer, reward, prompts, held_out, journal, total, checkpoint, state))
+        asyncio.run(_run(config, tokenizer, reward, prompts, held_out, journal, total, checkpoint, state, drive))
     except BaseException as caught:
         error = _one(caught)
         raise error from error.__cause__
@@ -85,23 +102,35 @@ async def _run(
     total: int,
     checkpoint: Path | None,
     state: dict[str, Any],
+    drive: Drive,
 ) -> None:
     slots = placement.start(config)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots)
     try:
         with journal.recorder.span("start", cause="run"):
-            (trainer, facts), *_ = await _together(
-                TrainerGroup.start(config, slots, total * passes),
+            (trainer, facts), _, *engine_facts = await _together(
+                trainer_of(config).start(config, slots, total * passes, slots.cores),
                 reward.start(),
-                *(_start_engine(handle, config, slots.device) for handle in rollouts),
+                *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
         experience = Experience(config)
+        fusion, data = config.fusion, config.data
+        selection = Selection(fusion.data, fusion.excess, data.train_batch_size, prompts)
+        tuning = Tuning(
+            _starting_costs(config, min(fact["kv_tokens"] for fact in engine_facts), slots),
+            Lengths(data.max_response_length),
+            _settings(config, trainer),
+            Learning(config, len(rollouts)),
+        )
+        kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": tuning.lengths}
         if checkpoint is not None:
             await trainer.load(checkpoint)
-            prompts.load_state_dict(state["prompts"])
-            experience.kl.load_state_dict(state["kl"])
+            for name, part in kept.items():
+                part.load_state_dict(state[name])
             journal.say(f"resumed from {checkpoint} after step {state['step']}")
+        if config.fusion.policy == "adaptive" and (why := experience.why_late()):
+            journal.say(why)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer)
 
@@ -112,14 +141,22 @@ async def _run(
         journal.attach(
             [*rollouts, trainer, reward],
             save,
-            lambda: {"prompts": prompts.state_dict(), "kl": experience.kl.state_dict()},
+            lambda: {name: part.state_dict() for name, part in kept.items()},
             facts,
         )
         engines = Engines(rollouts, reward, trainer, weights)
-        policy = POLICIES[config.fusion.policy]
-        await Controller(config, engines, policy, experience, prompts, held_out, journal, total).run(state["step"])
+        policy = POLICIES[fusion.policy]
+        controller = Controller(
+            config, engines, policy, experience, prompts, held_out, journal, selection, tuning, total
+        )
+        await drive(controller, state["step"])
     finally:
         await _quietly(reward.close(), *(handle.stop() for handle in rollouts))
+
+
+def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:
+    """Whole models on every rank, or stages of them."""
+    return PipelineTrainer if config.training.pipeline_parallel_size > 1 else TrainerGroup
 
 
 def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHandle]:
@@ -140,9 +177,38 @@ def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHand
     ]
 
 
-async def _start_engine(handle: RolloutHandle, config: Config, device: str) -> dict[str, Any]:
+def _starting_costs(config: Config, kv_tokens: int, slots: placement.Slots) -> Costs:
+    """What policies go by until the run has measured its own. KV caches travel on one CPU host only."""
+    shared = slots.device == "cpu" and config.trainer.nnodes == 1
+    return Costs(
+        kv_bytes_per_token=config.rollout.kv_cache_memory_mb * 2**20 / kv_tokens,
+        link_bytes_per_s=placement.shared_memory_speed() if shared else 0.0,
+        max_sequences=config.rollout.max_num_seqs,
+        kv_tokens=kv_tokens,
+        max_tokens=config.data.max_response_length,
+        score_call_s=CALL_S,
+        train_call_s=CALL_S,
+    )
+
+
+def _settings(config: Config, trainer: TrainerGroup | PipelineTrainer) -> Settings:
+    """What the configuration decides for policies."""
+    fusion, unlimited = config.fusion, Settings()
+    credit = unlimited.credit_tokens if fusion.credit_mb is None else int(fusion.credit_mb * 2**20 / TOKEN_BYTES)
+    return Settings(
+        credit_samples=fusion.credit_samples or unlimited.credit_samples,
+        credit_tokens=max(1, credit),
+        lockstep=trainer.lockstep,
+        lockstep_backward=trainer.lockstep_backward,
+        pipelined=config.training.pipeline_parallel_size > 1,
+    )
+
+
+async def _start_engine(handle: RolloutHandle, config: Config, slots: placement.Slots, index: int) -> dict[str, Any]:
     longest = config.data.max_prompt_length + config.data.max_response_length
-    return await handle.start(config.model, config.rollout, longest, device)
+    core = slots.cores[index] if slots.cores else None
+    speculation = config.fusion.tail_speculation
+    return await handle.start(config.model, config.rollout, longest, slots.device, speculation, core)
 
 
 def _load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt], str]:

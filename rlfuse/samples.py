@@ -44,10 +44,24 @@ class Response:
     log_probs: np.ndarray
     """float32 [T], of the sampled tokens under the engine's weights at the sampling temperature."""
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """`stop` or `length`."""
     weight_version: int
     text: str
     """Decoded without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What a sample has when it leaves an engine unfinished: enough for another engine to go on as if it had stayed."""
+
+    token_ids: np.ndarray
+    """int32 [t], possibly none."""
+    log_probs: np.ndarray
+    """float32 [t]."""
+    weight_version: int
+    """Of the weights that drew the first token."""
+    kv_key: str | None = None
+    """Where its KV cache lies, when it travels too."""
 
 
 @dataclass(frozen=True, slots=True)

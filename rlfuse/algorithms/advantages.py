@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
+WHITENED = ("gae", "reinforce_plus_plus")
+"""Their advantages are normalised over the whole batch, with `whiten`; the others' depend on the group alone."""
 
 
 def advantages_and_returns(
@@ -27,10 +29,11 @@ def advantages_and_returns(
     lam: float = 1.0,
     by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [B, T], by the estimator's name.
+    """(advantages, returns), each [B, T], by the estimator's name; those of WHITENED are still to be whitened.
 
     `values` [B, T] is read by gae only, `groups` [B] int by grpo and rloo only; for these two a response's score is the
-    sum of its token rewards, and returns are the advantages. gae and reinforce_plus_plus are whitened.
+    sum of its token rewards, and returns are the advantages. Nothing here looks beyond a row's group, so a group's
+    numbers are the same whether it is worked out alone or in a batch.
     """
     _check_estimator(estimator)
     if estimator == "gae":
@@ -38,8 +41,7 @@ def advantages_and_returns(
             raise ValueError(
                 "algorithm.adv_estimator=gae needs values, received None: run the critic before advantages."
             )
-        advantages, returns = gae(token_rewards, values, mask, gamma, lam)
-        return whiten(advantages, mask), returns
+        return gae(token_rewards, values, mask, gamma, lam)
     if estimator == "reinforce_plus_plus":
         return reinforce_plus_plus(token_rewards, mask, gamma)
     if groups is None:
@@ -99,10 +101,10 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (Hu 2025, arXiv 2501.03262): (advantages, returns), each [B, T].
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): (advantages, returns), each [B, T], not whitened.
 
-    The return of a token is the discounted sum of the rewards from it on; advantages are the returns whitened over the
-    batch. No critic, no groups.
+    The return of a token is the discounted sum of the rewards from it on; advantages are the returns, to be whitened
+    over the batch. No critic, no groups.
     """
     rewards, keep = _response_part(token_rewards, mask), mask.bool()
     returns = torch.zeros_like(rewards)
@@ -110,7 +112,8 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tu
     for t in reversed(range(rewards.shape[1])):
         running = torch.where(keep[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = running
-    return whiten(returns, mask), _response_part(returns, mask)
+    returns = _response_part(returns, mask)
+    return returns, returns
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
 
-Role: the controller calls `Experience.prepare` once a step, when every sample is scored; it fills the samples' tensors.
-Pure but for the KL coefficient, which it carries from step to step (and into checkpoints).
+Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
+depends on the group alone (`early`), and `complete` once all have, for what is normalised over the batch. Splitting a
+step into calls of `prepare` changes no number. Pure but for the KL coefficient, which it carries from step to step
+(and into checkpoints).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end
+from rlfuse.algorithms.advantages import WHITENED, advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
 from rlfuse.algorithms.kl import AdaptiveKl, kl_estimate, penalised
 from rlfuse.algorithms.shaping import overlong_penalty, zero_spread
@@ -50,32 +52,65 @@ class Experience:
         rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
         return [i for i, flat in enumerate(zero_spread(rewards)) if not flat]
 
-    def prepare(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Fill `token_rewards`, `advantages`, `returns` (and `old_log_probs`, `is_weights`) of every sample."""
+    def early(self, model: str) -> bool:
+        """Whether a model's loss on a group can be computed before other groups are finished.
+
+        Not an actor's with advantages normalised over the batch, and nothing while dynamic sampling still chooses.
+        """
+        chosen_late = self.config.algorithm.filter_groups.max_num_gen_batches > 0
+        return not chosen_late and (model == "critic" or self.config.algorithm.adv_estimator not in WHITENED)
+
+    def why_late(self) -> str:
+        """Why some gradients have to wait for the end of generation; empty if none have to."""
+        stage, algorithm = self.config.actor.zero_stage, self.config.algorithm
+        if (stages := self.config.training.pipeline_parallel_size) > 1:
+            key = f"training.pipeline_parallel_size={stages}"
+            return f"scoring and training wait for all responses: {key} needs all ranks for each pass"
+        if stage >= 2:
+            return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
+        if limit := algorithm.filter_groups.max_num_gen_batches:
+            key = f"algorithm.filter_groups.max_num_gen_batches={limit}"
+            return f"training waits for all responses: {key} chooses groups when all are scored"
+        if not self.early("actor"):
+            key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+            return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
+        return ""
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Fill `token_rewards`, `advantages` (not whitened yet), `returns`, `is_weights` (and `old_log_probs`)."""
         samples = [sample for group in groups for sample in group.samples]
         algorithm = self.config.algorithm
         for sample in samples:
             if algorithm.old_log_probs == "engine":
                 sample.tensors["old_log_probs"] = sample.response.log_probs
         mask = _mask(samples)
+        self._correct(samples, mask)
         token_rewards = place_at_end(self._scores(samples), mask)
-        metrics = self._mismatch(samples, mask)
         if algorithm.use_kl_in_reward:
-            token_rewards, kl = self._penalise(samples, token_rewards, mask)
-            metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl.value}
-            self.kl.update(kl, len(samples))
-        group_of = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+            token_rewards = penalised(token_rewards, self._kl(samples, mask), self.kl.value)
         advantages, returns = advantages_and_returns(
             algorithm.adv_estimator,
             token_rewards,
             _matrix(samples, "values", mask) if self.config.uses_critic else None,
-            group_of,
+            torch.tensor([i for i, group in enumerate(groups) for _ in group.samples]),
             mask,
             algorithm.gamma,
             algorithm.lam,
             algorithm.norm_adv_by_std_in_grpo,
         )
         _spread(samples, mask, token_rewards=token_rewards, advantages=advantages, returns=returns)
+
+    def complete(self, groups: Sequence[Group]) -> dict[str, float]:
+        """All groups of the step are prepared: whiten where the estimator wants it, steer the KL; returns metrics."""
+        samples = [sample for group in groups for sample in group.samples]
+        mask = _mask(samples)
+        if self.config.algorithm.adv_estimator in WHITENED:
+            _spread(samples, mask, advantages=whiten(_matrix(samples, "advantages", mask), mask))
+        metrics = self._mismatch(samples)
+        if self.config.algorithm.use_kl_in_reward:
+            kl = float(self._kl(samples, mask).sum(-1).mean())  # per response, in nats
+            metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl.value}
+            self.kl.update(kl, len(samples))
         return metrics
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
@@ -94,29 +129,31 @@ class Experience:
             scores = scores + penalties
         return torch.from_numpy(scores).float()
 
-    def _mismatch(self, samples: Sequence[Sample], mask: torch.Tensor) -> dict[str, float]:
-        """Engine against trainer on the sampled tokens, and the weights that correct for it."""
+    def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:
+        """The weights that correct for the engine's mismatch with the trainer."""
+        cap = self.config.algorithm.rollout_is_threshold
+        if cap is not None and self.config.algorithm.old_log_probs == "trainer":
+            engine = _pad([sample.response.log_probs for sample in samples], mask)
+            weights = truncated_importance_weights(_matrix(samples, "old_log_probs", mask), engine, mask, cap)
+            _spread(samples, mask, is_weights=weights)
+
+    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Engine against trainer on the sampled tokens."""
         if self.config.algorithm.old_log_probs == "engine":
             return {}
         metrics = mismatch_metrics(
             np.concatenate([sample.response.log_probs for sample in samples]),
             np.concatenate([sample.tensors["old_log_probs"] for sample in samples]),
         )
-        cap = self.config.algorithm.rollout_is_threshold
-        if cap is not None:
-            engine = _pad([sample.response.log_probs for sample in samples], mask)
-            weights = truncated_importance_weights(_matrix(samples, "old_log_probs", mask), engine, mask, cap)
-            _spread(samples, mask, is_weights=weights)
-            metrics["training/rollout_is_weight_mean"] = float(weights[mask].mean())
+        if self.config.algorithm.rollout_is_threshold is not None:
+            weights = np.concatenate([sample.tensors["is_weights"] for sample in samples])
+            metrics["training/rollout_is_weight_mean"] = float(weights.mean())
         return metrics
 
-    def _penalise(
-        self, samples: Sequence[Sample], token_rewards: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
-        """Token rewards less the KL penalty, and the mean KL per response in nats."""
+    def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
+        """[B, T]: policy against reference, 0 beyond the response."""
         policy, reference = (_matrix(samples, name, mask) for name in ("old_log_probs", "ref_log_probs"))
-        kl = kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
-        return penalised(token_rewards, kl, self.kl.value), float(kl.sum(-1).mean())
+        return kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
 
 
 def _mask(samples: Sequence[Sample]) -> torch.Tensor:

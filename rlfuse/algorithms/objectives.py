@@ -1,13 +1,13 @@
 """What an optimizer step minimises: the actor's and the critic's loss of one micro-batch, put together from config.
 
-Role: called by trainer ranks between forward and backward; pure tensor functions. Every value returned is this
-micro-batch's share of the mini-batch's mean: sums times `1 / global count`, so shares simply add up over micro-batches
-and ranks, in any split.
+Role: the objectives are called by trainer ranks between forward and backward, `means` by the trainer group after the
+step; pure functions. Losses and diagnostics are unnormalised sums, so they simply add up over micro-batches and ranks,
+in any split and before anyone knows how many rows the mini-batch will have; `means` divides once, in the end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
@@ -15,17 +15,13 @@ from rlfuse.algorithms.kl import kl_estimate
 from rlfuse.algorithms.losses import loss_sum, policy_loss, value_loss
 from rlfuse.config.schema import ActorConfig
 
+# Diagnostics that are divided by the losses' count; all others are means over response tokens.
+_LOSSES = frozenset({"pg_loss", "kl_loss", "vf_loss"})
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What turns sums over micro-batches into means over the mini-batch."""
 
-    loss: float
-    """1 / `loss_count` of the whole mini-batch under the loss's aggregation mode."""
-    tokens: float
-    """1 / response tokens of the whole mini-batch, for diagnostics."""
-    max_tokens: int
-    """data.max_response_length, the constant of `seq-mean-token-sum-norm`."""
+def means(sums: Mapping[str, float], count: float, tokens: int) -> dict[str, float]:
+    """A mini-batch's diagnostics from their sums over all its rows; `count`: its `loss_count`."""
+    return {name: total / (count if name in _LOSSES else tokens) for name, total in sums.items()}
 
 
 def actor_objective(
@@ -34,18 +30,19 @@ def actor_objective(
     entropy: torch.Tensor,
     mask: torch.Tensor,
     tensors: dict[str, torch.Tensor],
-    scale: Scale,
+    max_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy loss, minus entropy bonus, plus KL to the reference; all inputs [B, T].
 
     `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss; `is_weights` (truncated
-    importance weights) where the engine's mismatch is corrected.
+    importance weights) where the engine's mismatch is corrected. `max_tokens`: data.max_response_length, the
+    constant of `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all summed.
     """
 
-    def mean(matrix: torch.Tensor) -> torch.Tensor:
-        return loss_sum(matrix, mask, settings.loss_agg_mode, scale.max_tokens) * scale.loss
+    def total(matrix: torch.Tensor) -> torch.Tensor:
+        return loss_sum(matrix, mask, settings.loss_agg_mode, max_tokens)
 
-    matrix, diagnostics = policy_loss(
+    matrix, sums = policy_loss(
         log_probs,
         tensors["old_log_probs"],
         tensors["advantages"],
@@ -56,17 +53,15 @@ def actor_objective(
         mode=settings.loss_mode,
         is_weights=tensors.get("is_weights"),
     )
-    loss = mean(matrix)
-    shares = {name: total * scale.tokens for name, total in diagnostics.items()}
-    shares["pg_loss"] = loss.detach()
-    shares["entropy"] = (entropy.detach() * mask).sum() * scale.tokens
+    loss = total(matrix)
+    sums |= {"pg_loss": loss.detach(), "entropy": (entropy.detach() * mask).sum()}
     if settings.entropy_coeff:
-        loss = loss - settings.entropy_coeff * mean(entropy)
+        loss = loss - settings.entropy_coeff * total(entropy)
     if settings.use_kl_loss:
-        kl = mean(kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type))
+        kl = total(kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type))
         loss = loss + settings.kl_loss_coef * kl
-        shares["kl_loss"] = kl.detach()
-    return loss, shares
+        sums["kl_loss"] = kl.detach()
+    return loss, sums
 
 
 def critic_objective(
@@ -75,14 +70,13 @@ def critic_objective(
     values: torch.Tensor,
     mask: torch.Tensor,
     tensors: dict[str, torch.Tensor],
-    scale: Scale,
+    max_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped value loss; `tensors` holds the `values` before the update and the `returns`, all [B, T]."""
+    """Clipped value loss; `tensors` holds the `values` before the update and the `returns`, all [B, T].
+
+    Returns as `actor_objective`.
+    """
     matrix, clipped = value_loss(values, tensors["values"], tensors["returns"], mask, clip)
-    loss = loss_sum(matrix, mask, loss_agg_mode, scale.max_tokens) * scale.loss
-    shares = {
-        "vf_loss": loss.detach(),
-        "vf_clipfrac": clipped * scale.tokens,
-        "vpred_mean": (values.detach() * mask).sum() * scale.tokens,
-    }
-    return loss, shares
+    loss = loss_sum(matrix, mask, loss_agg_mode, max_tokens)
+    sums = {"vf_loss": loss.detach(), "vf_clipfrac": clipped, "vpred_mean": (values.detach() * mask).sum()}
+    return loss, sums

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,9 @@ class Slots:
     group: PlacementGroup
     count: int
     device: str
+    cores: tuple[int, ...] | None = None
+    """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
+    is a device of its own that changes hands."""
 
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
         """Options of the actor of a rollout engine that spans `width` slots from `slot` on.
@@ -107,7 +112,14 @@ def start(config: Config) -> Slots:
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}). The cluster has {have}. Lower "
             "trainer.n_gpus_per_node, or start the nodes with --resources='{\"slot\": N}'."
         )
-    return Slots(group, config.slots, device)
+    return Slots(group, config.slots, device, _cores(config, device))
+
+
+def _cores(config: Config, device: str) -> tuple[int, ...] | None:
+    if device != "cpu" or config.cluster.ray_address is not None or config.rollout.tensor_model_parallel_size > 1:
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(cores[: config.slots]) if len(cores) >= config.slots else None
 
 
 def _start_ray(config: Config, attempts: int = 3) -> None:
@@ -135,6 +147,16 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
 def stop() -> None:
     """Leave Ray; a cluster that `start` began ends with all its processes."""
     ray.shutdown()
+
+
+def shared_memory_speed(megabytes: int = 16) -> float:
+    """Bytes per second through /dev/shm, written once and read once."""
+    block, began = bytes(megabytes << 20), time.perf_counter()
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(block)
+        file.seek(0)
+        file.read()
+    return len(block) / (time.perf_counter() - began)
 
 
 def _need_shared_memory(at_least_mb: int = 256) -> None:

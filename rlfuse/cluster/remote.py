@@ -24,13 +24,6 @@ async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: floa
         raise explain(error, worker, action, timeout) from error
 
 
-async def call_all(references: list[ray.ObjectRef], worker: str, action: str, timeout: float) -> list[Any]:
-    """All results, or the first failure at once: peers of a dead rank would wait for it inside a collective."""
-    return await asyncio.gather(
-        *(call(reference, f"{worker}/{i}", action, timeout) for i, reference in enumerate(references))
-    )
-
-
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
     """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
     if isinstance(error, EngineError | asyncio.CancelledError):

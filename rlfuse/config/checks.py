@@ -46,7 +46,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.loss_mode": ("vanilla", "gspo"),
     "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "actor.kl_loss_type": KL_ESTIMATORS,
-    "fusion.policy": ("serial", "stream"),
+    "fusion.training": ("fused", "serial"),
+    "fusion.policy": ("serial", "stream", "rlhfuse", "adaptive"),
+    "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
     "trainer.logger": ("console", "wandb"),
     "trainer.wandb_mode": ("offline", "online", "disabled"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -58,13 +60,15 @@ KEYS_BY_RANGE = {
     "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs "
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
-    "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep",
+    "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
+    "fusion.credit_samples training.pipeline_parallel_size",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
     "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
     "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
-    "actor.kl_loss_coef critic.optim.lr trainer.log_samples",
+    "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
-    "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s",
+    "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
+    "fusion.credit_mb fusion.excess training.activation_memory",
     "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization",
     "0 or more and 1 or less": "reward.max_failure_rate algorithm.gamma algorithm.lam",
     "0 or more and 3 or less": "actor.zero_stage",
@@ -80,7 +84,19 @@ COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", 
 
 def check(config: Config, facts: Facts) -> list[str]:
     """One line per problem, in the order of the schema's groups for single values, then combinations."""
-    finders = (_values, _files, _lengths, _batches, _advantages, _log_probs, _devices, _reward, _resume)
+    finders = (
+        _values,
+        _files,
+        _lengths,
+        _batches,
+        _advantages,
+        _log_probs,
+        _fusion,
+        _devices,
+        _pipelines,
+        _reward,
+        _resume,
+    )
     return [problem for find in finders for problem in find(config, facts)]
 
 
@@ -192,6 +208,17 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "rollout.val_kwargs.n", valid, "set it to 1, or a temperature above 0")
 
 
+def _fusion(config: Config, facts: Facts) -> Iterator[str]:
+    data = config.fusion.data
+    if data in ("partial_rollout", "one_step_off") and config.algorithm.rollout_is_threshold is None:
+        valid = "generates under older weights, so it needs importance correction"
+        yield _problem(config, "fusion.data", valid, "set algorithm.rollout_is_threshold=2, or fusion.data=exact")
+    if data != "exact" and config.algorithm.filter_groups.max_num_gen_batches > 0:
+        valid = "decides itself which groups a step learns from"
+        remedy = "set algorithm.filter_groups.max_num_gen_batches=0, or fusion.data=exact"
+        yield _problem(config, "fusion.data", valid, remedy)
+
+
 def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
     if config.algorithm.old_log_probs != "engine":
         return
@@ -222,6 +249,22 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
     if config.rollout.weight_transfer in ("nccl", "ipc") and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
+
+
+def _pipelines(config: Config, facts: Facts) -> Iterator[str]:
+    stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
+    if stages <= 1:
+        return
+    if slots >= 1 and slots % stages:
+        yield _problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(stages, slots)}")
+    if facts.layers and stages > facts.layers:
+        valid = f"needs a layer for each stage, {config.model.path} has {facts.layers}"
+        yield _problem(config, name, valid, f"set {name}={facts.layers} or less")
+    if config.actor.zero_stage != 1:
+        yield _problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
+    if facts.cuda and config.rollout.weight_transfer != "shm":
+        valid = "stages hand their weights over through shared memory"
+        yield _problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=shm")
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:

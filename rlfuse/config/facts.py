@@ -23,6 +23,7 @@ class Facts:
     context_length: int | None = None
     """Positions that the model knows (max_position_embeddings)."""
     attention_heads: int | None = None
+    layers: int | None = None
     model_problems: dict[str, str] = field(default_factory=dict)
     """key (`model.path`, ...) -> why its model can't be read."""
     missing: frozenset[str] = frozenset()
@@ -48,6 +49,7 @@ def read_facts(config: Config) -> Facts:
     return Facts(
         context_length=text.get("max_position_embeddings"),
         attention_heads=text.get("num_attention_heads"),
+        layers=text.get("num_hidden_layers"),
         model_problems=problems,
         missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
         unknown_modules=frozenset(_unknown_modules(config.reward.functions)),

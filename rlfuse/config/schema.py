@@ -252,10 +252,34 @@ class RefConfig:
 
 @dataclass
 class FusionConfig:
-    """When each piece of work runs; never what is computed."""
+    """When each piece of work runs, never what is computed; only `data` beyond exact changes what is learned from."""
 
-    policy: str = "serial"
-    """serial (stages one after the other) | stream (each sample is scored as soon as it is finished)."""
+    training: str = "fused"
+    """fused | serial: actor and critic in one pipeline schedule or one after the other (pipeline_parallel_size > 1)."""
+    policy: str = "adaptive"
+    """serial | stream | rlhfuse | adaptive; all exact, they differ in when and where work runs."""
+    data: str = "exact"
+    """exact | tail_batching (reordered) | over_sampling, partial_rollout, one_step_off (off-policy)."""
+    excess: float = 0.25
+    """Prompts drawn beyond the batch, as a share of it (tail_batching, over_sampling, partial_rollout)."""
+    tail_speculation: int = 0
+    """Guess tokens by n-grams while at most so many samples decode: exact in distribution; 0 turns it off."""
+    credit_samples: int | None = None
+    """Finished samples that may wait to be scored before generation pauses; null: all of a step."""
+    credit_mb: float | None = None
+    """The same as MiB of their tokens and log-probs; null: no limit."""
+
+
+@dataclass
+class TrainingConfig:
+    """Pipelines of trainer ranks; one stage of each model per rank."""
+
+    pipeline_parallel_size: int = 1
+    """Stages of actor, critic and reference; divides the slots, the rest is data parallelism. 1: no pipeline."""
+    split_backward: bool = False
+    """Gradients of weights apart from those of inputs, as fillers of bubbles."""
+    activation_memory: float | None = 1.5
+    """Activations that a device may hold, relative to serial 1F1B; null: no limit."""
 
 
 @dataclass
@@ -325,6 +349,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,8 +1,8 @@
 """Which sequence goes to which rank and micro-batch: pure functions of lengths.
 
-Role: called by the trainer group before every pass. Invariants: every sequence lands in exactly one micro-batch; every
-rank gets the same number of micro-batches (collectives inside a pass need it), so some may be empty; a micro-batch
-keeps within the token budget unless it is one sequence that is longer than the budget by itself.
+Role: called by the trainer group before every pass. Invariants: every sequence lands in exactly one micro-batch; where
+a pass has collectives, every rank gets the same number of micro-batches, some of them empty; a micro-batch keeps within
+the token budget unless it is one sequence that is longer than the budget by itself.
 """
 
 from __future__ import annotations
@@ -40,16 +40,25 @@ def pack(lengths: Sequence[int], token_budget: int, max_sequences: int | None = 
 
 
 def micro_batches(
-    lengths: Sequence[int], ranks: int, token_budget: int, max_sequences: int | None = None
+    lengths: Sequence[int], ranks: int, token_budget: int, max_sequences: int | None = None, lockstep: bool = False
 ) -> list[list[list[int]]]:
-    """Row indices as [rank][micro-batch][row]; the same number of micro-batches on every rank, possibly empty ones.
+    """Row indices as [rank][micro-batch][row]; in `lockstep` every rank gets as many micro-batches, some empty.
 
-    Example: lengths 9, 5, 4, 1 on 2 ranks with a budget of 9 -> [[[0], [3]], [[1, 2], []]] or its like.
+    Example: lengths 9, 5, 4, 1 on 2 ranks with a budget of 9 -> [[[0], [3]], [[1, 2]]], in lockstep [[1, 2], []].
     """
     shares = balance(lengths, ranks)
     packed = [
         [[share[i] for i in bin] for bin in pack([lengths[i] for i in share], token_budget, max_sequences)]
         for share in shares
     ]
-    most = max(map(len, packed))
+    most = max(map(len, packed)) if lockstep else 0
     return [bins + [[] for _ in range(most - len(bins))] for bins in packed]
+
+
+def numbered(lengths: Sequence[int], pipelines: int, count: int) -> list[list[list[int]]]:
+    """Row indices as [pipeline][micro-batch][row]: `count` micro-batches for each pipeline, of nearly equal tokens.
+
+    Example: lengths 9, 5, 4, 1 on 1 pipeline in 2 micro-batches -> [[[0, 3], [1, 2]]].
+    """
+    shares = balance(lengths, pipelines)
+    return [[[share[i] for i in bin] for bin in balance([lengths[i] for i in share], count)] for share in shares]

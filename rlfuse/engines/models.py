@@ -110,7 +110,7 @@ def response_values(model: Callable, batch: Batch) -> torch.Tensor:
 
 
 def load_policy(path: str, settings: ModelConfig, device: str) -> PreTrainedModel:
-    """The causal language model at `path`, ready to train (dropout off: PPO's ratio must be 1 before an update)."""
+    """The causal language model at `path`, ready to train."""
     return _load(AutoModelForCausalLM, path, settings, device)
 
 
@@ -134,11 +134,17 @@ def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides
         trust_remote_code=settings.trust_remote_code,
         **overrides,
     )
+    return trainer_ready(model, settings)
+
+
+def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
+    """Dropout off (PPO's ratio must be 1 before an update), activations recomputed if configured, its class noted."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.architectures = [type(model).__name__]  # else a critic's checkpoint says it is a policy's
     return model
 
 

@@ -6,7 +6,7 @@ come back in the order of the arguments; no method changes the samples it is giv
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +14,15 @@ from typing import Protocol
 import numpy as np
 
 from rlfuse.observe.events import Span
-from rlfuse.samples import Response, Reward, RewardFailure, Row, Sample
+from rlfuse.samples import Partial, Response, Reward, RewardFailure, Row, Sample
 
 
 class EngineError(RuntimeError):
     """A worker failed. The message says which one, what it was doing and what to do; `__cause__` is the original."""
+
+
+class EngineLost(EngineError):
+    """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,28 @@ class Recorded(Protocol):
 class RolloutEngine(Recorded, Protocol):
     """One vLLM engine on one slot."""
 
-    def generate(self, samples: Sequence[Sample], sampling: Sampling) -> AsyncIterator[tuple[str, Response]]:
-        """(sample id, response) for each sample, in finishing order, as soon as each is finished."""
+    def generate(
+        self, samples: Sequence[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
+    ) -> AsyncIterator[tuple[str, Response | Partial]]:
+        """(sample id, response) for each sample, in finishing order, as soon as each is finished.
 
-    async def abort(self, sample_ids: Sequence[str]) -> None:
-        """End these samples now; `generate` yields them with what they have and finish_reason `abort`."""
+        A sample in `partials` goes on from there; its response holds all tokens, those it came with too. A sample that
+        is evicted comes as a `Partial`.
+        """
+
+    async def evict(self, sample_ids: Sequence[str], carry: str = "tokens") -> None:
+        """End these samples here now; their `generate` yields a `Partial` for each that isn't finished.
+
+        `carry`: `kv` puts their KV cache where another engine of the run finds it, `tokens` lets it go.
+        """
 
     async def load(self) -> Load: ...
+
+    async def sleep(self) -> None:
+        """Give the device up: the slot takes the role `trainer`. Nothing is being generated."""
+
+    async def wake(self) -> None:
+        """Take the device back; until then nothing may be generated. Weights are pushed only to engines awake."""
 
 
 class RewardScorer(Recorded, Protocol):
@@ -66,19 +85,34 @@ class RewardScorer(Recorded, Protocol):
 
 
 class Trainer(Recorded, Protocol):
-    """Actor, critic and reference over all trainer ranks."""
+    """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them."""
 
-    async def log_probs(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row of the response tokens under `actor` or `ref`, at the sampling temperature."""
 
-    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value of the state before each response token."""
 
-    async def update_actor(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One optimizer step on one mini-batch; rows carry `old_log_probs`, `advantages` (and what the loss needs)."""
+    async def train(self, rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+        """Add gradients of all these models in one pipeline schedule; metrics of it. Where ranks hold stages."""
 
-    async def update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One optimizer step on one mini-batch; rows carry `values` and `returns`."""
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+        """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
+
+        Rows of `actor` carry `old_log_probs`, `advantages` and what its loss needs, of `critic` `values` and `returns`.
+        """
+
+    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+        """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
+
+        `lengths`: response tokens of every row that was accumulated since the last step.
+        """
+
+    async def take_device(self, slot: int) -> None:
+        """The slot's ranks get their models onto the device (role `trainer`)."""
+
+    async def leave_device(self, slot: int) -> None:
+        """The slot's ranks give the device up (role `rollout`)."""
 
     async def save(self, folder: Path) -> None:
         """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""

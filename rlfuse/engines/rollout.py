@@ -1,7 +1,6 @@
-"""Generation: one vLLM engine per rollout slot, as a Ray actor and the driver's handle of it.
+"""Generation: one vLLM engine per rollout slot, as a Ray actor.
 
-Role: `RolloutWorker` becomes an asyncio actor around vLLM's AsyncLLM; `RolloutHandle` implements the controller's
-`RolloutEngine` and the weight sync's `WeightReceiver` over it.
+Role: `RolloutWorker` becomes an asyncio actor around vLLM's AsyncLLM; the driver has a `rollout_handle` of it.
 
     controller -> RolloutHandle.generate -> [Ray stream] <- RolloutWorker.generate <- [queue] <- one task per sample
                   waits for the next item                   waits for any task                      |
@@ -11,10 +10,12 @@ Invariants:
 - each sample is a request of its own with its own seed, so neither the batch nor the engine changes what is sampled;
   samples handed over together run together and share their prompt's KV blocks;
 - log-probs are of the drawn tokens at the sampling temperature (of the truncated distribution if top_p / top_k cut);
+- a sample that is evicted and goes on elsewhere gets the same tokens as if it had stayed: those that it has become the
+  end of its prompt, `generators` places its generator, and by `migration` its KV cache may come along;
 - a response carries the version of the weights that drew its tokens. If weights changed underneath (the push pauses
   and then recomputes requests in flight under the new weights), it carries the oldest, and its span names all;
-- every remote call is bounded by `timeout_s`; a dead actor or engine process raises at once.
-Who unblocks whom: `generate` ends when its last sample did; `abort` and the consumer's leaving end samples early.
+- a dead engine process raises at once; how long anything may take is bounded by the handle.
+Who unblocks whom: `generate` ends when its last sample did; `evict` ends samples early, also when the consumer leaves.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import ray
+import psutil
 
-from rlfuse.cluster.remote import call, explain
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.protocols import EngineError, Load, Sampling
-from rlfuse.engines.rollout_start import ErrorOutput, engine_arguments, memory_hint
-from rlfuse.engines.weights import resolve_transfer
+from rlfuse.engines.rollout_start import (
+    ErrorOutput,
+    Request,
+    StepMeter,
+    bind,
+    build,
+    engine_arguments,
+    engine_died,
+    extend,
+    memory_hint,
+    sampling_params,
+)
 from rlfuse.observe.events import Recorder, Span
-from rlfuse.samples import Response, Sample
+from rlfuse.samples import Partial, Response
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What an engine needs of a sample."""
-
-    id: str
-    step: int
-    seed: int
-    prompt_ids: np.ndarray
+TOGETHER_S = 0.005
+"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
 
 
 class RolloutWorker:
@@ -57,51 +59,59 @@ class RolloutWorker:
         self._engine: Any = None
         self._tokenizer: Any = None
         self._errors: ErrorOutput | None = None
-        self._active: set[str] = set()
+        self._active: dict[str, asyncio.Task] = {}
+        self._places: dict[str, str] = {}
+        """Active sample -> where its KV cache would be put."""
+        self._shelf: Any = None
+        self._meter: StepMeter | None = None
+        self._asleep = False
+        self._calls = 0
         self._stats: Any = None
         self._version = 0
         self._update: Span | None = None
 
-    async def start(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str) -> dict:
-        """Build the engine inside the running loop; returns facts to log."""
-        began, self._errors = time.perf_counter(), ErrorOutput()
+    async def start(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        max_model_len: int,
+        device: str,
+        tail_speculation: int = 0,
+        core: int | None = None,
+    ) -> dict:
+        """Build the engine inside the running loop; returns facts to log. See `RolloutHandle.start`."""
+        began, self._errors, self._device = time.perf_counter(), ErrorOutput(), device
+        core = core if device == "cpu" else None
         try:
             with self._recorder.span("start", cause="run"):
-                self._engine = self._build(model, rollout, max_model_len, device)
+                bind(core)  # first, so that the engine's processes inherit it
+                arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
+                self._engine, self._shelf = build(arguments, rollout.weight_transfer, device, self._note)
+                bind(core)
         except Exception as error:
             why = self._errors.reason() or str(error)
             raise EngineError(f"{self.name} could not start vLLM for {model.path}.{memory_hint()}\n{why}") from error
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
+        self._limit = self._engine.model_config.max_model_len
         cache = self._engine.vllm_config.cache_config
-        return {"start_s": time.perf_counter() - began, "kv_tokens": cache.num_gpu_blocks * cache.block_size}
+        kv_tokens = cache.num_gpu_blocks * cache.block_size
+        self._meter = StepMeter(self._recorder, kv_tokens)
+        return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens}
 
-    def _build(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str) -> Any:
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        worker = self
-
-        class Probe(StatLoggerBase):
-            def __init__(self, vllm_config: Any, engine_index: int = 0): ...
-
-            def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
-                worker._stats = scheduler_stats or worker._stats
-
-            def log_engine_initialized(self) -> None: ...
-
-        transfer = WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device))
-        if unknown := set(rollout.engine_kwargs) - {field.name for field in fields(AsyncEngineArgs)}:
-            raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
-        arguments = {"weight_transfer_config": transfer} | engine_arguments(model, rollout, max_model_len, device)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Probe])
+    def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """vLLM calls this after every engine step."""
+        self._stats = scheduler_stats or self._stats
+        if self._meter is not None and scheduler_stats is not None and iteration_stats is not None:
+            self._meter.record(scheduler_stats, iteration_stats)
 
     async def stop(self) -> None:
         """End the engine's processes."""
         if self._engine is not None:
-            self._engine.shutdown()
+            with suppress(psutil.NoSuchProcess):  # vLLM kills what has just ended by itself
+                self._engine.shutdown()
+        if self._shelf is not None:
+            self._shelf.close()
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
@@ -110,114 +120,138 @@ class RolloutWorker:
         try:
             yield
         except EngineDeadError:
-            reason = self._errors.reason() if self._errors else ""
-            raise EngineError(
-                f"{self.name}: vLLM's engine process died. Out of memory is the usual cause: lower "
-                f"rollout.max_num_seqs or the KV cache (rollout.kv_cache_memory_mb, on GPUs "
-                f"rollout.gpu_memory_utilization).{memory_hint()}\n{reason}".rstrip()
-            ) from None  # vLLM's own traceback ends in "see above"
+            raise engine_died(self.name, self._errors) from None  # vLLM's own traceback ends in "see above"
 
     # Generation ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[tuple[str, Response]]:
-        """(sample id, response) of each request, in finishing order."""
-        ids = self._admit(requests)
-        tasks = [asyncio.create_task(self._complete(request, sampling)) for request in requests]
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling
+    ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
+        """(sample id, response) of each request in finishing order, or what it has when evicted; a few at a time."""
+        self._calls += 1
+        self._admit(requests)
+        tasks = {request.id: asyncio.create_task(self._complete(request, sampling)) for request in requests}
+        self._active |= tasks
         try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
+            waiting = set(tasks.values())
+            while waiting:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(TOGETHER_S)
+                finished = {task for task in waiting if task.done()}
+                waiting -= finished
+                yield [task.result() for task in finished]
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()  # vLLM ends the request of a cancelled task
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._active -= ids
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            for sample_id, task in tasks.items():
+                if self._active.get(sample_id) is task:  # cancelled before it began; else the sample may be back again
+                    del self._active[sample_id]
 
-    def _admit(self, requests: Sequence[Request]) -> set[str]:
-        """Count the samples as active, or refuse them all."""
-        limit = self._engine.model_config.max_model_len
+    def _admit(self, requests: Sequence[Request]) -> None:
+        """Refuse them all, or none."""
+        if self._asleep:
+            raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
         ids = {request.id for request in requests}
-        if len(ids) < len(requests) or ids & self._active:
-            twice = sorted(ids & self._active) or "some twice in one call"
+        if twice := sorted(ids & self._active.keys()) or ["some in one call"] * (len(ids) < len(requests)):
             raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
         for request in requests:
-            if len(request.prompt_ids) >= limit:
+            if (length := len(request.prompt_ids)) >= self._limit:
                 raise ValueError(
-                    f"sample {request.id} has {len(request.prompt_ids)} prompt tokens, the engine holds {limit} with "
-                    "the response: raise data.max_prompt_length or shorten the prompt"
+                    f"sample {request.id} has {length} prompt tokens, the engine holds {self._limit} with the "
+                    "response: raise data.max_prompt_length or shorten the prompt"
                 )
-        self._active |= ids
-        return ids
 
-    async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response]:
-        """One sample from prompt to response."""
-        attributes = {"prompt_tokens": len(request.prompt_ids)}
+    async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response | Partial]:
+        """One sample, from its prompt or what it came with, to its response or what it leaves with."""
+        attributes = {"prompt_tokens": len(request.prompt_ids), "carried_tokens": len(request.partial.token_ids)}
         span = self._recorder.span(
             "generate", step=request.step, samples=(request.id,), cause="admitted", attributes=attributes
         )
+        self._recorder.step = request.step
         try:
             with self._engine_alive(), span as record:
-                prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
-                parameters = self._parameters(request, sampling)
-                async for output in self._engine.generate(prompt, parameters, request.id):
+                room = min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
+                if room < 1:
+                    return request.id, self._response(request.partial, "length")
+                parameters = sampling_params(request, sampling, room, self._kv_places(request))
+                async for output in self._engine.generate(request.prompt(), parameters, request.id):
                     final = output  # the only one: parameters ask for the final output
-                response, versions = self._response(final.outputs[0])
-                record.tokens = len(response.token_ids)
-                record.attributes["finish_reason"] = response.finish_reason
-                if final.metrics is not None and record.tokens:
-                    record.attributes["first_token_s"] = round(final.metrics.first_token_latency, 4)
-                if len(versions) > 1:
-                    record.attributes["weight_versions"] = versions
-                return request.id, response
+                partial, reason = extend(request.partial, final, self._version, record)
+                if reason != "abort":
+                    return request.id, self._response(partial, reason)
+                return request.id, replace(partial, kv_key=await self._kv_key(request.id))
         finally:
-            self._active.discard(request.id)
+            self._active.pop(request.id, None)
+            if place := self._places.pop(request.id, None):
+                self._shelf.leave(place)
+                self._shelf.drop(request.partial.kv_key)
 
-    def _parameters(self, request: Request, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _response(self, partial: Partial, reason: str) -> Response:
+        text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
+        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text)
 
-        room = self._engine.model_config.max_model_len - len(request.prompt_ids)
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(sampling.max_tokens, room),
-            seed=request.seed if sampling.temperature > 0 else None,
-            logprobs=0,  # of the drawn token alone
-            detokenize=False,  # once at the end instead of after every token, and exactly as the tokenizer decodes
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+    # Moving --------------------------------------------------------------------------------------------------------
 
-    def _response(self, output: Any) -> tuple[Response, list[int]]:
-        """vLLM's completion as a response, with the versions that drew its tokens, oldest first."""
-        if output.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{self.name}: vLLM ended a request with finish_reason={output.finish_reason!r}")
-        drawn = [entry[token].logprob for entry, token in zip(output.logprobs or [], output.token_ids, strict=True)]
-        versions = [int(span.version) for span in output.weight_versions or []] or [self._version]
-        response = Response(
-            np.asarray(output.token_ids, np.int32),
-            np.asarray(drawn, np.float32),
-            output.finish_reason,
-            versions[0],
-            self._tokenizer.decode(output.token_ids, skip_special_tokens=True),
-        )
-        return response, versions
-
-    async def abort(self, sample_ids: Sequence[str]) -> None:
-        """End these samples; returns when they have ended."""
+    async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
+        """End these samples of the first so many `calls` of `generate`; returns when they have ended."""
+        if carry not in ("tokens", "kv"):
+            raise ValueError(f"carry={carry!r}: choose tokens or kv")
+        while self._calls < calls:  # this call has overtaken that of `generate`, which will be here soon
+            await asyncio.sleep(0.001)
         with self._engine_alive():
-            # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
-            while pending := [sample_id for sample_id in sample_ids if sample_id in self._active]:
-                await self._engine.abort(pending)
-                await asyncio.sleep(0.01)
+            pending = {self._active[sample_id]: sample_id for sample_id in sample_ids if sample_id in self._active}
+            if carry == "kv":
+                for place in (self._places[sample_id] for sample_id in pending.values() if sample_id in self._places):
+                    self._shelf.want(place)
+            while pending:
+                # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
+                await self._engine.abort(list(pending.values()))
+                await asyncio.wait(pending, timeout=0.01)
+                pending = {task: sample_id for task, sample_id in pending.items() if not task.done()}
+
+    def _kv_places(self, request: Request) -> dict[str, str]:
+        """For vLLM's connector: where the request's KV cache is to be put when it is wanted, and from where loaded."""
+        if self._shelf is None:
+            return {}
+        self._places[request.id] = self._shelf.place()
+        load = self._shelf.usable(request.partial.kv_key, self._version)
+        return {"save": self._places[request.id]} | ({"load": load} if load else {})
+
+    async def _kv_key(self, sample_id: str) -> str | None:
+        """The key of an aborted sample's KV cache, if it was wanted and there was something to put away."""
+        place = self._places.get(sample_id)
+        if place is None or not self._shelf.wanted(place):
+            return None
+        await self._engine.get_weight_version()  # answered after the abort, which had no answer
+        return await self._shelf.collect(place, self._version)
+
+    async def sleep(self) -> None:
+        """Give the device's memory up; refused while samples are active."""
+        if count := len(self._active):
+            raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
+        if self._device == "cuda" and not self._asleep:  # on CPU hosts there is no memory to give up
+            with self._engine_alive():
+                await self._engine.sleep(level=1)
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Take it back, with the weights of before and without any KV cache."""
+        if self._device == "cuda" and self._asleep:
+            with self._engine_alive():
+                await self._engine.wake_up()
+                await self._engine.reset_prefix_cache()
+        self._asleep = False
 
     async def load(self) -> Load:
         """As of vLLM's last step; nothing when no sample is active."""
-        if self._stats is None or not self._active:
+        if (stats := self._stats) is None or not self._active:
             return Load(0, 0, 0.0)
-        stats = self._stats
         return Load(stats.num_running_reqs, stats.num_waiting_reqs, float(stats.kv_cache_usage))
 
     async def drain(self) -> list[Span]:
+        if self._meter is not None:
+            self._meter.close()
         return self._recorder.drain()
 
     # Weights -------------------------------------------------------------------------------------------------------
@@ -233,6 +267,7 @@ class RolloutWorker:
         """Freeze requests in flight, forget everything computed with the old weights, expect buckets."""
         with self._engine_alive():
             self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
+            self._meter.pause()
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             await self._engine.start_weight_update()
 
@@ -249,6 +284,7 @@ class RolloutWorker:
             await self._engine.finish_weight_update(weight_version=str(version))
             await self._engine.reset_prefix_cache()
             await self._engine.reset_encoder_cache()
+            self._meter.pause()
             await self._engine.resume_generation()
         self._version = version
         if self._update is not None:
@@ -259,77 +295,3 @@ class RolloutWorker:
         """The version that the engine process itself reports."""
         with self._engine_alive():
             return int(await self._engine.get_weight_version())
-
-
-class RolloutHandle:
-    """The driver's side of one engine. `devices`: how many it spans (tensor parallel)."""
-
-    def __init__(self, actor: ray.actor.ActorHandle, name: str, timeout_s: float, devices: int = 1):
-        self.actor, self.name, self.timeout_s, self.devices = actor, name, timeout_s, devices
-
-    async def start(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str) -> dict:
-        """Start the engine; `max_model_len` is the longest prompt plus the longest response."""
-        return await self._call("start", "start its engine", model, rollout, max_model_len, device)
-
-    async def generate(self, samples: Sequence[Sample], sampling: Sampling) -> AsyncIterator[tuple[str, Response]]:
-        """(sample id, response) for each sample, in finishing order; leaving early ends the rest."""
-        requests = [Request(sample.id, sample.step, sample.seed, sample.prompt.token_ids) for sample in samples]
-        action = f"generate {len(requests)} samples"
-        stream = self.actor.generate.options(num_returns="streaming").remote(requests, sampling)
-        open_ids = {request.id for request in requests}
-        try:
-            while open_ids:
-                sample_id, response = await self._next(stream, action)
-                open_ids.discard(sample_id)
-                yield sample_id, response
-        finally:
-            if open_ids:
-                self.actor.abort.remote(sorted(open_ids))
-
-    async def _next(self, stream: Any, action: str) -> tuple[str, Response]:
-        try:
-            reference = await asyncio.wait_for(anext(stream), self.timeout_s)
-        except StopAsyncIteration:
-            raise EngineError(f"{self.name} ended its stream before it finished to {action}") from None
-        except Exception as error:
-            raise explain(error, self.name, action, self.timeout_s) from error
-        return await call(reference, self.name, action, self.timeout_s)
-
-    async def abort(self, sample_ids: Sequence[str]) -> None:
-        """End these samples now; `generate` yields them with what they have."""
-        await self._call("abort", f"abort {len(sample_ids)} samples", list(sample_ids))
-
-    async def load(self) -> Load:
-        """What the engine holds right now."""
-        return await self._call("load", "report its load")
-
-    async def drain(self) -> list[Span]:
-        """Spans since the last call."""
-        return await self._call("drain", "hand over its events")
-
-    async def stop(self) -> None:
-        """End the engine's processes; the actor stays."""
-        await self._call("stop", "stop its engine")
-
-    async def join_transfer(self, info: dict[str, Any]) -> None:
-        """Join the trainer's process group (nccl)."""
-        await self._call("join_transfer", "join the trainer's process group", info)
-
-    async def begin_update(self) -> None:
-        """Pause and clear caches."""
-        await self._call("begin_update", "pause for new weights")
-
-    async def receive(self, info: dict[str, Any]) -> None:
-        """Load one bucket."""
-        await self._call("receive", "load a bucket of weights", info)
-
-    async def finish_update(self, version: int) -> None:
-        """Resume with the new weights."""
-        await self._call("finish_update", f"take weights as version {version}", version)
-
-    async def version(self) -> int:
-        """The version of the engine's weights."""
-        return await self._call("version", "report its weights' version")
-
-    async def _call(self, method: str, action: str, *arguments: Any) -> Any:
-        return await call(getattr(self.actor, method).remote(*arguments), self.name, action, self.timeout_s)

@@ -1,8 +1,9 @@
-"""How a rollout engine is started: its environment, vLLM's arguments, and why a start failed.
+"""vLLM as we use it: its environment and arguments, requests and what comes of them, step times, why a start failed.
 
-Role: pure settings from the job's configuration, used by `rollout.RolloutWorker` and by whoever creates that actor.
+Role: used by `rollout.RolloutWorker` and by whoever creates that actor. Waits for nothing.
 Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
-Invariant: `rollout.engine_kwargs` has the last word on every argument.
+Invariants: `rollout.engine_kwargs` has the last word on every argument; a `decode` span covers engine steps and nothing
+between them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,46 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
+
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines import speculation
+from rlfuse.engines.protocols import EngineError, Sampling
 from rlfuse.engines.weights import MIB, resolve_transfer
+from rlfuse.observe.events import Recorder, Span
+from rlfuse.samples import Partial, Sample
+
+STEPS_PER_SPAN = 64
+
+NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
+"""What a sample that no engine has begun has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine needs of a sample."""
+
+    id: str
+    step: int
+    seed: int
+    prompt_ids: np.ndarray
+    partial: Partial
+
+    @classmethod
+    def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
+        """What is left of the sample to do."""
+        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial)
+
+    def prompt(self) -> dict[str, list[int]]:
+        """For vLLM: what the sample has so far."""
+        return {"prompt_token_ids": [*self.prompt_ids.tolist(), *self.partial.token_ids.tolist()]}
 
 
 def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
@@ -32,8 +68,14 @@ def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
     }
 
 
-def engine_arguments(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs for this job; `weight_transfer` stands in for vLLM's object of that name."""
+def engine_arguments(
+    model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
+) -> dict[str, Any]:
+    """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
+
+    `tail_speculation`: draft while at most so many samples are decoded, see `speculation`; 0 never. Raises ValueError
+    where vLLM can't: with several pipeline stages or data-parallel ranks, or beside a `speculative_config`.
+    """
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
@@ -44,10 +86,11 @@ def engine_arguments(model: ModelConfig, rollout: RolloutConfig, max_model_len: 
         "seed": 0,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
-        "worker_extension_cls": "rlfuse.engines.weights_receiver.ReceiverExtension",
+        "worker_extension_cls": "rlfuse.engines.generators.WorkerExtension",
     }
     if device == "cuda":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = True
         if rollout.tensor_model_parallel_size > 1:  # its workers are Ray actors in our bundles, see placement
             arguments["distributed_executor_backend"] = "ray"
     else:
@@ -57,7 +100,169 @@ def engine_arguments(model: ModelConfig, rollout: RolloutConfig, max_model_len: 
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
+    clash = {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs)
+    if tail_speculation and clash:
+        raise ValueError(
+            f"fusion.tail_speculation={tail_speculation} doesn't go with rollout.engine_kwargs.{min(clash)}: "
+            "drop one of them"
+        )
+    arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
     return arguments | rollout.engine_kwargs
+
+
+def build(
+    arguments: dict[str, Any], weight_transfer: str, device: str, on_step: Callable[[Any, Any], None]
+) -> tuple[Any, Any]:
+    """vLLM's AsyncLLM, and the shelf for KV caches that leave it (None if the arguments bring another connector).
+
+    `on_step` gets the `SchedulerStats` and `IterationStats` of every engine step, each of them possibly None.
+    """
+    from vllm.config import KVTransferConfig, WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    from rlfuse.engines.migration import Shelf, connector_arguments
+
+    class Probe(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0): ...
+
+        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+            on_step(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None: ...
+
+    if unknown := set(arguments) - {field.name for field in fields(AsyncEngineArgs)}:
+        raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
+    transfer = WeightTransferConfig(backend=resolve_transfer(weight_transfer, device))
+    ours = {"weight_transfer_config": transfer, "kv_transfer_config": KVTransferConfig(**connector_arguments())}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(ours | arguments)), stat_loggers=[Probe])
+    return engine, None if "kv_transfer_config" in arguments else Shelf()
+
+
+def sampling_params(request: Request, sampling: Sampling, room: int, kv_places: dict[str, str]) -> Any:
+    """vLLM's SamplingParams for at most `room` more tokens of the request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from rlfuse.engines.generators import DRAWN
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=room,
+        seed=request.seed if sampling.temperature > 0 else None,
+        logprobs=0,  # of the drawn token alone
+        detokenize=False,  # once at the end instead of after every token, and exactly as the tokenizer decodes
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_places},
+    )
+
+
+def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[Partial, str]:
+    """What the sample has with vLLM's output, and why that ended. Notes in its span what was done in this engine.
+
+    `version`: of the weights, where vLLM doesn't name any. Raises `EngineError` if vLLM ended the request in an error.
+    """
+    drawn = output.outputs[0]
+    if drawn.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
+    log_probs = [entry[token].logprob for entry, token in zip(drawn.logprobs or [], drawn.token_ids, strict=True)]
+    versions = [int(span.version) for span in drawn.weight_versions or []] or [version]
+    record.tokens = len(drawn.token_ids)
+    record.attributes["finish_reason"] = "evicted" if drawn.finish_reason == "abort" else drawn.finish_reason
+    record.attributes["cached_tokens"] = output.num_cached_tokens or 0
+    if output.metrics is not None and record.tokens:
+        record.attributes["first_token_s"] = round(output.metrics.first_token_latency, 4)
+    if len(versions) > 1:
+        record.attributes["weight_versions"] = versions
+    extended = Partial(
+        np.concatenate([partial.token_ids, np.asarray(drawn.token_ids, np.int32)]),
+        np.concatenate([partial.log_probs, np.asarray(log_probs, np.float32)]),
+        partial.weight_version if len(partial.token_ids) else versions[0],
+    )
+    return extended, drawn.finish_reason
+
+
+def bind(core: int | None) -> None:
+    """Bind every thread of this process and of its children to one core, and so whatever they start; None: leave them.
+
+    Raises ValueError for a core that the host has not.
+    """
+    if core is None:
+        return
+    cores = os.cpu_count() or 1
+    if not 0 <= core < cores:
+        raise ValueError(f"core={core}: this host has cores 0 to {cores - 1}")
+    actor = psutil.Process()
+    for process in (actor, *actor.children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+class StepMeter:
+    """`decode` spans from vLLM's statistics of each engine step: one per stretch of steps with as many samples.
+
+    Steps that prefill are apart from those that only decode. A step is as long as the time between two tokens of a
+    sample on the engine's own clock. Only the first step after idling or a pause has no such pair: it begins when its
+    first sample arrived or the pause ended, and ends when its statistics are here.
+    """
+
+    def __init__(self, recorder: Recorder, kv_tokens: int):
+        self._recorder, self._kv_tokens = recorder, kv_tokens
+        self._span: Span | None = None
+        self._context = self._usage = 0.0
+        self._clock: float | None = None
+        """End of the last step (epoch seconds); None when nothing is under way."""
+        self._ready = 0.0
+        """When nothing was under way any more."""
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """One step's `SchedulerStats` and `IterationStats`."""
+        decoded, begun = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
+        if not decoded and not begun:
+            return
+        now = iteration.iteration_timestamp
+        start, end = self._ready if self._clock is None else self._clock, now
+        if not decoded:  # the last step may have been long ago, if what it decoded was aborted since
+            start = max(start, now - max(begun))
+        elif self._clock is not None:
+            end = start + min(decoded)
+        self._clock = end
+        self._add(start, end, len(decoded) + len(begun), iteration)
+        # What the step's finished samples had is free already, what its new ones have was not there before.
+        self._context += max(self._usage, scheduler.kv_cache_usage) * self._kv_tokens
+        self._usage = scheduler.kv_cache_usage
+        if not scheduler.num_running_reqs and not scheduler.num_waiting_reqs:
+            self.pause(now)
+
+    def _add(self, start: float, end: float, batch: int, iteration: Any) -> None:
+        span, prefilled = self._span, iteration.prompt_token_stats.computed
+        if span is not None:
+            seen = span.attributes
+            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(prefilled)
+            if not alike or seen["steps"] == STEPS_PER_SPAN:
+                self.close()
+        if self._span is None:
+            attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
+            self._span = Span("decode", self._recorder.where, start, step=self._recorder.step, attributes=attributes)
+        self._span.end = end
+        self._span.tokens += iteration.num_generation_tokens
+        self._span.attributes["steps"] += 1
+        self._span.attributes["prefill_tokens"] += prefilled
+
+    def close(self) -> None:
+        """End the present stretch here."""
+        if self._span is not None:
+            self._span.attributes["context"] = round(self._context / self._span.attributes["steps"])
+            self._recorder.add(self._span)
+        self._span, self._context = None, 0.0
+
+    def pause(self, now: float | None = None) -> None:
+        """No step is under way; the next begins after `now`, the present by default."""
+        self.close()
+        self._clock, self._ready = None, now or time.time()
 
 
 class ErrorOutput:
@@ -82,6 +287,15 @@ class ErrorOutput:
         named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
         crash = [line for line in lines if re.search(r"fatal|fault|terminate|killed|abort|no space", line, re.I)]
         return "\n".join((named or crash)[-4:])
+
+
+def engine_died(name: str, errors: ErrorOutput | None) -> EngineError:
+    """The error for a worker whose engine process is gone."""
+    reason = errors.reason() if errors else ""
+    return EngineError(
+        f"{name}: vLLM's engine process died. Out of memory is the usual cause: lower rollout.max_num_seqs or the KV "
+        f"cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization).{memory_hint()}\n{reason}".rstrip()
+    )
 
 
 def memory_hint(root: Path = Path("/dev/shm")) -> str:

@@ -1,17 +1,22 @@
 """All trainer ranks as one: the driver's side of training, scoring by the policy, critic and reference.
 
-Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors, one per
-slot. Decides (purely, in `batching`) which row goes to which rank and micro-batch, sends every call to all ranks and
-puts the answers back in the order of the rows. One call at a time reaches the ranks: they run in lockstep.
+Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors. Decides
+(purely, in `batching`) which row goes to which rank and micro-batch, and puts the answers back in the order of the
+rows. A rollout slot spans `rollout.tensor_model_parallel_size` ranks.
 
     controller --rows--> TrainerGroup --micro-batches--> rank 0 .. rank N-1   (collectives among the ranks)
+
+Invariants: calls on single slots run side by side; a call of all ranks runs alone, because collectives need the same
+order on every rank. The rows of a step are those that were accumulated since the last one.
+Waits: for other calls' turns and for ranks, each call at most cluster.timeout_s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,9 @@ import numpy as np
 import ray
 
 from rlfuse.algorithms.losses import loss_count
-from rlfuse.algorithms.objectives import Scale
+from rlfuse.algorithms.objectives import means
 from rlfuse.cluster.placement import SHARE, Slots
-from rlfuse.cluster.remote import call, call_all
+from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
 from rlfuse.engines.batching import micro_batches
 from rlfuse.engines.protocols import EngineError
@@ -31,48 +36,74 @@ from rlfuse.samples import MicroBatch, Row
 
 
 class TrainerGroup:
-    """Every method sends one call to all ranks and waits for all of them, at most cluster.timeout_s."""
+    """Every method sends its call to the ranks concerned and waits for all of them, at most cluster.timeout_s."""
 
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         self.config, self.ranks = config, list(ranks)
-        self._turn = asyncio.Lock()
+        self._turns = _Turns()
+        self._accumulated: dict[str, list[int]] = {"actor": [], "critic": []}  # response tokens of each row
 
     @classmethod
-    async def start(cls, config: Config, slots: Slots, optimizer_steps: int) -> tuple[TrainerGroup, dict[str, Any]]:
-        """One rank on every slot, models loaded; and facts to log. `optimizer_steps`: length of the schedule."""
+    async def start(
+        cls, config: Config, slots: Slots, optimizer_steps: int, cores: Sequence[int] | None = None
+    ) -> tuple[TrainerGroup, dict[str, Any]]:
+        """One rank on every slot, models loaded; and facts to log.
+
+        `optimizer_steps`: length of the schedule; `cores`: the CPU core that each rank's process is bound to.
+        """
         from rlfuse.engines.training import TrainerRank  # imports DeepSpeed: only when ranks are started
 
-        remote = ray.remote(TrainerRank)
-        group = cls(
-            config,
-            [
-                remote.options(**slots.options(rank, SHARE)).remote(config, rank, slots.count, slots.device)
-                for rank in range(slots.count)
-            ],
-        )
-        host, port = await call(group.ranks[0].address.remote(), "trainer/0", "start", config.cluster.timeout_s)
-        await group._all("join", "join the other ranks", host, port)
+        group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         return group, (await group._all("setup", "load its models", optimizer_steps))[0]
 
-    async def log_probs(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
-        """float32 [T] per row, in order."""
-        return await self._score("log_probs", f"compute log-probs of the {model}", rows, model)
+    @property
+    def lockstep(self) -> bool:
+        """Whether passes need all ranks together: ZeRO 3 gathers weights from all of them."""
+        return self.config.actor.zero_stage == 3
 
-    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """float32 [T] per row, in order."""
-        return await self._score("values", "compute values", rows)
+    @property
+    def lockstep_backward(self) -> bool:
+        """Whether gradients need all ranks together: ZeRO 2 and 3 reduce them in every backward."""
+        return self.config.actor.zero_stage >= 2
 
-    async def update_actor(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One optimizer step on this mini-batch; its mean diagnostics."""
-        return await self._update("update_actor", "update the actor", rows)
+    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3."""
+        return await self._score("log_probs", f"compute log-probs of the {model}", rows, slot, model)
 
-    async def update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One optimizer step on this mini-batch; its mean diagnostics."""
-        return await self._update("update_critic", "update the critic", rows)
+    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3."""
+        return await self._score("values", "compute values", rows, slot)
 
-    async def _score(self, method: str, action: str, rows: Sequence[Row], *arguments: Any) -> list[np.ndarray]:
-        plan = self._plan(rows)
-        answers = await self._each(method, action, *arguments, batches=_fill(plan, rows))
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+        """Add the rows' gradient of the summed loss. ValueError for a single slot under ZeRO 2 and 3."""
+        plan = self._plan(rows, slot, self.lockstep_backward)
+        self._accumulated[model] += [len(row.response_ids) for row in rows]  # a step from now on waits for them
+        await self._send("accumulate", f"accumulate gradients of the {model}", slot, plan, rows, model)
+
+    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+        """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
+
+        ValueError unless `lengths` are the response tokens of the rows accumulated since the last step, in any order.
+        """
+        check_step(model, lengths, self._accumulated[model])
+        self._accumulated[model] = []
+        count = loss_count(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
+        shares = await self._all("step", f"update the {model}", model, count)
+        return step_metrics(model, shares, count, lengths)
+
+    async def take_device(self, slot: int) -> None:
+        """The slot's ranks get their models onto the device."""
+        await self._call("switch", "take its device", slot, lambda rank: ("trainer",))
+
+    async def leave_device(self, slot: int) -> None:
+        """The slot's ranks move their models to host memory; until `take_device` nothing may be asked of them."""
+        await self._call("switch", "leave its device", slot, lambda rank: ("rollout",))
+
+    async def _score(
+        self, method: str, action: str, rows: Sequence[Row], slot: int | None, *arguments: Any
+    ) -> list[np.ndarray]:
+        plan = self._plan(rows, slot, self.lockstep)
+        answers = await self._send(method, action, slot, plan, rows, *arguments)
         results: list[Any] = [None] * len(rows)
         for bins, parts in zip(plan, answers, strict=True):
             for bin, arrays in zip(bins, parts, strict=True):
@@ -80,22 +111,19 @@ class TrainerGroup:
                     results[index] = array
         return results
 
-    async def _update(self, method: str, action: str, rows: Sequence[Row]) -> dict[str, float]:
-        lengths = [len(row.response_ids) for row in rows]
-        horizon = self.config.data.max_response_length
-        count = loss_count(lengths, self.config.actor.loss_agg_mode, horizon)
-        scale = Scale(1 / count, 1 / sum(lengths), horizon)
-        shares = await self._each(method, action, batches=_fill(self._plan(rows), rows), after=(scale,))
-        names = {name: None for share in shares for name in share}
-        return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
-
-    def _plan(self, rows: Sequence[Row]) -> list[list[list[int]]]:
+    def _plan(self, rows: Sequence[Row], slot: int | None, lockstep: bool) -> list[list[list[int]]]:
         actor = self.config.actor
+        if lockstep and slot is not None:
+            raise ValueError(
+                f"actor.zero_stage={actor.zero_stage} needs all ranks in this pass, slot {slot} alone would wait for "
+                "them for ever: ask without a slot, or lower the stage."
+            )
         return micro_batches(
             [row.tokens for row in rows],
-            len(self.ranks),
+            len(self._ranks(slot)),
             actor.ppo_max_token_len_per_gpu,
             actor.ppo_micro_batch_size_per_gpu,
+            lockstep,
         )
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
@@ -137,6 +165,7 @@ class TrainerGroup:
 
     async def save(self, folder: Path) -> None:
         """`actor/` and `critic/` below `folder`, with what is needed to check that a resumed run fits."""
+        check_settled(self._accumulated, "saved")
         models = ["actor", "critic"] if self.config.uses_critic else ["actor"]
         buckets = {model: await self.bucket_plan(model) for model in models}
         await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets)
@@ -144,6 +173,7 @@ class TrainerGroup:
 
     async def load(self, folder: Path) -> None:
         """Continue from what `save` wrote under the same number of ranks and ZeRO stage."""
+        check_settled(self._accumulated, "loaded")
         saved = json.loads((folder / "trainer.json").read_text())
         if saved != self._shape():
             raise EngineError(
@@ -167,23 +197,109 @@ class TrainerGroup:
         """Spans of all ranks since the last call."""
         return [span for spans in await self._all("drain", "hand over its events") for span in spans]
 
-    async def _all(self, method: str, action: str, *arguments: Any) -> list[Any]:
-        async with self._turn:
-            calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-            return await call_all(calls, "trainer", action, self.config.cluster.timeout_s)
+    def _ranks(self, slot: int | None) -> range:
+        width = self.config.rollout.tensor_model_parallel_size
+        return range(len(self.ranks)) if slot is None else range(slot * width, (slot + 1) * width)
 
-    async def _each(
-        self, method: str, action: str, *before: Any, batches: list[list[MicroBatch]], after: tuple = ()
+    async def _send(
+        self, method: str, action: str, slot: int | None, plan: list[list[list[int]]], rows: Sequence[Row], *first: Any
     ) -> list[Any]:
-        async with self._turn:
+        """A call with micro-batches of `rows`; the ranks' answers."""
+        batches = dict(zip(self._ranks(slot), fill(plan, rows), strict=True))
+        return await self._call(method, action, slot, lambda rank: (*first, batches[rank]))
+
+    async def _all(self, method: str, action: str, *arguments: Any) -> list[Any]:
+        return await self._call(method, action, None, lambda rank: arguments)
+
+    async def _call(
+        self, method: str, action: str, slot: int | None, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> list[Any]:
+        """The first failure at once: peers of a dead rank would wait for it inside a collective."""
+        limit = self.config.cluster.timeout_s
+        async with self._turns.alone() if slot is None else self._turns.shared():
             calls = [
-                getattr(rank, method).remote(*before, share, *after)
-                for rank, share in zip(self.ranks, batches, strict=True)
+                call(getattr(self.ranks[rank], method).remote(*arguments(rank)), f"trainer/{rank}", action, limit)
+                for rank in self._ranks(slot)
             ]
-            return await call_all(calls, "trainer", action, self.config.cluster.timeout_s)
+            return await asyncio.gather(*calls)
 
 
-def _fill(plan: list[list[list[int]]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
+class _Turns:
+    """Many shared turns at a time, or one alone; whoever waits to be alone keeps later ones out."""
+
+    def __init__(self) -> None:
+        self._gate, self._none_shared, self._shared = asyncio.Lock(), asyncio.Event(), 0
+        self._none_shared.set()
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._gate:
+            self._shared += 1
+            self._none_shared.clear()
+        try:
+            yield
+        finally:
+            self._shared -= 1
+            if not self._shared:
+                self._none_shared.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._gate:
+            await self._none_shared.wait()
+            yield
+
+
+async def start_ranks(
+    kind: type, config: Config, slots: Slots, cores: Sequence[int] | None
+) -> list[ray.actor.ActorHandle]:
+    """One actor of this kind of rank on every slot; they have met one another."""
+    remote, bound, limit = ray.remote(kind), cores or [None] * slots.count, config.cluster.timeout_s
+    ranks = [
+        remote.options(**slots.options(rank, SHARE)).remote(config, rank, slots.count, slots.device, core)
+        for rank, core in zip(range(slots.count), bound, strict=True)
+    ]
+    host, port = await call(ranks[0].address.remote(), "trainer/0", "start", limit)
+    meetings = (
+        call(rank.join.remote(host, port), f"trainer/{i}", "join the other ranks", limit)
+        for i, rank in enumerate(ranks)
+    )
+    await asyncio.gather(*meetings)
+    return ranks
+
+
+def check_step(model: str, lengths: Sequence[int], accumulated: Sequence[int]) -> None:
+    """ValueError unless a step over rows of these response lengths is one over what was accumulated."""
+    if not accumulated:
+        raise ValueError(f"Nothing was accumulated for the {model} since its last step: accumulate rows first.")
+    if sorted(lengths) != sorted(accumulated):
+        raise ValueError(
+            f"A step of the {model} over {len(lengths)} rows ({sum(lengths)} response tokens), but since its last "
+            f"one {len(accumulated)} ({sum(accumulated)}) were accumulated: accumulate every row of it once."
+        )
+
+
+def step_metrics(
+    model: str, shares: Sequence[tuple[dict[str, float], dict[str, float]]], count: float, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Mean diagnostics of a step as `model/name`, from each rank's sums and what is the same on all ranks."""
+    names = {name: None for sums, _ in shares for name in sums}
+    totals = {name: sum(sums.get(name, 0.0) for sums, _ in shares) for name in names}
+    facts = shares[0][1]
+    return {f"{model}/{name}": value for name, value in (means(totals, count, sum(lengths)) | facts).items()}
+
+
+def check_settled(accumulated: Mapping[str, Sequence[int]], done: str) -> None:
+    """ValueError while a model holds gradients, which checkpoints do not have."""
+    for model, lengths in accumulated.items():
+        if lengths:
+            raise ValueError(
+                f"No checkpoint can be {done} now: the {model} holds gradients of {len(lengths)} rows, which "
+                "checkpoints do not have. Step first."
+            )
+
+
+def fill(plan: list[list[list[int]]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
     """The plan with its rows; an empty micro-batch repeats the shortest row at weight 0."""
     filler = MicroBatch((min(rows, key=lambda row: row.tokens),), weight=0.0)
     return [[MicroBatch(tuple(rows[i] for i in bin)) if bin else filler for bin in bins] for bins in plan]

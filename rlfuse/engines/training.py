@@ -1,30 +1,24 @@
 """One trainer rank: actor, critic and reference in one process, each a DeepSpeed engine over all ranks.
 
-Role: the class that `TrainerGroup.start` makes a Ray actor, one per slot; every rank gets every call, because
-DeepSpeed's collectives need all of them. It waits for its peers only there, bounded by cluster.timeout_s.
+Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
+under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
+cluster.timeout_s. All else this rank does alone, whatever the others do meanwhile.
 Invariants:
-- a loss is a sum over tokens times `1 / global count`, so any split into ranks and micro-batches gives one gradient;
-- all ranks run the same number of micro-batches; a filler has weight 0;
+- gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
+  any split into ranks, calls and micro-batches, in any order, gives one gradient;
+- in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
 - gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not).
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
-import ray
 import torch
 
-from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
-from rlfuse.algorithms.objectives import Scale, actor_objective, critic_objective
-from rlfuse.config.schema import Config
 from rlfuse.engines import weights_device
 from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import (
@@ -34,35 +28,23 @@ from rlfuse.engines.models import (
     load_critic,
     load_policy,
     packs_exactly,
-    response_logits,
     response_values,
 )
-from rlfuse.engines.optimizing import freeze, gradient_norm, matmul_rate, sharded_loading, trainable, zero_value_head
-from rlfuse.observe.events import Recorder, Span
+from rlfuse.engines.optimizing import (
+    freeze,
+    matmul_rate,
+    sharded_loading,
+    take_step,
+    trainable,
+    zero_value_head,
+)
+from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
+from rlfuse.engines.ranks import Rank
 from rlfuse.samples import MicroBatch
 
 
-class TrainerRank:
+class TrainerRank(Rank):
     """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
-
-    def __init__(self, config: Config, rank: int, world: int, device: str):
-        self.config, self.rank, self.world, self.device = config, rank, world, device
-        self.recorder = Recorder(f"trainer/{rank}")
-
-    def address(self) -> tuple[str, int]:
-        """Where this rank's host is, and a port that is free there: rank 0 tells it to the others."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def join(self, host: str, port: int) -> None:
-        """Meet the other ranks; waits for all of them, at most cluster.timeout_s."""
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        limit = timedelta(seconds=self.config.cluster.timeout_s)
-        if self.device == "cpu":
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        deepspeed.init_distributed("gloo" if self.device == "cpu" else "nccl", timeout=limit, verbose=False)
 
     def setup(self, optimizer_steps: int) -> dict[str, Any]:
         """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log."""
@@ -82,6 +64,7 @@ class TrainerRank:
             if config.uses_reference:
                 reference = load_policy(config.ref.path or start, config.model, self.device)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
+        self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {
             name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
         }
@@ -100,7 +83,7 @@ class TrainerRank:
     def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature."""
         kind = "old_log_prob" if model == "actor" else "ref"
-        return self._score(kind, model, micro_batches, lambda module, batch: self._log_probs(module, batch)[0])
+        return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch)[0])
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch: the critic's value before each response token."""
@@ -122,55 +105,34 @@ class TrainerRank:
                 results.append(batch.split(function(engine, batch)))
         return results
 
-    def _log_probs(self, module: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = response_logits(module, batch).float() / self.config.rollout.temperature
-        return log_probs_from_logits(logits, batch.targets), logits
-
     # Updates -----------------------------------------------------------------------------------------------------
 
-    def update_actor(self, micro_batches: Sequence[MicroBatch], scale: Scale) -> dict[str, float]:
-        """One optimizer step; this rank's shares of the mini-batch's means, which add up over ranks."""
-
-        def objective(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            log_probs, logits = self._log_probs(self.engines["actor"], batch)
-            with torch.set_grad_enabled(bool(self.config.actor.entropy_coeff)):
-                entropy = entropy_from_logits(logits)
-            return actor_objective(
-                self.config.actor, batch.matrix(log_probs), batch.matrix(entropy), batch.mask, batch.tensors, scale
-            )
-
-        return self._update("actor", micro_batches, objective)
-
-    def update_critic(self, micro_batches: Sequence[MicroBatch], scale: Scale) -> dict[str, float]:
-        """As `update_actor`, for the value model."""
-
-        def objective(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            values = batch.matrix(response_values(self.engines["critic"], batch))
-            clip, mode = self.config.critic.cliprange_value, self.config.actor.loss_agg_mode
-            return critic_objective(clip, mode, values, batch.mask, batch.tensors, scale)
-
-        return self._update("critic", micro_batches, objective)
-
-    def _update(self, model: str, micro_batches: Sequence[MicroBatch], objective: Callable) -> dict[str, float]:
-        engine, totals = self.engines[model], {}
+    def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the gradients of the summed loss to what `actor` or `critic` holds, and its diagnostics to theirs."""
+        engine, objective = self.engines[model], actor_loss if model == "actor" else critic_loss
+        totals = self.sums.setdefault(model, {})
         engine.train()
         for micro_batch in micro_batches:
             batch = collate(micro_batch.rows, self.packed, self.device)
             with self._span("forward", micro_batch, f"update_{model}", model=model):
-                loss, shares = objective(batch)
+                loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):
-                # DeepSpeed averages gradients over ranks: times `world`, the global sum is what remains.
-                engine.backward(loss * (self.world * micro_batch.weight), scale_wrt_gas=False)
-            for name, share in shares.items():
-                totals[name] = totals.get(name, 0.0) + float(share) * micro_batch.weight
-        rate = engine.get_lr()[0]
+                engine.backward(loss * micro_batch.weight, scale_wrt_gas=False)
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value.double() * micro_batch.weight
+
+    def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
+        """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
+
+        Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
+        """
+        engine = self.engines[model]
+        facts = {"lr": engine.get_lr()[0]}
         with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
-            engine.step()
+            facts["grad_norm"] = take_step(engine, count, self.world)
             if self.device != "cpu":
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
-        if self.rank == 0:  # the same on every rank, and shares add up
-            totals |= {"lr": rate, "grad_norm": gradient_norm(engine)}
-        return {f"{model}/{name}": value for name, value in totals.items()}
+        return {name: float(value) for name, value in self.sums.pop(model, {}).items()}, facts
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
@@ -234,7 +196,3 @@ class TrainerRank:
             tokens=sum(row.tokens for row in rows),
             attributes=attributes,
         )
-
-    def drain(self) -> list[Span]:
-        """Spans since the last call."""
-        return self.recorder.drain()

@@ -1,146 +1,386 @@
 """The board of one step: where each sample stands, from waiting to trained. Bookkeeping only, no effects.
 
-Role: the controller writes what happened (`start`, `finished`, `scored`, `trained`), the policy reads a `Snapshot`.
-Invariants: a sample is generated once, scored once per kind and trained in exactly one mini-batch of each epoch, whose
-members are fixed by prompt order before anything runs; only `extend` (dynamic sampling) may add groups.
+Role: the execution writes what happened, the policy reads a `Snapshot`.
+
+    waiting --start(Generate)--> flying --finished--> unscored --scored--> (group complete) --prepare--> ready
+       ^                          |   ^                                                                    |
+       +------ lost ------<-------+   +-- Move: parted, landed                      Accumulate, Step <-----+
+
+Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
+are fixed by prompt order before anything runs (where groups are chosen late, by `keep` or because a draw ends with the
+first so many, nothing is trained on before). Updates are O(1) per sample, so that a step of many thousands of samples
+stays cheap to decide on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 
-from rlfuse.fusion.decisions import Decision, Generate, Score, Snapshot
-from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
+from rlfuse.fusion.decisions import (
+    Accumulate,
+    Decision,
+    Generate,
+    Move,
+    Score,
+    Settings,
+    Snapshot,
+    Step,
+    Switch,
+    Train,
+)
+from rlfuse.fusion.fleet import Fleet
+from rlfuse.fusion.ledger import Ledger
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.selection import Draw
+from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Sample
+
+GENERATION = "generation"
+ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
+"""A model's step must wait for the pass that reads the weights it changes."""
 
 
 class Board:
-    """`kinds`: kinds of scoring every sample needs; `passes`: how often the step trains on its samples (0: not at all).
+    """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
-    `purpose`: what caused the work, for its events: `training` or `testing`.
-
-    Every update is O(1) per sample, so that a step of many thousands of samples stays cheap to decide on.
+    `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many of
+    the groups have to be finished, where not all.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
-        slots: int,
+        fleet: Fleet,
         kinds: Sequence[str],
-        passes: int,
+        models: Sequence[str] = (),
+        passes: int = 1,
         mini_batch_groups: int = 1,
         purpose: str = "training",
+        settings: Settings | None = None,
+        lengths: Lengths | None = None,
+        draw: Draw | None = None,
+        now: float = 0.0,
     ):
-        self.purpose = purpose
+        self.fleet, self.purpose, self.kinds = fleet, purpose, tuple(kinds)
+        self.settings, self.lengths = settings or Settings(), lengths or Lengths(fleet.costs.max_tokens)
         self.groups: list[Group] = []
         self.samples: dict[str, Sample] = {}
+        self.partials: dict[str, Partial] = dict(draw.partials) if draw else {}
         self.batches = 0
-        self._kinds, self.passes, self._mini_batch_groups = tuple(kinds), passes, mini_batch_groups
-        self._loads, self._slot_of = [0] * slots, {}
-        self._waiting: dict[int, int] = {}
-        self._unscored: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
-        self._running: set[str] = set()
-        self._open = 0  # generations and scorings still to come
+        self._of: dict[str, int] = {}
+        self._unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
+        self._backlog, self._oldest = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, now)
+        self._scoring: dict[str, int] = dict.fromkeys(kinds, 0)
+        self._passes_left = dict.fromkeys(kinds, 0)
+        self._lacking: list[dict[str, int]] = []  # per group: samples not generated yet, and without each kind of score
+        self._complete: list[int] = []
+        some = draw is not None and draw.enough < len(groups)
+        self._among, self._enough = (draw.among, draw.enough) if some else (inf, inf)
+        self._whole: list[int] = []
+        self._left: set[int] = set()
+        self._surplus: list[tuple[int, list[str]]] = []
+        self._open = 0
+        self._to_score = 0.0
         self._kept: set[int] | None = None
-        self._mini_batches: list[list[Group]] | None = None
-        self._trained = 0
-        self.extend(groups)
+        self._held_back: dict[str, list[int]] = {}
+        self.ledgers = {model: Ledger(passes) for model in models}
+        self._mini_batch_groups = mini_batch_groups
+        self.extend(groups, now)
 
-    def extend(self, groups: Sequence[Group]) -> None:
-        """Add a batch of groups to the step."""
+    def extend(self, groups: Sequence[Group], now: float) -> None:
+        """Add a batch of groups to the step; samples that were finished in an earlier step count as just finished."""
         self.batches += 1
-        self._mini_batches = None
-        for group in groups:
-            self._waiting[len(self.groups)] = len(group.samples)
+        self._kept = None
+        first = len(self.groups)
+        for number, group in enumerate(groups, first):
+            size, prompt_tokens = len(group.samples), len(group.prompt.token_ids)
             self.groups.append(group)
             self.samples |= {sample.id: sample for sample in group.samples}
-            self._open += len(group.samples) * (1 + len(self._kinds))
+            self._of |= {sample.id: number for sample in group.samples}
+            self._lacking.append(dict.fromkeys((GENERATION, *self.kinds), size))
+            self._open += size
+            for kind in self.kinds:
+                self._passes_left[kind] += size
+            expected = self.lengths.expect(group.prompt.index)
+            begun = {s.id: len(self.partials[s.id].token_ids) if s.id in self.partials else 0 for s in group.samples}
+            fresh = {sample.id: begun[sample.id] for sample in group.samples if sample.response is None}
+            self.fleet.queue(number, fresh, prompt_tokens, expected, ahead=number >= self._among)
+            self._to_score += size * self._slot_kinds * (prompt_tokens + expected)
+        self.fleet.known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
+        self.fleet.replan()
+        self._divide()
+        for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
+            if self._of[sample.id] not in self._left:
+                self._note_finished(sample, now)
 
-    # What happens ------------------------------------------------------------------------------------------------
+    @property
+    def _slot_kinds(self) -> int:
+        return sum(kind != "reward" for kind in self.kinds)
 
-    def start(self, decision: Decision) -> None:
+    # What happens: generation ----------------------------------------------------------------------------------------
+
+    def start(self, decision: Decision, now: float) -> None:
         """A decision is being carried out."""
         if isinstance(decision, Generate):
-            for group in decision.groups:
-                self._loads[decision.slot] += self._waiting.pop(group)
-                self._slot_of |= {sample.id: decision.slot for sample in self.groups[group].samples}
+            self.fleet.admit(decision.slot, decision.groups, now)
+        elif isinstance(decision, Move):
+            self.fleet.depart(decision.samples, decision.source, decision.target, now)
+        elif isinstance(decision, Switch):
+            self.fleet.occupy(decision.slot)
         elif isinstance(decision, Score):
-            self._running.add(decision.kind)
-            for sample in decision.samples:
-                del self._unscored[decision.kind][sample]
+            self._start_scoring(decision)
+            self.fleet.occupy(*self._slots(decision))
+        elif isinstance(decision, Accumulate):
+            self.ledgers[decision.model].start(decision.samples)
+            self.fleet.occupy(*self._slots(decision))
+        elif isinstance(decision, Train):
+            for model, names in decision.samples.items():
+                self.ledgers[model].start(names)
+            self.fleet.occupy(*range(len(self.fleet.slots)))
         else:
-            self._running.add("train")
+            self.fleet.occupy(*range(len(self.fleet.slots)))
 
-    def finished(self, sample_id: str, response: Response) -> None:
-        """A rollout engine returned a sample."""
-        self._loads[self._slot_of.pop(sample_id)] -= 1
+    def _slots(self, decision: Score | Accumulate) -> Iterable[int]:
+        if isinstance(decision, Score) and decision.kind == "reward":
+            return ()
+        return range(len(self.fleet.slots)) if decision.slot is None else (decision.slot,)
+
+    def finished(self, name: str, response: Response, now: float) -> None:
+        """A rollout engine returned a whole sample."""
+        sample, group = self.samples[name], self._of[name]
+        self.fleet.finish(name, group, len(response.token_ids), now)
+        sample.response = response
+        if group not in self._left:
+            self._note_finished(sample, now)
+
+    def _note_finished(self, sample: Sample, now: float) -> None:
+        group = self._of[sample.id]
         self._open -= 1
-        self.samples[sample_id].response = response
-        for unscored in self._unscored.values():
-            unscored[sample_id] = None
+        self._to_score += self._slot_kinds * (sample.tokens - sum(self.fleet.expected(group)))
+        for kind, unscored in self._unscored.items():
+            if not unscored:
+                self._oldest[kind] = now
+            unscored[sample.id] = sample.tokens
+            self._backlog[kind] += sample.tokens
+        self._settle(group, GENERATION)
+        if self._lacking[group][GENERATION] == 0 and group < self._among:
+            self._whole.append(group)
+            if len(self._whole) == self._enough:
+                self._leave_the_rest()
 
-    def scored(self, decision: Score) -> None:
+    def _leave_the_rest(self) -> None:
+        """Enough groups are finished: the step ends without the others."""
+        late, self._kept = self._late, set(self._whole)
+        self._left = set(range(len(self.groups))) - self._kept
+        self._surplus = self.fleet.forget(self._left)
+        for group in self._left:
+            lacking, names = self._lacking[group], [sample.id for sample in self.groups[group].samples]
+            self._open -= lacking[GENERATION]
+            for kind, unscored in self._unscored.items():
+                self._passes_left[kind] -= lacking[kind]
+                self._backlog[kind] -= sum(unscored.pop(name, 0) for name in names)
+        self._to_score = float(sum(tokens for kind, tokens in self._backlog.items() if kind != "reward"))
+        if late:
+            self._divide()
+            for model, held_back in self._held_back.items():
+                self.prepared(model, held_back)
+
+    def take_surplus(self) -> list[tuple[int, list[str]]]:
+        """(slot, samples) that are to leave their engines now, since the last call."""
+        surplus, self._surplus = self._surplus, []
+        return surplus
+
+    def left(self) -> tuple[list[Group], dict[str, Partial]]:
+        """Groups that the step did not need, and what their unfinished samples have."""
+        groups = [self.groups[number] for number in sorted(self._left)]
+        return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
+
+    def parted(self, name: str, partial: Partial, now: float) -> int | None:
+        """A sample left its engine unfinished; returns the slot it goes on at, if any."""
+        self.partials[name] = partial
+        return self.fleet.part(name, self._of[name], len(partial.token_ids), now)
+
+    def landed(self, name: str, slot: int, now: float) -> Partial:
+        """A moved sample goes on at its new slot."""
+        self.fleet.land(name, slot, now)
+        return self.partials.pop(name)
+
+    def lost(self, slot: int, now: float) -> None:
+        """An engine is gone: its samples wait again, from their beginning; its rank can still score and train."""
+        self.fleet.lose(slot, now)
+
+    def switched(self, slot: int, role: str) -> None:
+        """A slot has its new role."""
+        self.fleet.slots[slot].role = role
+        self.fleet.release(slot)
+
+    # What happens: scoring and training ------------------------------------------------------------------------------
+
+    def _start_scoring(self, decision: Score) -> None:
+        kind, unscored = decision.kind, self._unscored[decision.kind]
+        self._scoring[kind] += 1
+        tokens = sum(unscored.pop(name) for name in decision.samples)
+        self._backlog[kind] -= tokens
+        if kind != "reward":
+            self._to_score -= tokens
+
+    def scored(self, decision: Score, now: float) -> None:
         """A scoring call returned; its results are on the samples."""
-        self._running.discard(decision.kind)
-        self._open -= len(decision.samples)
+        kind = decision.kind
+        self._scoring[kind] -= 1
+        self._oldest[kind] = now
+        for name in decision.samples:
+            if (group := self._of[name]) in self._left:
+                continue
+            self._passes_left[kind] -= 1
+            if kind == "reward" and isinstance(self.samples[name].reward, RewardFailure):
+                for ledger in self.ledgers.values():
+                    ledger.drop(group)
+            self._settle(group, kind)
+        self.fleet.release(*self._slots(decision))
 
-    def trained(self) -> None:
+    def _settle(self, group: int, what: str) -> None:
+        """A sample of the group is generated, or has one more kind of score."""
+        lacking = self._lacking[group]
+        lacking[what] -= 1
+        if not any(lacking.values()):
+            self._complete.append(group)
+
+    def take_complete(self) -> list[int]:
+        """Groups that have everything, since the last call."""
+        complete, self._complete = self._complete, []
+        return complete
+
+    def prepared(self, model: str, groups: Iterable[int]) -> None:
+        """The losses of these groups' samples can be computed now."""
+        if self._late:
+            self._held_back.setdefault(model, []).extend(groups)
+            return
+        live = ((g, s) for g in groups if self._in(g) for s in self.groups[g].samples if isinstance(s.reward, Reward))
+        self.ledgers[model].prepare({sample.id: (group, sample.tokens) for group, sample in live})
+
+    def accumulated(self, decision: Accumulate) -> None:
+        """A call that added gradients returned."""
+        self.ledgers[decision.model].finish(decision.samples)
+        self.fleet.release(*self._slots(decision))
+
+    def trained(self, decision: Train) -> None:
+        """A schedule that added gradients of several models ran to its end."""
+        for model, names in decision.samples.items():
+            self.ledgers[model].finish(names)
+        self.fleet.release(*range(len(self.fleet.slots)))
+
+    def stepped(self, decision: Step) -> None:
         """An optimizer step was taken."""
-        self._running.discard("train")
-        self._trained += 1
+        self.ledgers[decision.model].step()
+        self.fleet.release(*range(len(self.fleet.slots)))
 
     def keep(self, groups: Sequence[int], at_most: int) -> None:
         """Train on the first `at_most` of these groups only."""
         self._kept = set(groups[:at_most])
-        self._mini_batches = None
+        self._divide()
 
-    # What stands -------------------------------------------------------------------------------------------------
+    @property
+    def _late(self) -> bool:
+        """Which groups the step learns from is not known yet: those of `_among` that finish first."""
+        return self._kept is None and self._enough < self._among
 
-    def snapshot(self) -> Snapshot:
-        """What a policy may know."""
+    def _in(self, group: int) -> bool:
+        return group < self._among if self._kept is None else group in self._kept
+
+    def _divide(self) -> None:
+        """Mini-batches of consecutive groups, in prompt order."""
+        chosen = [number for number in range(len(self.groups)) if self._in(number)]
+        of = {number: position // self._mini_batch_groups for position, number in enumerate(chosen)}
+        count = -(-len(chosen) // self._mini_batch_groups)
+        sizes, tokens = [0] * count, [0.0] * count
+        for number, part in of.items():
+            live = sum(not isinstance(s.reward, RewardFailure) for s in self.groups[number].samples)
+            sizes[part] += live
+            tokens[part] += live * sum(self.fleet.expected(number))
+        for ledger in self.ledgers.values():
+            ledger.divide(of, sizes, tokens)
+
+    # What stands -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What a policy may know; O(1), but for the plan that now and then is due."""
+        fleet, costs = self.fleet, self.fleet.costs
+        to_score = max(0.0, self._to_score)
+        to_train = sum(max(0.0, ledger.left_tokens) for ledger in self.ledgers.values())
+        fleet.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
         return Snapshot(
-            loads=tuple(self._loads),
-            waiting=tuple(self._waiting.items()),
-            unscored={kind: tuple(ids) for kind, ids in self._unscored.items()},
-            running=frozenset(self._running),
-            trainable=self._trained if self.all_scored and not self.done else None,
+            now=now,
+            slots=fleet.slots,
+            waiting=fleet.waiting,
+            expected=fleet.expected,
+            shortest_first=fleet.shortest_first,
+            deadline=fleet.deadline,
+            unfinished=self._open,
+            unscored=self._unscored,
+            backlog=self._backlog,
+            oldest=self._oldest,
+            ready={model: ledger.ready for model, ledger in self.ledgers.items()},
+            steppable=[model for model, ledger in self.ledgers.items() if self._steppable(model, ledger)],
+            scoring=frozenset(kind for kind, calls in self._scoring.items() if calls),
+            to_score=to_score,
+            to_train=to_train,
+            flying=fleet.flying,
+            context=fleet.context,
+            busy=fleet.busy,
+            free=fleet.free,
+            resting=fleet.resting,
+            open=fleet.open,
+            costs=costs,
+            settings=self.settings,
         )
+
+    def _steppable(self, model: str, ledger: Ledger) -> bool:
+        return ledger.accumulated and self._passes_left.get(ON_WEIGHTS[model], 0) == 0
 
     @property
     def all_scored(self) -> bool:
-        """Every sample is generated and has every kind of score."""
-        return self._open == 0
+        """Every sample is generated and has every kind of score; calls for samples that were left are over, too."""
+        return self._open == 0 and not any(self._passes_left.values()) and not any(self._scoring.values())
 
     @property
-    def idle(self) -> bool:
+    def trainers(self) -> list[int]:
+        """Slots in role `trainer`."""
+        return [place.index for place in self.fleet.slots if place.role == "trainer"]
+
+    @property
+    def quiet(self) -> bool:
         """Nothing is under way."""
-        return not self._slot_of and not self._running
+        return not self.fleet.flying and not self.fleet.busy and not any(self._scoring.values())
 
     @property
     def done(self) -> bool:
         """All scored, and trained as often as asked."""
-        return self.all_scored and self._trained >= self.passes * len(self.mini_batches())
+        return self.all_scored and self.quiet and all(ledger.done for ledger in self.ledgers.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
         """Samples without a reward; they are left out of their groups."""
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
-    def kept(self) -> list[Group]:
-        """Groups to train on, with the samples that have a reward; empty groups are gone."""
+    def kept(self, numbers: Iterable[int] | None = None) -> list[Group]:
+        """Groups to train on (of these numbers), with the samples that have a reward; empty groups are gone."""
+        numbers = range(len(self.groups)) if numbers is None else numbers
         kept = [
-            Group(group.prompt, [sample for sample in group.samples if isinstance(sample.reward, Reward)])
-            for i, group in enumerate(self.groups)
-            if self._kept is None or i in self._kept
+            Group(self.groups[n].prompt, [s for s in self.groups[n].samples if isinstance(s.reward, Reward)])
+            for n in numbers
+            if self._in(n)
         ]
         return [group for group in kept if group.samples]
 
-    def mini_batches(self) -> list[list[Group]]:
-        """Groups per optimizer step, in prompt order; known once all is scored."""
-        if self._mini_batches is None:
-            groups, size = self.kept(), self._mini_batch_groups
-            self._mini_batches = [groups[i : i + size] for i in range(0, len(groups), size)]
-        return self._mini_batches
+    def whole(self) -> list[Sample]:
+        """Samples of the groups that the step did not leave."""
+        return [s for number, group in enumerate(self.groups) if number not in self._left for s in group.samples]
 
-    def mini_batch(self, number: int) -> list[Sample]:
-        """Samples of the `number`-th optimizer step of this training step; epochs follow one another."""
-        batches = self.mini_batches()
-        return [sample for group in batches[number % len(batches)] for sample in group.samples]
+    def generated(self) -> Mapping[int, list[int]]:
+        """Prompt -> lengths of its responses."""
+        return {
+            group.prompt.index: [len(s.response.token_ids) for s in group.samples]
+            for number, group in enumerate(self.groups)
+            if number not in self._left
+        }

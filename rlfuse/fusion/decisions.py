@@ -2,58 +2,234 @@
 
 Role: the language between the controller (real or simulated) and the policies. A policy is a function
 `Snapshot -> list[Decision]`; the controller asks it whenever something finished and starts what it decides.
+
+A slot has one role at a time. In `rollout` its engine generates; in `trainer` its rank scores and accumulates
+gradients, one piece of work after the other. Rewards are scored beside both, in processes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from rlfuse.fusion.costs import Costs
+
+Role = Literal["rollout", "trainer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Hand whole groups to a rollout slot: siblings stay together and share their prompt's KV cache."""
+    """Admit what is left of whole groups to a slot: siblings stay together and share their prompt's KV cache."""
 
     slot: int
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Take unfinished samples from one engine to another, with their KV cache or to be prefilled again."""
+
+    samples: tuple[str, ...]
+    source: int
+    target: int
+    carry: Literal["kv", "tokens"] = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Change the role of a slot that is doing nothing."""
+
+    slot: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """Run one kind of scoring (`reward`, `old_log_prob`, `ref`, `values`) on finished samples."""
+    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank.
+
+    slot None for a pass: all ranks together, where the model is sharded over them.
+    """
 
     kind: str
     samples: tuple[str, ...]
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add these samples' unnormalised gradient of one model's present mini-batch; slot None: all ranks together."""
+
+    model: str
+    samples: tuple[str, ...]
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """One optimizer step of critic and actor on a mini-batch."""
+    """Add these samples' unnormalised gradients, model -> samples, in one pipeline schedule over all ranks."""
 
-    mini_batch: int
+    samples: Mapping[str, tuple[str, ...]]
 
 
-Decision = Generate | Score | Train
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Scale what one model accumulated and take its optimizer step, on all ranks."""
+
+    model: str
+
+
+Decision = Generate | Move | Switch | Score | Accumulate | Train | Step
+"""What a policy doesn't mention stays as it is."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A sample on its engine."""
+
+    sample: str
+    group: int
+    prompt_tokens: int
+    carried: int
+    """Response tokens it came with."""
+    since: float
+    """Decoding steps the engine had done when it came."""
+    foreseen: float
+    """Decoding steps it would have done by costs alone."""
+    expected: float
+    """Response tokens that it is expected to have in the end."""
+    reserved: float = 0.0
+    """Tokens of KV cache that room was made for."""
+    leaving: bool = False
+
+
+@dataclass(slots=True)
+class Slot:
+    """A device (or tensor-parallel group) as policies see it. The board writes it, a policy only reads.
+
+    How far its samples are is dead reckoning from the engine's pace, corrected whenever one of them finishes: no
+    engine has to be asked.
+    """
+
+    index: int
+    role: Role = "rollout"
+    flights: dict[str, Flight] = field(default_factory=dict)
+    arriving: int = 0
+    """Samples on their way here; room is kept for them."""
+    reserved: float = 0.0
+    """Tokens that its KV cache will hold when its samples are as long as expected."""
+    context: float = 0.0
+    """Tokens in its KV cache, as of `seen`."""
+    steps: float = 0.0
+    """Decoding steps done, as of `seen`."""
+    foreseen: float = 0.0
+    """Decoding steps it would have done by costs alone, as of `seen`."""
+    seen: float = 0.0
+    speed: float = 1.0
+    """Decoding steps it does for each that costs foresee, by what finished there; 1 until something has."""
+    busy: bool = False
+    """Scoring, training or changing roles."""
+    alive: bool = True
+    """Whether its engine still runs."""
+
+    @property
+    def load(self) -> int:
+        """Samples it holds or is about to."""
+        return len(self.flights) + self.arriving
+
+    @property
+    def idle(self) -> bool:
+        return not self.load and not self.busy
+
+    def pace(self, costs: Costs, more: int = 0) -> float:
+        """Seconds of its next decoding step, with so many samples more."""
+        return costs.decode_step(len(self.flights) + more, self.context) / self.speed
+
+    def tokens(self, flight: Flight, now: float, costs: Costs) -> float:
+        """Response tokens that the sample has, about."""
+        since_seen = (now - self.seen) / self.pace(costs)
+        return flight.carried + max(0.0, self.steps + since_seen - flight.since)
+
+    def remaining(self, flight: Flight, now: float, costs: Costs) -> float:
+        """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
+        tokens = self.tokens(flight, now, costs)
+        return max(1.0, min(max(flight.expected - tokens, tokens / 4), costs.max_tokens - tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What does not change within a step."""
+
+    samples: int = 0
+    """Samples of the step."""
+    credit_samples: int = 1 << 30
+    """Finished samples that may wait for one kind of scoring before no more are admitted; at least 1."""
+    credit_tokens: int = 1 << 40
+    """The same in tokens."""
+    lockstep: bool = False
+    """Passes without gradients need all ranks together (ZeRO 3)."""
+    lockstep_backward: bool = False
+    """Gradients need all ranks together (ZeRO 2 and 3)."""
+    pipelined: bool = False
+    """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
+    threshold: float = 0.2
+    """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
+    stretch: float = 1.0
+    """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
+    guarded: bool = True
+    """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""
+    ordered: bool = True
+    """adaptive: admit by expected length, where lengths are known from before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where every sample of a step stands."""
+    """Where every sample of a step stands. Nothing in it may be changed; mappings are in the order of happening."""
 
-    loads: tuple[int, ...]
-    """Unfinished samples per rollout slot."""
-    waiting: tuple[tuple[int, int], ...]
-    """(group, samples in it) of groups that no slot has yet."""
-    unscored: dict[str, tuple[str, ...]]
-    """Kind of scoring -> finished samples that still lack it, none of them under way; kinds in the serial order."""
-    running: frozenset[str] = field(default_factory=frozenset)
-    """Work under way: kinds of scoring, and `train`."""
-    trainable: int | None = None
-    """The next mini-batch, when every sample of the step is scored."""
-
-    @property
-    def generating(self) -> int:
-        return sum(self.loads)
+    now: float
+    """Seconds, on the controller's clock."""
+    slots: Sequence[Slot]
+    waiting: Mapping[int, int]
+    """Group -> samples of it that no slot has."""
+    expected: Callable[[int], tuple[int, float]]
+    """Group -> (prompt tokens, response tokens expected of each sample)."""
+    shortest_first: Sequence[int]
+    """Waiting groups by expected length, and some that wait no more: the longest is the last. Empty when nothing is
+    known of lengths."""
+    deadline: float
+    """When generation can be over, if lengths are as expected and slots are shared out ideally."""
+    unfinished: int
+    """Samples without a whole response, waiting ones too."""
+    unscored: Mapping[str, Mapping[str, int]]
+    """Kind of scoring -> finished samples that lack it, none of them under way -> tokens; kinds in serial order."""
+    backlog: Mapping[str, int]
+    """Kind -> tokens of its unscored samples."""
+    oldest: Mapping[str, float]
+    """Kind -> when its last scoring began or its backlog was empty: how long its samples may have waited."""
+    ready: Mapping[str, Mapping[str, int]]
+    """Model -> samples of its present mini-batch whose gradients can be accumulated now -> tokens."""
+    steppable: Sequence[str]
+    """Models whose present mini-batch is accumulated and whose step no pass of this training step still waits for."""
+    scoring: frozenset[str]
+    """Kinds under way, on slots or (`reward`) beside them."""
+    to_score: float
+    """Tokens that passes on slots will still have to take up; unfinished samples count with what is expected."""
+    to_train: float
+    """Tokens of present mini-batches still to be taken up, counted in the same way."""
+    flying: int
+    """Samples on engines or between them."""
+    context: float
+    """Tokens in all KV caches, about."""
+    busy: int
+    """Slots that score, train or change roles."""
+    free: Collection[int]
+    """Slots in role `trainer` that do nothing."""
+    resting: Collection[int]
+    """Slots in role `rollout` that hold nothing."""
+    open: Collection[int]
+    """Slots in role `rollout` that have room for a sample."""
+    costs: Costs
+    settings: Settings
 
 
 Policy = Callable[[Snapshot], list[Decision]]

@@ -1,46 +1,47 @@
 """When each piece of work runs: the fusion policies, pure functions of a snapshot.
 
-Role: `fusion=<name>` picks one; the controller calls it. Both here are exact: they decide when, never what.
-- `serial`: generation, each kind of scoring, training, one after the other, as other systems do;
-- `stream`: a sample is scored as soon as it is finished, while others still generate.
+Role: `fusion=<name>` picks one; the controller calls it whenever something happened. All are exact: they decide when
+and where, never what.
+- `serial`: generation, each kind of scoring, training, one stage after the other, as other systems do;
+- `stream`: a slot that has nothing left to generate scores what is finished, while others still generate;
+- `rlhfuse`: as `stream`; and when few samples are left, they are consolidated on few slots, once (RLHFuse, NSDI '25);
+- `adaptive`: lengths decide who is admitted where, slots are freed whenever that pays, and free ones also accumulate
+  the first mini-batch's gradients.
 """
 
 from __future__ import annotations
 
-from rlfuse.fusion.decisions import Decision, Generate, Policy, Score, Snapshot, Train
+from rlfuse.fusion.adaptive import adaptive
+from rlfuse.fusion.consolidation import consolidate
+from rlfuse.fusion.decisions import Decision, Policy, Snapshot
+from rlfuse.fusion.sharing import admit, gradients, passes, paused, rewards, steps, turn
 
 
 def serial(view: Snapshot) -> list[Decision]:
-    """One stage at a time over the whole batch."""
-    if view.waiting:
-        return admit(view)
-    if view.generating or view.running:
+    """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
+    if (view.waiting and not paused(view)) or view.flying:
+        return admit(view) if not view.busy else []
+    if view.busy or view.scoring:
         return []
-    return _score(view)[:1] or _train(view)
+    return rewards(view) or turn(view) or passes(view) or learn(view)
 
 
 def stream(view: Snapshot) -> list[Decision]:
-    """Every kind of scoring takes what is finished whenever it is free."""
-    return admit(view) + _score(view) or _train(view)
+    """Rewards at once; passes on slots that ran empty; then training."""
+    placed = admit(view)
+    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view))
 
 
-def admit(view: Snapshot) -> list[Decision]:
-    """Every waiting group to the slot with the fewest unfinished samples, groups in order."""
-    loads = list(view.loads)
-    share: list[list[int]] = [[] for _ in loads]
-    for group, samples in view.waiting:
-        slot = min(range(len(loads)), key=loads.__getitem__)
-        share[slot].append(group)
-        loads[slot] += samples
-    return [Generate(slot, tuple(groups)) for slot, groups in enumerate(share) if groups]
+def rlhfuse(view: Snapshot) -> list[Decision]:
+    """`stream`, with one consolidation of the tail."""
+    return consolidate(view) + stream(view)
 
 
-def _score(view: Snapshot) -> list[Decision]:
-    return [Score(kind, ids) for kind, ids in view.unscored.items() if ids and kind not in view.running]
+def learn(view: Snapshot) -> list[Decision]:
+    """Training as a stage of its own: when every sample has all its scores."""
+    if view.unfinished or view.busy or view.scoring or any(view.unscored.values()):
+        return []
+    return gradients(view) or steps(view)
 
 
-def _train(view: Snapshot) -> list[Decision]:
-    return [] if view.trainable is None or view.running else [Train(view.trainable)]
-
-
-POLICIES: dict[str, Policy] = {"serial": serial, "stream": stream}
+POLICIES: dict[str, Policy] = {"serial": serial, "stream": stream, "rlhfuse": rlhfuse, "adaptive": adaptive}

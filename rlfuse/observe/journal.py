@@ -21,6 +21,7 @@ from rlfuse import checkpoints
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import Recorded
 from rlfuse.fusion.board import Board
+from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.tracking import MetricsFile, Terminal, Wandb
@@ -95,17 +96,18 @@ class Journal:
         with self.recorder.span("save_checkpoint", step=step, cause="step"):
             await checkpoints.write(self.folder, step, self._state(), self._save, self.config.trainer.max_ckpt_to_keep)
 
-    async def finish(self, step: int, board: Board) -> None:
-        """Close the step: its events to the log, its scalars and samples to the sinks."""
+    async def finish(self, step: int, board: Board) -> list[Span]:
+        """Close the step: its events to the log, its scalars and samples to the sinks. Returns the events."""
         spans = await self.collect(step)
         values = self._scalars(step, board, spans)
         self._log(step, values)
         if self._terminal:
             self._terminal.log(step, values)
-        shown = list(board.samples.values())[: self.config.trainer.log_samples]
+        shown = board.whole()[: self.config.trainer.log_samples]
         if self._wandb and shown:
             self._wandb.samples(step, shown)
         self._notes.clear()
+        return spans
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.log(step, values)
@@ -124,18 +126,22 @@ class Journal:
 
     def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
         data, slots, kept = self.config.data, self.config.slots, board.kept()
+        width = self.config.rollout.tensor_model_parallel_size
         values: dict[str, float] = {"training/global_step": step, "training/epoch": self._state()["prompts"]["epoch"]}
         if kept:
             values |= figures.sample_metrics(kept, data.max_prompt_length, data.max_response_length, slots)
-        responses = sum(len(sample.response.token_ids) for sample in board.samples.values())
-        tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in board.samples.values()))
+        whole = board.whole()
+        responses = sum(len(sample.response.token_ids) for sample in whole)
+        tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in whole))
         # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
-        values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in board.samples.values())
+        values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in whole)
+        values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
         if self.config.algorithm.filter_groups.max_num_gen_batches:
             values["train/num_gen_batches"] = board.batches
         values |= figures.failure_metrics(board.failures())
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
-        values |= figures.fusion_metrics(spans) | figures.memory_metrics(spans)
+        values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
+        values[f"fusion/{label(self.config.fusion.data, self.config.fusion.tail_speculation)}"] = 1.0
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
         return values | {name: sum(v) / len(v) for name, v in self._notes.items()}

@@ -26,7 +26,6 @@ def sample_metrics(groups: Sequence[Group], max_prompt: int, max_response: int, 
     metrics |= _spread("response_length", responses) | _spread("prompt_length", prompts)
     metrics["response_length/clip_ratio"] = float((responses >= max_response).mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt).mean())
-    metrics["response/aborted_ratio"] = float(np.mean([s.response.finish_reason == "abort" for s in samples]))
     metrics["reward/frac_reward_zero_std"] = float(
         np.mean(zero_spread([[sample.reward.value for sample in group.samples] for group in groups]))
     )
@@ -148,15 +147,51 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def fusion_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """How much of the scoring ran beside generation."""
+def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:
+    """What ran beside generation: samples scored, learned from and moved; and the share of slots' time without work.
+
+    `slots`: engines; `width`: trainer ranks on each.
+    """
     generated = _on_driver(spans, "gen")
-    scored = [span for kind in ("reward", "old_log_prob", "ref", "values") for span in _on_driver(spans, kind)]
-    if not generated or not scored:
+    steps = _on_driver(spans, "step")
+    if not generated or not steps:
         return {}
     last = max(span.end for span in generated)
-    early: set[Any] = {sample for span in scored if span.start < last for sample in span.samples}
-    return {"fusion/samples_overlapped": float(len(early))}
+
+    def early(*kinds: str) -> float:
+        found = [span for kind in kinds for span in _on_driver(spans, kind) if span.start < last]
+        return float(len({sample for span in found for sample in span.samples}))
+
+    return {
+        "fusion/samples_overlapped": early("reward", "old_log_prob", "ref", "values"),
+        "fusion/samples_trained_in_tail": early("update_critic", "update_actor"),
+        "fusion/samples_moved": float(sum(len(span.samples) for span in _on_driver(spans, "move"))),
+        "fusion/idle_share": 1.0 - _busy(spans, steps[0], width) / (slots * steps[0].seconds),
+    }
+
+
+ON_SLOTS = (
+    "decode",
+    "old_log_prob",
+    "ref",
+    "values",
+    "forward",
+    "backward",
+    "weight_gradients",
+    "optimizer",
+    "update_weights",
+)
+
+
+def _busy(spans: Sequence[Span], step: Span, width: int) -> float:
+    """Seconds of the step in which slots' engines or ranks worked, summed over slots."""
+    mine: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        inside = span.start >= step.start and span.end <= step.end
+        process, _, number = span.where.partition("/")
+        if inside and span.kind in ON_SLOTS and process in ("rollout", "trainer"):
+            mine[int(number) // (width if process == "trainer" else 1)].append(span)
+    return sum(covered(each) for each in mine.values())
 
 
 def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens: int, epochs: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.schema import Config
+from rlfuse.fusion.selection import label
 from rlfuse.observe.tracking import read_metrics
 
 WINDOW = 5
@@ -34,6 +35,7 @@ def summarise(folder: Path, config: Config, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "versions": _versions(),
         "fusion": config.fusion.policy,
+        "label": label(config.fusion.data, config.fusion.tail_speculation),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
@@ -79,7 +81,7 @@ def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
         return "-" if value is None else f"{value:.3f}"
 
     lines = [
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s, fusion={summary['fusion']}",
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})",
         f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   "
         f"(first and last {WINDOW} steps)",
     ]
@@ -93,6 +95,6 @@ def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
     lines += [f"  curves        wandb leet {folder / 'wandb'}"] if (folder / "wandb").exists() else []
     lines += [f"  the model     {weights[-1]}"] if weights else []
     lines.append(
-        "  try next      fusion=stream, algorithm=grpo rollout.n=4, actor.optim.lr=..., or your own model.path="
+        "  try next      fusion=serial, algorithm=grpo rollout.n=4, actor.optim.lr=..., or your own model.path="
     )
     return "\n".join(lines)

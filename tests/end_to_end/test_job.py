@@ -108,14 +108,14 @@ def all_gone(processes, timeout=20):
 def serial(job):
     """An uninterrupted serial run: (folder, what it printed)."""
     folder, command = job
-    text = finish(start(command, "serial"), expected=0)
+    text = finish(start(command, "serial", "fusion=serial"), expected=0)
     return folder / "runs" / "rlfuse" / "serial", text
 
 
 def test_run_folder_holds_what_the_readme_promises(serial):
     run, text = serial
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == STEPS and summary["fusion"] == "serial"
+    assert summary["steps"] == STEPS and summary["fusion"] == "serial" and summary["label"] == "exact"
     assert summary["val_before"] is not None and summary["val_after"] is not None
     assert {"torch", "ray", "deepspeed", "rlfuse"} <= summary["versions"].keys()
     assert str(run) in text and "mean reward" in text
@@ -165,25 +165,53 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200
 
 
-def test_interrupted_and_resumed_streaming_run_equals_the_uninterrupted_serial_one(job, serial):
-    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened."""
+def test_interrupted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial):
+    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened.
+
+    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
+    """
     folder, command = job
-    run = folder / "runs" / "rlfuse" / "stream"
-    process = start(command, "stream", "fusion=stream")
-    wait_for_step(run, 3, process)
+    run = folder / "runs" / "rlfuse" / "adaptive"
+    process = start(command, "adaptive", "fusion=adaptive")
+    wait_for_step(run, 2, process)  # its row is written after its checkpoint
     workers = descendants(process)
     process.send_signal(signal.SIGINT)
     text = finish(process, expected=130, timeout=60)
     assert "global_step_2" in text and "resume" in text
     assert not all_gone(workers)
-    text = finish(start(command, "stream", "fusion=stream"), expected=0)
+    text = finish(start(command, "adaptive", "fusion=adaptive"), expected=0)
     assert "resumed from" in text
-    expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial[0], run))
+    assert_same_curves(serial[0], run)
+
+
+def assert_same_curves(serial, run):
+    expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial, run))
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(STEPS + 1))
     for want, have in zip(expected, found, strict=True):
         for name, value in want.items():
             if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):
-                assert have[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (want["step"], name)
+                assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
+
+
+def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(job, serial):
+    folder, command = job
+    pipelines = ("training.pipeline_parallel_size=2", "training.split_backward=true")
+    text = finish(start(command, "pipelines", *pipelines), expected=0)
+    assert "training wait for all responses: training.pipeline_parallel_size=2" in text
+    run = folder / "runs" / "rlfuse" / "pipelines"
+    assert_same_curves(serial[0], run)
+    spans = read_events(run / "events.jsonl")
+    last = [span for span in spans if span.step == STEPS]
+    assert {(s.where, s.attributes["model"], s.attributes["stage"]) for s in last if s.kind == "weight_gradients"} == {
+        ("trainer/0", "actor", 0),
+        ("trainer/1", "actor", 1),
+        ("trainer/1", "critic", 0),
+        ("trainer/0", "critic", 1),
+    }
+    assert all(s.attributes["planned"][0] < s.attributes["planned"][1] for s in last if s.kind == "weight_gradients")
+    made = read_metrics(run / "metrics.jsonl")[-1]
+    assert 0 < made["fusion/train_makespan_planned"] <= made["fusion/train_makespan_serial"]
+    assert (run / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
 
 
 def test_killed_trainer_rank_ends_in_one_message_and_leaves_no_process(job):
@@ -244,6 +272,6 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):
 
 def test_used_run_folder_is_refused_when_there_is_nothing_to_resume(job, serial):
     _, command = job
-    text = finish(start(command, "serial", "trainer.resume_mode=disable"), expected=2, timeout=60)
+    text = finish(start(command, "serial", "fusion=serial", "trainer.resume_mode=disable"), expected=2, timeout=60)
     assert "trainer.experiment_name" in text
     assert Path(serial[0] / "summary.json").exists()

@@ -16,10 +16,12 @@ from rlfuse.cluster.remote import call
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines import weights
 from rlfuse.engines.protocols import EngineError, Load, Sampling
-from rlfuse.engines.rollout import RolloutHandle, RolloutWorker
-from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.rollout import RolloutWorker
+from rlfuse.engines.rollout_handle import RolloutHandle
+from rlfuse.engines.rollout_start import engine_arguments, rollout_env
 from rlfuse.engines.weights import WeightPush, plan_buckets
-from rlfuse.samples import Prompt, Sample, sample_seed
+from rlfuse.observe.events import Span
+from rlfuse.samples import Partial, Prompt, Sample, sample_seed
 
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
 
@@ -54,6 +56,10 @@ def sample(index: int, sibling: int = 0, length: int = 40, step: int = 1) -> Sam
 
 async def collect(engine, samples, sampling=WARM):
     return {sample_id: response async for sample_id, response in engine.generate(samples, sampling)}
+
+
+async def drained(engine, kind: str) -> list[Span]:
+    return [span for span in await engine.drain() if span.kind == kind]
 
 
 def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
@@ -91,8 +97,8 @@ async def test_samples_stream_as_they_finish_with_all_their_fields(engine, tiny_
         stopped = response.token_ids[-1] == 1
         assert response.finish_reason == ("stop" if stopped else "length")
         assert response.text == tokenizer.decode(response.token_ids, skip_special_tokens=True) != ""
-    spans = await engine.drain()
-    assert {(span.kind, span.where) for span in spans} == {("generate", "rollout/0")}
+    spans = await drained(engine, "generate")
+    assert {span.where for span in spans} == {"rollout/0"}
     assert sorted(span.samples[0] for span in spans) == sorted(arrivals)
     for span in spans:
         assert span.step == 1 and span.tokens == len(arrivals[span.samples[0]][1].token_ids)
@@ -140,7 +146,7 @@ async def test_the_response_ends_where_the_context_does(engine):
         await collect(engine, [one, one])
 
 
-async def test_abort_returns_what_there_is(engine):
+async def test_evicted_samples_leave_with_what_they_have(engine):
     samples = [sample(20 + i, length=10) for i in range(20)]  # 16 run, 4 wait
     arrived = {}
 
@@ -153,14 +159,15 @@ async def test_abort_returns_what_there_is(engine):
         await asyncio.sleep(0.01)
     assert load.waiting > 0 and 0 < load.kv_use <= 1
     began = time.perf_counter()
-    await engine.abort([one.id for one in samples])
+    await engine.evict([one.id for one in samples])
     await taking
     assert time.perf_counter() - began < 5
     assert set(arrived) == {one.id for one in samples}
-    aborted = [response for response in arrived.values() if response.finish_reason == "abort"]
-    assert len(aborted) >= 10
-    assert all(len(response.token_ids) == len(response.log_probs) for response in arrived.values())
-    assert any(0 < len(response.token_ids) < 490 for response in aborted)
+    evicted = [result for result in arrived.values() if isinstance(result, Partial)]
+    assert len(evicted) >= 10
+    assert all(len(result.token_ids) == len(result.log_probs) for result in arrived.values())
+    assert any(0 < len(partial.token_ids) < 490 for partial in evicted)
+    assert {partial.kv_key for partial in evicted} == {None}
     assert await engine.load() == Load(0, 0, 0.0)
 
 
@@ -248,7 +255,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
     assert [restored[s.id].token_ids.tolist() for s in samples] == [before[s.id].token_ids.tolist() for s in samples]
     assert {response.weight_version for response in restored.values()} == {2}
     assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
-    updates = [span for span in await engine.drain() if span.kind == "update_weights"]
+    updates = await drained(engine, "update_weights")
     assert [span.attributes["version"] for span in updates] == [1, 2]
 
 
@@ -262,10 +269,49 @@ async def test_new_weights_reach_requests_in_flight(engine, trainer, reference):
     await sync.push(3)
     response = (await taking)[one.id]
     assert response.weight_version == 2  # the oldest that drew a token
-    [span] = [span for span in await engine.drain() if span.kind == "generate"]
+    [span] = await drained(engine, "generate")
     assert span.attributes["weight_versions"] == [2, 3]
     expected = reference_log_probs(reference, one, response.token_ids, 1.0)  # the weights are equal in fact
     np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
+
+
+# Tail speculation ------------------------------------------------------------------------------------------------
+
+
+def test_tail_speculation_drafts_below_its_threshold_only(tiny_model):
+    def arguments(threshold, device="cpu", **changes):
+        return engine_arguments(model_config(tiny_model), settings(**changes), 64, device, threshold)
+
+    assert "speculative_config" not in arguments(0)
+    config = arguments(3)["speculative_config"]
+    assert config["method"] == "ngram"
+    assert config["num_speculative_tokens_per_batch_size"] == [(1, 3, 4), (4, 16, 0)]
+    assert arguments(16)["speculative_config"]["num_speculative_tokens_per_batch_size"] == [(1, 16, 4)]
+    assert arguments(3, "cuda")["speculative_config"]["method"] == "ngram_gpu"
+    with pytest.raises(ValueError, match=r"fusion\.tail_speculation=-1"):
+        arguments(-1)
+    with pytest.raises(
+        ValueError, match=r"tail_speculation=2 doesn't go with rollout.engine_kwargs.speculative_config"
+    ):
+        arguments(2, engine_kwargs={"speculative_config": {"method": "suffix"}})
+
+
+async def test_tail_speculation_keeps_greedy_tokens(engine, tiny_model):
+    drafting = new_handle(9)
+    await drafting.start(model_config(tiny_model), settings(), 512, "cpu", tail_speculation=2)
+    try:
+        samples = [sample(80 + i) for i in range(4)]
+        greedy = Sampling(0.0, 1.0, -1, 60)
+        expected, tail = await collect(engine, samples, greedy), await collect(drafting, samples[:2], greedy)
+        crowd = await collect(drafting, samples, WARM)
+        assert {key: value.token_ids.tolist() for key, value in tail.items()} == {
+            one.id: expected[one.id].token_ids.tolist() for one in samples[:2]
+        }
+        undrafted = await collect(engine, samples, WARM)  # four are too many to draft: drawn tokens are the same too
+        assert all(crowd[key].token_ids.tolist() == undrafted[key].token_ids.tolist() for key in undrafted)
+    finally:
+        await drafting.stop()
+        ray.kill(drafting.actor)
 
 
 # Failures --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""DeepSpeed ranks against plain torch: the same gradient for every loss, ZeRO stage, rank count and micro-batching."""
+"""DeepSpeed ranks against plain torch: the same gradient for every loss, ZeRO stage, rank count and micro-batching,
+however it is accumulated: by all ranks at once, or on single slots in any order while others are idle."""
 
 import asyncio
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +48,10 @@ def make_rows(count=7, seed=3):
     return [row(i) for i in range(count)]
 
 
+def lengths(rows):
+    return [len(row.response_ids) for row in rows]
+
+
 def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0):
     config = Config()
     config.model.path, config.model.dtype = folder, dtype
@@ -53,12 +59,8 @@ def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64
     config.trainer.n_gpus_per_node = 2
     config.cluster.timeout_s = 300
     actor = config.actor
-    actor.zero_stage, actor.loss_agg_mode, actor.grad_clip, actor.ppo_max_token_len_per_gpu = (
-        zero_stage,
-        mode,
-        clip,
-        budget,
-    )
+    actor.zero_stage, actor.loss_agg_mode = zero_stage, mode
+    actor.grad_clip, actor.ppo_max_token_len_per_gpu = clip, budget
     actor.optim.lr = config.critic.optim.lr = LR
     actor.optim.weight_decay, actor.use_kl_loss, actor.kl_loss_coef, actor.entropy_coeff = 0.0, True, 0.1, 0.01
     return config
@@ -117,8 +119,13 @@ class Probe(TrainerGroup):
             rank.setup(10)
 
         self.config = config
+        self._accumulated = {"actor": [], "critic": []}
         await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
         return self
+
+    async def update(self, model, rows):
+        await self.accumulate(model, rows)
+        return await self.step(model, lengths(rows))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +135,7 @@ async def group(policy_folder, slots):
 
 
 async def assert_gradients_match(group, rows):
-    metrics = await group.update_actor(rows)
+    metrics = await group.update("actor", rows)
     gradients = await group.gradients()
     expected = reference(group.config, rows)
     assert gradients.keys() == expected.keys()
@@ -137,38 +144,194 @@ async def assert_gradients_match(group, rows):
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
     assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert metrics["actor/lr"] == LR
+    return gradients, metrics
 
 
+async def on_one_slot(group, model, rows):
+    """The other rank joins the step with nothing."""
+    await group.accumulate(model, rows, slot=1)
+
+
+async def in_pieces(group, model, rows):
+    """Both slots at the same time, unevenly, out of order, scoring between; then all ranks with the rest."""
+
+    async def slot_1():
+        await group.accumulate(model, rows[5:], slot=1)
+        await group.log_probs("actor", rows[:2], slot=1)
+        await group.accumulate(model, rows[4:5], slot=1)
+
+    await asyncio.gather(group.accumulate(model, rows[3:4], slot=0), slot_1())
+    await group.accumulate(model, rows[:3])
+
+
+def distance(found, expected):
+    """Of two gradients, relative to the second one's norm."""
+    assert found.keys() == expected.keys()
+    one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("split", [on_one_slot, in_pieces])
 @pytest.mark.parametrize("mode", AGG_MODES)
-async def test_gradients_equal_single_process_torch_for_every_aggregation(group, policy_folder, mode):
-    await assert_gradients_match(await group.take(settings(policy_folder, 1, mode)), make_rows())
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_gradients_equal_single_process_torch_however_they_are_accumulated(
+    group, policy_folder, stage, mode, split
+):
+    rows, config = make_rows(), settings(policy_folder, stage, mode)
+    serial, expected = await assert_gradients_match(await group.take(config), rows)
+    await split(await group.take(config), "actor", rows)
+    metrics = await group.step("actor", lengths(rows[::-1]))
+    assert distance(await group.gradients(), serial) < 1e-6
+    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-async def test_gradients_equal_single_process_torch_at_every_zero_stage(group, policy_folder, stage):
-    await assert_gradients_match(await group.take(settings(policy_folder, stage)), make_rows())
+@pytest.mark.parametrize("stage", [2, 3])
+async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_folder, stage):
+    """A call with fewer rows than ranks runs on a filler."""
+    rows, config = make_rows(), settings(policy_folder, stage)
+    serial, _ = await assert_gradients_match(await group.take(config), rows)
+    await group.take(config)
+    for part in (rows[:1], rows[1:]):
+        await group.accumulate("actor", part)
+    await group.step("actor", lengths(rows))
+    assert distance(await group.gradients(), serial) < 1e-6
 
 
 @pytest.mark.parametrize("budget, count", [(10_000, 7), (16, 7), (64, 1)])
 async def test_gradients_do_not_depend_on_micro_batches_and_idle_ranks(group, policy_folder, budget, count):
-    """One micro-batch, one per row, and a rank that has nothing but fillers."""
+    """One micro-batch, one per row, and a rank that has nothing."""
     await assert_gradients_match(await group.take(settings(policy_folder, 1, budget=budget)), make_rows(count))
 
 
 async def test_padded_rows_train_as_packed_ones(group, policy_folder):
     config = settings(policy_folder)
     config.model.use_remove_padding = False
-    await assert_gradients_match(await group.take(config), make_rows())
+    rows = make_rows()
+    serial, _ = await assert_gradients_match(await group.take(config), rows)
+    await in_pieces(await group.take(config), "actor", rows)
+    await group.step("actor", lengths(rows))
+    assert distance(await group.gradients(), serial) < 1e-6
 
 
 async def test_one_rank_gives_what_two_give(policy_folder, slots):
-    config = settings(policy_folder)
+    """And its process stays on the core that it was given."""
+    config, core = settings(policy_folder), max(os.sched_getaffinity(0))
     config.trainer.n_gpus_per_node = 1
-    alone, _ = await Probe.start(config, replace(slots, count=1), optimizer_steps=10)
+    alone, _ = await Probe.start(config, replace(slots, count=1), optimizer_steps=10, cores=[core])
     try:
         await assert_gradients_match(alone, make_rows())
+        assert await alone.ranks[0].__ray_call__.remote(lambda rank: os.sched_getaffinity(0)) == {core}
     finally:
         ray.kill(alone.ranks[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_several_clipped_steps_of_both_models_end_where_serial_ones_do(group, policy_folder, stage):
+    config = settings(policy_folder, stage, "seq-mean-token-mean", clip=0.05)
+    batches = [make_rows(7, seed) for seed in (3, 4, 5)]
+
+    async def train(split):
+        await group.take(config)
+        metrics = []
+        for rows in batches:
+            for model in ("critic", "actor"):
+                await split(group, model, rows)
+            metrics += [await group.step(model, lengths(rows)) for model in ("critic", "actor")]
+        return metrics, await group.log_probs("actor", rows), await group.values(rows)
+
+    expected, *outputs = await train(lambda group, model, rows: group.accumulate(model, rows))
+    metrics, *found = await train(in_pieces)
+    assert [m["actor/grad_norm"] > 0.05 for m in expected[1::2]] == [True] * 3
+    for have, want in zip(metrics, expected, strict=True):
+        assert have == pytest.approx(want, rel=1e-5)
+    for have, want in zip(found, outputs, strict=True):
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5)
+
+
+@pytest.mark.parametrize("stage, split", [(0, on_one_slot), (1, in_pieces)])
+async def test_bfloat16_steps_are_close_however_they_are_accumulated(group, policy_folder, stage, split):
+    rows, config = make_rows(), settings(policy_folder, stage, dtype="bfloat16", clip=0.05)
+    expected = await (await group.take(config)).update("actor", rows)
+    await split(await group.take(config), "actor", rows)
+    metrics = await group.step("actor", lengths(rows))
+    assert metrics["actor/grad_norm"] > config.actor.grad_clip
+    assert metrics == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+async def test_models_move_to_host_memory_and_back_with_their_gradients(group, policy_folder, stage):
+    """As on GPUs, but that both ends are the host's memory here: nothing may be lost on the way."""
+    rows, config = make_rows(), settings(policy_folder, stage)
+
+    async def train(move):
+        await group.take(config)
+        metrics = [await group.update("actor", rows) | await group.update("critic", rows)]
+        await group.accumulate("actor", rows)
+        await move()
+        metrics.append(await group.step("actor", lengths(rows)))
+        return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
+
+    def there_and_back(rank):
+        from rlfuse.engines.optimizing import to_device, to_host
+
+        for model in rank.engines.values():
+            to_host(model)
+            to_device(model, "cpu")
+
+    def moved():
+        return asyncio.gather(*(rank.__ray_call__.remote(there_and_back) for rank in group.ranks))
+
+    expected = await train(lambda: asyncio.sleep(0))
+    np.testing.assert_equal(await train(moved), expected)
+
+
+async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
+    rows = make_rows()
+    await group.take(settings(policy_folder))
+    await group.drain()
+    await group.take_device(1)
+    await asyncio.gather(*(group.accumulate("actor", rows * 16, slot) for slot in (0, 1)))
+    await group.accumulate("actor", rows[:2], slot=1)
+    await group.values(rows[:2], slot=1)
+    await group.leave_device(1)
+    await group.step("actor", lengths(rows * 32 + rows[:2]))
+    spans = await group.drain()
+    by_rank = [[span for span in spans if span.where == f"trainer/{rank}"] for rank in (0, 1)]
+    kinds = {"forward", "backward", "optimizer"}
+    assert [{span.kind for span in spans} for spans in by_rank] == [kinds, kinds | {"values", "switch"}]
+    tokens = sum(row.tokens for row in rows)
+    more = [sum(span.tokens for span in spans if span.kind == "backward") - 16 * tokens for spans in by_rank]
+    assert more == [0, rows[0].tokens + rows[1].tokens]
+    assert [s.attributes["to"] for s in by_rank[1] if s.kind == "switch"] == ["trainer", "rollout"]
+    began = [next(s.start for s in spans if s.kind == "forward") for spans in by_rank]
+    assert max(began) < min(max(s.end for s in spans if s.kind == "backward") for spans in by_rank)
+
+
+async def test_what_needs_all_ranks_says_so(group, policy_folder):
+    rows = make_rows()
+    await group.take(settings(policy_folder, 2))
+    assert (group.lockstep, group.lockstep_backward) == (False, True)
+    assert len(await group.values(rows, slot=0)) == len(rows)
+    with pytest.raises(ValueError, match=r"zero_stage=2 needs all ranks.*slot 1 alone"):
+        await group.accumulate("actor", rows, slot=1)
+    await group.take(settings(policy_folder, 3))
+    assert (group.lockstep, group.lockstep_backward) == (True, True)
+    with pytest.raises(ValueError, match=r"zero_stage=3 needs all ranks.*slot 0 alone"):
+        await group.log_probs("ref", rows, slot=0)
+
+
+async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_folder, tmp_path):
+    rows = make_rows()
+    await group.take(settings(policy_folder))
+    with pytest.raises(ValueError, match="Nothing was accumulated for the actor"):
+        await group.step("actor", lengths(rows))
+    await group.accumulate("critic", rows, slot=0)
+    with pytest.raises(ValueError, match=r"step of the critic over 6 rows .* 7 .* accumulate every row"):
+        await group.step("critic", lengths(rows[1:]))
+    with pytest.raises(ValueError, match=r"saved now: the critic holds gradients of 7 rows.*Step first"):
+        await group.save(tmp_path / "checkpoint")
+    await group.step("critic", lengths(rows))
+    await group.save(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -176,7 +339,7 @@ async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder,
     """The clipped gradient is the whole one times limit / norm, whichever engine does it."""
     limit = 0.05
     rows = make_rows()
-    metrics = await (await group.take(settings(policy_folder, stage, clip=limit))).update_actor(rows)
+    metrics = await (await group.take(settings(policy_folder, stage, clip=limit))).update("actor", rows)
     clipped = await group.gradients()
     expected = reference(group.config, rows)
     norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
@@ -200,7 +363,7 @@ async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, pol
         np.testing.assert_allclose(found, want, atol=0.05)
         np.testing.assert_array_equal(found, same)
     assert all(not values.any() for values in await group.values(rows))  # a fresh value head starts at 0
-    metrics = await group.update_critic(rows)
+    metrics = await group.update("critic", rows)
     assert metrics["critic/vf_loss"] > 0 and np.isfinite(metrics["critic/grad_norm"])
     assert any(values.any() for values in await group.values(rows))
 
@@ -210,7 +373,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, policy_f
     rows = make_rows()
 
     async def two_steps():
-        metrics = [await group.update_actor(rows) | await group.update_critic(rows) for _ in range(2)]
+        metrics = [await group.update("actor", rows) | await group.update("critic", rows) for _ in range(2)]
         return metrics, await group.log_probs("actor", rows)
 
     await group.take(settings(policy_folder, stage, clip=1.0))
@@ -221,8 +384,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, policy_f
     await group.load(tmp_path / "checkpoint")
     found, found_log_probs = await two_steps()
     assert found == expected
-    for want, have in zip(expected_log_probs, found_log_probs, strict=True):
-        np.testing.assert_array_equal(have, want)
+    np.testing.assert_equal(found_log_probs, expected_log_probs)
     saved, report = Qwen2ForCausalLM.from_pretrained(
         tmp_path / "checkpoint" / "actor" / "huggingface", output_loading_info=True
     )

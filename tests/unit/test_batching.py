@@ -3,14 +3,15 @@ import random
 from rlfuse.engines.batching import balance, micro_batches, pack
 
 
-def test_every_row_lands_once_within_budget_and_counts_agree():
+def test_every_row_lands_once_within_budget_and_counts_agree_in_lockstep():
     for seed in range(50):
         rng = random.Random(seed)
         lengths = [rng.randint(1, 300) for _ in range(rng.randint(1, 60))]
         ranks, budget, most = rng.randint(1, 5), rng.randint(50, 600), rng.choice([None, 1, 3])
-        plan = micro_batches(lengths, ranks, budget, most)
+        lockstep = rng.random() < 0.5
+        plan = micro_batches(lengths, ranks, budget, most, lockstep)
         assert sorted(i for rank in plan for bin in rank for i in bin) == list(range(len(lengths)))
-        assert len({len(rank) for rank in plan}) == 1
+        assert len({len(rank) for rank in plan}) == 1 if lockstep else all(bin for rank in plan for bin in rank)
         for bin in (bin for rank in plan for bin in rank):
             assert sum(lengths[i] for i in bin) <= budget or len(bin) == 1
             assert most is None or len(bin) <= most
@@ -27,5 +28,6 @@ def test_first_fit_decreasing_fills_bins():
     assert pack([6, 5, 4, 3, 2], token_budget=10) == [[0, 2], [1, 3, 4]]
 
 
-def test_fewer_rows_than_ranks_leaves_empty_micro_batches():
-    assert micro_batches([4], ranks=3, token_budget=8) == [[[0]], [[]], [[]]]
+def test_fewer_rows_than_ranks_leaves_ranks_idle_or_with_empty_micro_batches():
+    assert micro_batches([4], ranks=3, token_budget=8) == [[[0]], [], []]
+    assert micro_batches([4], ranks=3, token_budget=8, lockstep=True) == [[[0]], [[]], [[]]]

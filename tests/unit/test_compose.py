@@ -148,6 +148,16 @@ def test_every_preset_is_sound(job, preset):
     assert config.uses_critic == (preset == "ppo")
 
 
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "fusion").glob("*.yaml")))
+def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
+    carries = preset in ("partial_rollout", "one_step_off")
+    if carries:
+        with pytest.raises(ConfigError, match=r"set algorithm\.rollout_is_threshold=2"):
+            load([str(job), f"fusion={preset}"])
+    fusion = load([str(job), f"fusion={preset}", f"algorithm.rollout_is_threshold={2 if carries else 'null'}"]).fusion
+    assert preset in (fusion.policy, fusion.data)
+
+
 def test_the_quickstart_is_short():
     settings = [line for line in (CONF / "experiment" / "quickstart.yaml").read_text().splitlines() if line[:1] != "#"]
     assert len(settings) <= 15

@@ -66,6 +66,18 @@ def test_the_defaults_are_sound():
             {"algorithm__old_log_probs": "engine", "algorithm__rollout_is_threshold": 2.0},
             ["needs algorithm.old_log_probs=trainer"],
         ),
+        ({"fusion__data": "one_step_off"}, ["under older weights", "set algorithm.rollout_is_threshold=2"]),
+        ({"fusion__data": "partial_rollout"}, ["under older weights", "set algorithm.rollout_is_threshold=2"]),
+        (
+            {
+                "fusion__data": "tail_batching",
+                "algorithm__filter_groups__max_num_gen_batches": 2,
+                "rollout__n": 2,
+            },
+            ["decides itself which groups", "max_num_gen_batches=0"],
+        ),
+        ({"fusion__credit_samples": 0}, ["must be 1 or more, or null"]),
+        ({"fusion__policy": "streem"}, ["did you mean stream?"]),
     ],
 )
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):

@@ -1,10 +1,13 @@
 """From scored samples to what the optimizer reads, against numbers worked out in plain Python."""
 
+import copy
 import math
+import re
 
 import numpy as np
 import pytest
 
+from rlfuse.algorithms.advantages import ESTIMATORS, WHITENED
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
@@ -37,10 +40,16 @@ def config(**changes):
     return made
 
 
+def worked_out(experience, batch):
+    """Prepare and complete; the metrics."""
+    experience.prepare(batch)
+    return experience.complete(batch)
+
+
 def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
     experience = Experience(config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
     batch = groups([[1.0], [0.0]], [[3], [2]])
-    metrics = experience.prepare(batch)
+    metrics = worked_out(experience, batch)
     first = batch[0].samples[0].tensors
     np.testing.assert_allclose(first["token_rewards"], [-0.05, -0.05, 0.95], atol=1e-6)
     np.testing.assert_allclose(first["returns"], [0.85, 0.9, 0.95], atol=1e-6)  # gamma = lambda = 1, values 0
@@ -72,7 +81,7 @@ def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
 def test_mismatch_is_measured_and_corrected_with_a_cap():
     experience = Experience(config(algorithm__rollout_is_threshold=1.2))
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
-    metrics = experience.prepare(batch)
+    metrics = worked_out(experience, batch)
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
     assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
@@ -82,7 +91,7 @@ def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
     experience = Experience(config(algorithm__old_log_probs="engine"))
     assert experience.kinds == ("reward", "values")
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
-    assert experience.prepare(batch) == {}
+    assert worked_out(experience, batch) == {}
     for group in batch:
         for sample in group.samples:
             np.testing.assert_array_equal(sample.tensors["old_log_probs"], sample.response.log_probs)
@@ -97,8 +106,84 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
 def test_adaptive_kl_coefficient_survives_a_checkpoint():
     changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__target_kl": 0.1}
     experience = Experience(config(**changes))
-    experience.prepare(groups([[1.0], [0.0]], [[3], [2]]))
+    worked_out(experience, groups([[1.0], [0.0]], [[3], [2]]))
     assert experience.kl.value == pytest.approx(0.001 * (1 + 0.2 * 2 / 10000))
     resumed = Experience(config(**changes))
     resumed.kl.load_state_dict(experience.kl.state_dict())
     assert resumed.kl.value == experience.kl.value
+
+
+PENALISED = {
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_ctrl__kl_coef": 0.3,
+    "algorithm__gamma": 0.97,
+    "algorithm__lam": 0.9,
+    "algorithm__rollout_is_threshold": 1.5,
+    "data__max_response_length": 9,
+    "reward__overlong_buffer__len": 4,
+}
+
+
+def scored(seed):
+    """Groups of one to four samples of one to nine tokens, with random numbers wherever one is read."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, size=7)
+    batch = groups([rng.normal(size=n) for n in sizes], [rng.integers(1, 10, size=n) for n in sizes])
+    for sample in (sample for group in batch for sample in group.samples):
+        sample.response.log_probs[:] = rng.normal(size=len(sample.response.token_ids))
+        for name in sample.tensors:
+            sample.tensors[name] = rng.normal(size=len(sample.response.token_ids)).astype("f4")
+    return batch
+
+
+def tensors(batch):
+    return [sample.tensors for group in batch for sample in group.samples]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_once(estimator, seed):
+    experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
+    whole, one_by_one = scored(seed), scored(seed)
+    experience.prepare(whole)
+    for number in np.random.default_rng(seed).permutation(len(one_by_one)):
+        experience.prepare([one_by_one[number]])
+    wanted = {"token_rewards", "advantages", "returns", "is_weights"}
+    for expected, found in zip(tensors(whole), tensors(one_by_one), strict=True):
+        assert wanted <= found.keys()
+        for name in expected:
+            assert expected[name].tobytes() == found[name].tobytes(), name
+    assert experience.complete(whole) == Experience(experience.config).complete(one_by_one)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
+    experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
+    batch = scored(0)
+    experience.prepare(batch)
+    before = copy.deepcopy(tensors(batch))
+    experience.complete(batch)
+    changed = {name for a, b in zip(before, tensors(batch), strict=True) for name in a if (a[name] != b[name]).any()}
+    assert changed == ({"advantages"} if estimator in WHITENED else set())
+    assert experience.early("actor") == (estimator not in WHITENED) and experience.early("critic")
+    if estimator in WHITENED:
+        advantages = np.concatenate([each["advantages"] for each in tensors(batch)])
+        assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
+    experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__max_num_gen_batches=2))
+    assert not experience.early("actor") and not experience.early("critic")
+
+
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({"algorithm__adv_estimator": "gae"}, "the actor's training waits.*adv_estimator=gae"),
+        ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
+        ({"algorithm__filter_groups__max_num_gen_batches": 3}, "training waits.*max_num_gen_batches=3"),
+        ({"algorithm__adv_estimator": "grpo"}, "^$"),
+    ],
+)
+def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes, key):
+    assert re.search(key, Experience(config(**changes)).why_late())

@@ -46,7 +46,6 @@ def test_sample_metrics_by_hand():
     assert metrics["critic/rewards/mean"] == 0.5
     assert metrics["response_length/mean"] == 4.0 and metrics["response_length/clip_ratio"] == 0.25
     assert metrics["prompt_length/clip_ratio"] == 1.0
-    assert metrics["response/aborted_ratio"] == 0.25
     assert metrics["reward/frac_reward_zero_std"] == 0.5
     assert metrics["rewards/exact/mean"] == 0.5 and metrics["rewards/exact/std"] == 0.5
     assert metrics["global_seqlen/max"] == 16 and metrics["global_seqlen/balanced_max"] == 16
@@ -87,9 +86,32 @@ def test_seconds_are_the_union_of_spans_on_the_driver():
     assert metrics["timing_s/gen"] == 6 and metrics["timing_s/reward"] == 2.5
     assert metrics["timing_per_token_ms/gen"] == 20
     assert metrics["perf/throughput"] == 50
-    assert fusion_metrics(spans) == {"fusion/samples_overlapped": 2.0}
     facts = {"parameters": 10, "peak_flops": 100.0}
     assert utilisation(spans, facts, ranks=2, tokens=30, epochs=1) == {"perf/mfu/actor_infer": 2 * 10 * 30 / (6 * 200)}
+
+
+def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_slots():
+    spans = [
+        Span("step", "driver", 0, 10),
+        Span("gen", "driver", 0, 6),
+        Span("reward", "driver", 5, 7, samples=("a", "b")),
+        Span("old_log_prob", "driver", 4, 5, samples=("a",)),
+        Span("reward", "driver", 6.5, 7.5, samples=("c",)),
+        Span("update_actor", "driver", 5, 6, samples=("a",)),
+        Span("move", "driver", 3, 3.5, samples=("b", "c")),
+        Span("decode", "rollout/0", 0, 6),  # slot 0: 6 s, then ranks 0 and 1 of it for 2 s at the same time
+        Span("backward", "trainer/0", 6, 8),
+        Span("backward", "trainer/1", 6, 8),
+        Span("decode", "rollout/1", 0, 4),  # slot 1: 4 s
+        Span("decode", "rollout/1", 12, 14),  # not of this step
+    ]
+    assert fusion_metrics(spans, slots=2, width=2) == {
+        "fusion/samples_overlapped": 2.0,
+        "fusion/samples_trained_in_tail": 1.0,
+        "fusion/samples_moved": 2.0,
+        "fusion/idle_share": pytest.approx(1 - 12 / 20),
+    }
+    assert fusion_metrics(spans[:1], slots=2) == {}, "a step that generated nothing"
 
 
 def test_events_survive_the_file_and_errors_are_recorded(tmp_path):

@@ -1,0 +1,302 @@
+"""KV caches that travel with samples from one engine to another on the same host, through /dev/shm.
+
+Role: `Shelf` is one engine's folder, kept by its `rollout.RolloutWorker`; `MigrationConnector` is what vLLM makes of us
+inside the engine: one object in the scheduler's process, one in every rank.
+
+    evict(carry=kv) --.wanted--> scheduler: request ends, blocks are held, .wanted becomes .saving
+                                     |  next step
+                                     v
+       worker waits for         every rank: whole blocks --> .0 .1 ...     the last rank's: .saving becomes .tokens
+       .saving to go, its Partial names the shelf's file
+                                                                     |
+    generate(partial) on another engine: its scheduler finds .tokens, every rank loads before the step and removes
+
+Invariants:
+- only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
+- a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
+- whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
+- nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
+  one starts (it is locked while its engine lives).
+
+Not NIXL: it would pull from GPU to GPU without a copy on the host, but the engine that is left has to pin the blocks
+until they were pulled. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_world_group
+
+ROOT = Path("/dev/shm")
+PREFIX = "rlfuse-kv-"
+SAVE_TIMEOUT_S = 10.0
+
+
+def connector_arguments() -> dict[str, Any]:
+    """vLLM's KVTransferConfig for this connector."""
+    return {
+        "kv_connector": MigrationConnector.__name__,
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def remove(base: str) -> None:
+    """All files of one KV cache."""
+    for file in Path(base).parent.glob(f"{Path(base).name}.*"):
+        file.unlink(missing_ok=True)
+
+
+class Shelf:
+    """An engine's folder of KV caches. Made once per engine, closed with it."""
+
+    def __init__(self) -> None:
+        sweep()
+        self._lock = None
+        while self._lock is None:  # one that sweeps may have taken the folder for a dead engine's
+            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=ROOT))
+            self._lock = lock(self.folder)
+        self._names = itertools.count()
+        self._wanted: set[str] = set()
+
+    def place(self) -> str:
+        """Where a request's KV cache would be, should it be wanted."""
+        return str(self.folder / str(next(self._names)))
+
+    def want(self, base: str) -> None:
+        """To be said before the request is aborted."""
+        self._wanted.add(base)
+        Path(f"{base}.wanted").touch()
+
+    def wanted(self, base: str) -> bool:
+        """Whether `want` was said."""
+        return base in self._wanted
+
+    def leave(self, base: str) -> None:
+        """The request has ended, one way or the other."""
+        if base in self._wanted:
+            self._wanted.discard(base)
+            Path(f"{base}.wanted").unlink(missing_ok=True)
+
+    async def collect(self, base: str, version: int) -> str | None:
+        """Wait until the aborted request's KV cache is written; its key, or None if there is none.
+
+        The abort has reached the scheduler. `version`: of the weights that it was computed with.
+        """
+        saving = Path(f"{base}.saving")
+        for _ in range(int(SAVE_TIMEOUT_S / 0.001)):
+            if not saving.exists():
+                break
+            await asyncio.sleep(0.001)
+        saving.unlink(missing_ok=True)
+        return f"{version}@{base}" if Path(f"{base}.tokens").exists() else None
+
+    @staticmethod
+    def usable(key: str | None, version: int) -> str | None:
+        """Where the KV cache of this key lies, on any shelf, if weights of this version computed it."""
+        computed_with, _, base = (key or "").partition("@")
+        return base if base and int(computed_with) == version else None
+
+    @staticmethod
+    def drop(key: str | None) -> None:
+        """The KV cache of this key is needed no more, on whichever shelf it is."""
+        if key:
+            remove(key.partition("@")[2])
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+
+def lock(folder: Path) -> Any:
+    """The folder's lock, held while the returned file is open and its process lives; None if another had it first."""
+    path = folder / "lock"
+    try:
+        file = path.open("w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    return file if path.exists() else None
+
+
+def sweep() -> None:
+    """Remove the folders of engines that were killed."""
+    for folder in ROOT.glob(f"{PREFIX}*"):
+        if (folder / "lock").exists() and (held := lock(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+            held.close()
+
+
+@dataclass
+class Transfer(KVConnectorMetadata):
+    """What the ranks do in one step."""
+
+    saves: list[tuple[str, str, list[int]]] = field(default_factory=list)
+    """(request, base, its whole blocks)."""
+    loads: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """(base, blocks to fill, the first one's place in the file)."""
+
+
+class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector. A request's `kv_transfer_params` name its places: `save`, and `load` if it came with one."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        self._ranks = vllm_config.parallel_config.world_size
+        self._next = Transfer()
+        self._saving: dict[str, tuple[str, int]] = {}
+        """Request -> (base, tokens) of caches that the ranks write (scheduler)."""
+        self._saved: set[str] = set()
+        self._missing: set[int] = set()
+        self._layers: dict[str, torch.Tensor] = {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache that isn't handed over is prefilled
+
+    # The scheduler's side ------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        base = (request.kv_transfer_params or {}).get("load")
+        try:
+            stored = int(Path(f"{base}.tokens").read_text()) if base else 0
+        except FileNotFoundError:  # taken already: the request was preempted since
+            stored = 0
+        whole = min(stored, request.num_tokens - 1) // self._block_size * self._block_size
+        return max(0, whole - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        base = (request.kv_transfer_params or {}).get("load")
+        if not base:
+            return
+        if num_external_tokens:
+            count = num_external_tokens // self._block_size
+            first = request.num_computed_tokens // self._block_size
+            self._next.loads.append((base, blocks.get_block_ids()[0][first : first + count], first))
+            Path(f"{base}.tokens").unlink(missing_ok=True)
+        else:
+            remove(base)  # the engine has more of it in its own prefix cache
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        base = (request.kv_transfer_params or {}).get("save")
+        if not base or not (wanted := Path(f"{base}.wanted")).exists():
+            return False, None
+        blocks = request.num_computed_tokens // self._block_size
+        if "ABORT" not in request.status.name or len(block_ids) > 1 or not blocks or not self._room(blocks, wanted):
+            wanted.rename(f"{base}.saving").unlink()
+            return False, None
+        wanted.rename(f"{base}.saving")
+        self._saving[request.request_id] = base, blocks * self._block_size
+        self._next.saves.append((request.request_id, base, block_ids[0][:blocks]))
+        return True, None  # vLLM keeps the blocks until `get_finished` names the request
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _room(self, blocks: int, file: Path) -> bool:
+        """Whether shared memory has room for so many blocks, and as much again for others."""
+        cache = self._kv_cache_config
+        block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks * self._ranks
+        return shutil.disk_usage(file.parent).free > 2 * blocks * block
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfer:
+        transfer, self._next = self._next, Transfer()
+        return transfer
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for request_id in connector_output.finished_sending or ():
+            base, tokens = self._saving.pop(request_id)
+            saving = Path(f"{base}.saving")
+            if saving.exists():  # else nobody waits for it any more
+                saving.write_text(str(tokens))
+                saving.rename(f"{base}.tokens")
+            else:
+                remove(base)
+
+    def reset_cache(self) -> bool:
+        return True  # what lies on the shelf belongs to its engine's worker
+
+    # A rank's side -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        transfer = self._get_connector_metadata()
+        for request_id, base, blocks in transfer.saves:
+            self._save(base, blocks)
+            self._saved.add(request_id)
+        for base, blocks, first in transfer.loads:
+            self._load(base, blocks, first)
+
+    def _save(self, base: str, blocks: list[int]) -> None:
+        index = torch.tensor(blocks)
+        tensors = {
+            name: self._blocks(cache)[index.to(cache.device)].cpu().contiguous() for name, cache in self._layers.items()
+        }
+        try:
+            save_file(tensors, self._file(base))
+        except (OSError, SafetensorError):  # no room after all: whoever looks for it will find nothing and prefill
+            self._file(base).unlink(missing_ok=True)
+
+    @staticmethod
+    def _file(base: str) -> Path:
+        """This rank's part: every rank has layers or heads of its own, and so have those of the other engine."""
+        return Path(f"{base}.{get_world_group().rank_in_group}")
+
+    def _load(self, base: str, blocks: list[int], first: int) -> None:
+        """Fill the blocks; if the file has gone (its sample was evicted meanwhile), vLLM computes them."""
+        path = self._file(base)
+        try:
+            with safe_open(path, "pt") as file:
+                for name, cache in self._layers.items():
+                    part = file.get_slice(name)[first : first + len(blocks)]
+                    index = torch.tensor(blocks, device=cache.device)
+                    self._blocks(cache)[index] = part.to(cache.device)
+        except (FileNotFoundError, SafetensorError):
+            self._missing.update(blocks)
+        path.unlink(missing_ok=True)
+
+    def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        """The layer's cache with the scheduler's blocks as first dimension; wherever the backend keeps that one."""
+        count = self._kv_cache_config.num_blocks
+        dimension = next(i for i, size in enumerate(cache.shape) if size >= count and size % count == 0)
+        return cache.movedim(dimension, 0).unflatten(0, (count, -1))
+
+    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, None]:
+        saved, self._saved = self._saved, set()
+        return saved or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved while a request lives."""
+
+    def wait_for_save(self) -> None:
+        """Saved when `start_load_kv` returns."""

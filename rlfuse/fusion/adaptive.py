@@ -1,0 +1,153 @@
+"""The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
+
+Role: `fusion=adaptive`. Exact like the others. `settings.threshold` and `ordered` are tuned by simulating the lengths
+and costs that the run recorded (`rlfuse.simulate.tuning`). Three ideas beyond RLHFuse's one threshold:
+1. **Admission by deadline** (`settings.ordered`). With lengths known from earlier steps, generation can be over by
+   `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) / r,
+   hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short ones
+   fill large batches.
+2. **Cost-gated release.** Below the threshold, whenever the unfinished samples fit onto fewer slots at flat latency,
+   and work waits that is worth more than moving and switching, the others are emptied; the longest samples, on which
+   the end of generation depends, stay where they are.
+3. **Free slots score, then accumulate** the gradients of the first mini-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from rlfuse.fusion.consolidation import consolidate, destinations, loaded, moves
+from rlfuse.fusion.decisions import Decision, Flight, Generate, Move, Slot, Snapshot
+from rlfuse.fusion.sharing import (
+    REWARD,
+    Room,
+    admit,
+    call_back,
+    gradients,
+    passes,
+    paused,
+    rewards,
+    steps,
+    turn,
+)
+
+LOOKS = 32
+"""Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
+HYSTERESIS = 1.25
+"""Samples are moved when so many times more slots hold them than need to."""
+MARGIN = 1.3
+"""Samples are admitted as if they would be so many times longer than expected: some will be."""
+
+
+def adaptive(view: Snapshot) -> list[Decision]:
+    """Admit, release, score, train: whatever pays now."""
+    placed = place(view)
+    scored = passes(view, placed)
+    trained = gradients(view, placed + scored)
+    return placed + release(view) + rewards(view) + turn(view) + (scored + trained or steps(view))
+
+
+# Admission -----------------------------------------------------------------------------------------------------------
+
+
+def place(view: Snapshot) -> list[Decision]:
+    """The longest waiting groups first, into batches small enough for them to be in time; evenly, if all find room."""
+    if not view.waiting or paused(view):
+        return []
+    rooms = [Room(view, slot) for slot in view.open]
+    room = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
+    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= room > 0 == view.flying:
+        return admit(view)
+    groups = (group for group in reversed(view.shortest_first) if group in view.waiting)
+    group, decisions = next(groups, None), []
+    for room in rooms:
+        longest = MARGIN * longest_on(view, view.slots[room.slot])
+        while group is not None and room.fits(group):
+            longest = max(longest, MARGIN * view.expected(group)[1])
+            if room.load and room.load + view.waiting[group] > in_time(view, longest, room.reserved):
+                break
+            room.take(group)
+            group = next(groups, None)
+        if room.groups:
+            decisions.append(Generate(room.slot, tuple(room.groups)))
+    return decisions + call_back(view, rooms)
+
+
+def longest_on(view: Snapshot, place: Slot) -> float:
+    """Most tokens that a sample on the slot still needs."""
+    return max((place.remaining(flight, view.now, view.costs) for flight in place.flights.values()), default=0.0)
+
+
+def in_time(view: Snapshot, remaining: float, context: float) -> int:
+    """Largest batch in which a sample that needs so many tokens ends by the deadline; flat latency costs nothing."""
+    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens)
+    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * context)
+    return max(within, view.costs.flat_batch)
+
+
+# Release -------------------------------------------------------------------------------------------------------------
+
+
+def release(view: Snapshot) -> list[Move]:
+    """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
+    if not view.settings.guarded:
+        return consolidate(view)
+    limit, rhythm = view.settings.threshold * view.settings.samples, max(1, view.unfinished // LOOKS)
+    if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:
+        return []
+    count = destinations(view, view.unfinished)
+    if loaded(view) <= HYSTERESIS * count or not pays(view):
+        return []
+    longest = {place.index: longest_on(view, place) for place in view.slots if place.flights and place.alive}
+    horizon = view.settings.stretch * max(longest[slot] * view.slots[slot].pace(view.costs) for slot in longest)
+    order = sorted(longest, key=longest.__getitem__)  # the longest samples stay where they are
+    hosts = [Host(view, slot, horizon) for slot in order[-count:]]
+    return moves(view, rehoused((view.slots[slot] for slot in order[:-count]), hosts))
+
+
+class Host:
+    """A slot that takes samples over, while it is being decided which."""
+
+    def __init__(self, view: Snapshot, slot: int, horizon: float):
+        self.view, self.place, self.horizon = view, view.slots[slot], horizon
+        self.load, self.arrival = self.place.load, 0.0
+
+    def __lt__(self, other: Host) -> bool:
+        return (self.load, self.place.index) < (other.load, other.place.index)
+
+    def takes(self, flight: Flight, source: Slot) -> bool:
+        """Count a sample in; not if it would end later here than the last one of all does now."""
+        costs, now = self.view.costs, self.view.now
+        arrival = self.arrival + costs.carry(flight.prompt_tokens + source.tokens(flight, now, costs))[1]
+        pace = costs.decode_step(self.load + 1, self.place.context) / self.place.speed
+        late = arrival + source.remaining(flight, now, costs) * pace > self.horizon
+        if late or flight.leaving or self.load >= costs.max_sequences:
+            return False
+        self.load, self.arrival = self.load + 1, arrival - costs.move_s  # what is handed over comes one after the other
+        return True
+
+
+def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[Flight, Slot, int]]:
+    """(sample, from, to) for slot after slot, each to the host with the fewest; until a slot can't be emptied."""
+    heapq.heapify(hosts)
+    found = []
+    for source in sources:
+        mine = []
+        for flight in source.flights.values():
+            if not hosts[0].takes(flight, source):
+                return found
+            mine.append((flight, source, hosts[0].place.index))
+            heapq.heapreplace(hosts, hosts[0])
+        found += mine
+    return found
+
+
+def pays(view: Snapshot) -> bool:
+    """Whether what waits for a free slot takes longer than freeing one, and generation lasts that long."""
+    costs = view.costs
+    passes_now = sum(tokens for kind, tokens in view.backlog.items() if kind != REWARD)
+    ready = sum(sum(samples.values()) for samples in view.ready.values())
+    now = passes_now / costs.score_tokens_per_s + ready / costs.train_tokens_per_s
+    price = costs.switch_s + costs.move_s
+    return now > price and max(0.0, view.deadline - view.now) > price and not view.free

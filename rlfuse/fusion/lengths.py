@@ -1,0 +1,87 @@
+"""How long responses will be: what earlier steps and finished siblings tell, and when generation can be over.
+
+Role: the controller keeps one `Lengths` for the run and shows it what was generated; the board asks it what to expect.
+Pure data. Prediction only ever decides *when* a sample is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlfuse.fusion.costs import Costs
+
+PRIOR = 2.0
+"""A prompt's own history counts like so many finished siblings."""
+
+
+class Lengths:
+    """Mean response length per prompt and over all, newer ones counting more, as the policy drifts."""
+
+    def __init__(self, longest: int, decay: float = 0.5):
+        self._longest, self._decay = longest, decay
+        self._mean: float | None = None
+        self._of_prompt: dict[int, float] = {}
+        self.recorded: list[int] = []
+        """Lengths of the last step, for tuning."""
+        self.known_share = 0.0
+        """Part of the last step's prompts whose lengths were known before it."""
+
+    def knows(self, prompt: int) -> bool:
+        return prompt in self._of_prompt
+
+    def expect(self, prompt: int) -> float:
+        """Response tokens of a sample of this prompt."""
+        unknown = self._mean if self._mean is not None else self._longest / 4
+        return min(self._of_prompt.get(prompt, unknown), self._longest)
+
+    def learn(self, lengths: dict[int, Sequence[int]]) -> None:
+        """What a step generated: prompt -> lengths of its responses."""
+        self.recorded = [length for each in lengths.values() for length in each]
+        if not self.recorded:
+            return
+        self.known_share = sum(map(self.knows, lengths)) / len(lengths)
+        for prompt, each in lengths.items():
+            self._of_prompt[prompt] = self._blend(self._of_prompt.get(prompt), float(np.mean(each)))
+        self._mean = self._blend(self._mean, float(np.mean(self.recorded)))
+
+    def _blend(self, before: float | None, now: float) -> float:
+        return now if before is None else before + self._decay * (now - before)
+
+    def state_dict(self) -> dict:
+        return {"mean": self._mean, "of_prompt": {str(k): v for k, v in self._of_prompt.items()}}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._mean = state["mean"]
+        self._of_prompt = {int(k): v for k, v in state["of_prompt"].items()}
+
+
+def with_sibling(expected: float, finished: int, length: int) -> float:
+    """The expectation of a sample after its `finished`-th sibling ended with this length."""
+    weight = PRIOR + finished - 1
+    return (expected * weight + length) / (weight + 1)
+
+
+def seconds_to_generate(remaining: np.ndarray, slots: int, other_s: float, costs: Costs) -> float:
+    """Time in which `slots` slots can generate samples that need these numbers of tokens, shared out ideally, while
+    they also spend `other_s` seconds on other work.
+
+    A sample of r tokens that is to end after G seconds can afford steps of G / r seconds, and so a batch of up to
+    `batch_within(G / r)`; its share of an engine's time is r steps divided by that batch. The answer is the least G at
+    which all shares and the other work fit into slots * G.
+    """
+    if not len(remaining):
+        return 0.0
+    longest_step = costs.decode_step(costs.max_sequences, 0.0)
+    low = float(remaining.max()) * costs.step_base_s
+    high = low + (longest_step * float(remaining.sum()) + other_s) / slots
+    for _ in range(20):
+        middle = (low + high) / 2
+        step = np.clip(middle / remaining, costs.step_base_s, longest_step)
+        batch = costs.max_sequences
+        if costs.step_per_sequence_s > 0:
+            batch = np.minimum(costs.flat_batch + (step - costs.step_base_s) / costs.step_per_sequence_s, batch)
+        fits = float((remaining * step / batch).sum()) + other_s <= slots * middle
+        low, high = (low, middle) if fits else (middle, high)
+    return high

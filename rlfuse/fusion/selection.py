@@ -1,0 +1,130 @@
+"""Which prompts a step draws and which groups it learns from: the opt-in policies that change the data.
+
+Role: `fusion.data`; the controller asks it for a step's groups and hands back what the step left unfinished. Pure but
+for its own memory of prompts to come back to, which checkpoints keep. Each choice has a label, which metrics carry:
+
+- `exact`: every group of the batch; nothing changes.
+- `tail_batching` (reordered): `excess` more prompts are drawn, the step ends when a batch of groups is finished, and
+  the prompts that were cut off are collected into a round of their own, which runs to its end (RollPacker, 2025): every
+  prompt is answered in full, by the policy of its step, only later.
+- `over_sampling` (off-policy): the same, but prompts that were cut off start anew in the next step; what is learned
+  from is conditioned on having finished early, so short responses are favoured.
+- `partial_rollout` (off-policy): unfinished responses are carried over and go on under the next weights (Kimi k1.5,
+  arXiv 2501.12599), so one response may come from several policies.
+- `one_step_off` (off-policy): slots that run empty begin the next batch under the present weights; no token is more
+  than one step stale, and membership of batches stays as drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Protocol
+
+from rlfuse.samples import Group, Partial, Prompt
+
+LABELS = {
+    "exact": "exact",
+    "tail_batching": "reordered",
+    "over_sampling": "off-policy",
+    "partial_rollout": "off-policy",
+    "one_step_off": "off-policy",
+}
+CARRIES = ("partial_rollout", "one_step_off")
+"""What goes on under other weights than it began with, and so needs importance correction."""
+
+
+def label(data: str, tail_speculation: int = 0) -> str:
+    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`."""
+    return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A step's groups. Generation ends when `enough` of the first `among` are finished; the others are left."""
+
+    groups: list[Group]
+    among: int
+    enough: int
+    partials: dict[str, Partial]
+    """Of samples that were begun in an earlier step."""
+
+
+class Source(Protocol):
+    """Where prompts come from (`rlfuse.data.prompts.PromptSource`)."""
+
+    prompts: Sequence[Prompt]
+    """The whole data set."""
+
+    def next_batch(self) -> list[Prompt]: ...
+
+
+class Selection:
+    """`batch`: prompts that a step learns from; `draw` and `leave` alternate."""
+
+    def __init__(self, data: str, excess: float, batch: int, source: Source):
+        self.data, self.excess, self.batch, self._source = data, excess, batch, source
+        self._again: list[Prompt] = []  # cut off: to be answered again
+        self._new: list[Prompt] = []  # of the last batch, not drawn yet
+        self._twice: list[Prompt] = []
+        self._carried: list[Group] = []
+        self._partials: dict[str, Partial] = {}
+
+    def draw(self, make: Callable[[list[Prompt]], list[Group]]) -> Draw:
+        """The groups of a new step; `make` turns prompts into unfinished samples."""
+        batch, more = self.batch, ceil(self.batch * (1 + self.excess))
+        tail = self.data == "tail_batching" and len({prompt.index for prompt in self._again}) >= batch
+        if tail or self.data == "exact":
+            return Draw(make(self._take(batch, again=tail)), batch, batch, {})
+        if self.data in ("tail_batching", "over_sampling"):
+            return Draw(make(self._take(more, again=self.data == "over_sampling")), more, batch, {})
+        carried, self._carried = self._carried, []
+        partials, self._partials = self._partials, {}
+        if self.data == "one_step_off":
+            size, among = 2 * batch, batch
+        else:
+            size = among = more
+        fresh = make(self._take(max(0, size - len(carried)), again=True, but=carried))
+        return Draw(carried + fresh, among, batch, partials)
+
+    def leave(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
+        """What the step drawn last did not need: groups, and what their unfinished samples have."""
+        if self.data in CARRIES:
+            self._carried, self._partials = list(groups), partials
+            for sample in (sample for group in groups for sample in group.samples):
+                sample.reward, sample.tensors = None, {}
+        else:
+            self._again += [group.prompt for group in groups]
+
+    def _take(self, count: int, again: bool, but: Sequence[Group] = ()) -> list[Prompt]:
+        """So many prompts, none twice: first those to be answered again (if `again`), then new ones."""
+        taken: list[Prompt] = []
+        used = {group.prompt.index for group in but}
+        while len(taken) < count:
+            if len(self._twice) > 4 * count:
+                raise ValueError(
+                    f"data.train_files has only {len(used)} prompts that differ, and fusion.data={self.data} draws "
+                    f"{count} a step: add data, or lower data.train_batch_size or fusion.excess"
+                )
+            if not (again and self._again) and not self._new:
+                self._new = list(self._source.next_batch())
+            source = self._again if again and self._again else self._new
+            prompt = source.pop(0)
+            if prompt.index in used:  # an epoch ended in between: its turn comes in the next step
+                self._twice.append(prompt)
+            else:
+                used.add(prompt.index)
+                taken.append(prompt)
+        self._new, self._twice = self._twice + self._new, []
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Prompts to come back to; unfinished responses are not kept, they start anew."""
+        again = [prompt.index for prompt in self._again] + [group.prompt.index for group in self._carried]
+        return {"again": again, "new": [prompt.index for prompt in self._new]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind a checkpoint."""
+        by_index = {prompt.index: prompt for prompt in self._source.prompts}
+        self._again, self._new = ([by_index[index] for index in state[name]] for name in ("again", "new"))

@@ -1,0 +1,179 @@
+"""Who gets what: admission to engines, and passes and gradients shared out over free slots. Pure; used by every policy.
+
+Invariants: siblings go to one engine; nothing is admitted while a kind of scoring is behind by its credit, so a slow
+consumer pauses its producer (and gets the slots to catch up, as engines run empty: no deadlock with credits of 1 or
+more); a slot is given work only while it does nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+
+from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Score, Snapshot, Step, Switch, Train
+
+REWARD = "reward"
+PATIENCE = 10
+"""A small batch waits for more samples while others generate, at most so many times as long as a call takes."""
+
+REWARD_EVERY_S = 0.03
+"""While others generate, rewards take what has come in this time: each call costs the driver some milliseconds."""
+
+
+# Generation ----------------------------------------------------------------------------------------------------------
+
+
+def paused(view: Snapshot) -> bool:
+    """Whether scoring is so far behind that no more is admitted."""
+    settings = view.settings
+    return any(
+        len(unscored) >= settings.credit_samples or view.backlog[kind] >= settings.credit_tokens
+        for kind, unscored in view.unscored.items()
+    )
+
+
+class Room:
+    """What a slot can still take, while decisions about it are being made."""
+
+    def __init__(self, view: Snapshot, slot: int):
+        place = view.slots[slot]
+        self.view, self.slot = view, slot
+        self.load, self.reserved = place.load, place.reserved
+        self.groups: list[int] = []
+
+    def __lt__(self, other: Room) -> bool:
+        return (self.load, self.slot) < (other.load, other.slot)
+
+    def fits(self, group: int) -> bool:
+        """Whether there is room for the group; an empty engine takes any, as no other could hold it better."""
+        costs, count = self.view.costs, self.view.waiting[group]
+        more = count * sum(self.view.expected(group))
+        return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
+
+    def take(self, group: int) -> None:
+        """Count the group in."""
+        count = self.view.waiting[group]
+        self.groups.append(group)
+        self.load += count
+        self.reserved += count * sum(self.view.expected(group))
+
+
+def admit(view: Snapshot) -> list[Decision]:
+    """Waiting groups, in order, each to the slot with the fewest samples; as far as there is room."""
+    if not view.waiting or paused(view):
+        return []
+    rooms = [Room(view, slot) for slot in view.open]
+    heapq.heapify(rooms)
+    taken = {}
+    for group in view.waiting:
+        while rooms and not rooms[0].fits(group):
+            heapq.heappop(rooms)
+        if not rooms:
+            break
+        rooms[0].take(group)
+        taken[rooms[0].slot] = rooms[0]
+        heapq.heapreplace(rooms, rooms[0])
+    return [Generate(slot, tuple(room.groups)) for slot, room in taken.items()] + call_back(view, rooms)
+
+
+def call_back(view: Snapshot, rooms: list[Room]) -> list[Decision]:
+    """Idle slots that turned to scoring generate again, when there is more than the others can take."""
+    if rooms:
+        return []
+    return [Switch(slot, "rollout") for slot in view.free if view.slots[slot].alive]
+
+
+# Scoring and training ------------------------------------------------------------------------------------------------
+
+
+def rewards(view: Snapshot) -> list[Decision]:
+    """Rewards take what is finished, beside the slots."""
+    names = view.unscored.get(REWARD)
+    return [Score(REWARD, tuple(names))] if names and REWARD not in view.scoring and ripe(view, REWARD) else []
+
+
+def turn(view: Snapshot) -> list[Decision]:
+    """Idle slots become trainers when there is nothing more for them to generate, or first something to score."""
+    kinds = [kind for kind in view.unscored if kind != REWARD]
+    behind = paused(view) and any(view.backlog[kind] for kind in kinds)
+    if (view.waiting and not behind) or not (kinds or view.ready):
+        return []
+    return [Switch(slot, "trainer") for slot in view.resting]
+
+
+def free(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
+    """Free slots that none of these decisions takes, as many as there is work for."""
+    taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | Step)}
+    if None in taken:  # all ranks together
+        return []
+    return list(islice((slot for slot in view.free if slot not in taken), samples))
+
+
+def passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]:
+    """The longest backlog of passes, shared out over the slots that are free beside these decisions."""
+    kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and ripe(view, kind)]
+    if not kinds or not view.free:
+        return []
+    kind = max(kinds, key=view.backlog.__getitem__)
+    if view.settings.lockstep:
+        return [Score(kind, tuple(view.unscored[kind]))] if len(view.free) == len(view.slots) else []
+    slots = free(view, decisions, len(view.unscored[kind]))
+    least = int(view.costs.score_call_s * view.costs.score_tokens_per_s)
+    shares = share(view, view.unscored[kind], view.backlog[kind], slots, least)
+    return [Score(kind, names, slot) for slot, names in shares.items()]
+
+
+def ripe(view: Snapshot, kind: str) -> bool:
+    """A batch is worth a call by its tokens or its age; or nothing more will come."""
+    costs, waited = view.costs, view.now - view.oldest[kind]
+    if kind == REWARD:
+        return not view.flying or waited >= REWARD_EVERY_S
+    enough = view.backlog[kind] >= costs.score_call_s * costs.score_tokens_per_s
+    return enough or not view.flying or waited >= PATIENCE * costs.score_call_s
+
+
+def gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
+    """Samples of the present mini-batches whose losses can be computed, shared out over what slots are still free."""
+    models = [model for model, ready in view.ready.items() if ready]
+    if not models or not view.free:
+        return []
+    ready, whole = view.ready[models[0]], len(view.free) == len(view.slots) and not decisions
+    if view.settings.pipelined:
+        return [Train({model: tuple(view.ready[model]) for model in models})] if whole else []
+    if view.settings.lockstep_backward:
+        return [Accumulate(models[0], tuple(ready))] if whole else []
+    slots = free(view, decisions, len(ready))
+    least = int(view.costs.train_call_s * view.costs.train_tokens_per_s)
+    shares = share(view, ready, sum(ready.values()), slots, least)
+    return [Accumulate(models[0], names, slot) for slot, names in shares.items()]
+
+
+def steps(view: Snapshot) -> list[Decision]:
+    """An optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
+    whole = len(view.free) == len(view.slots)
+    return [Step(view.steppable[0])] if view.steppable and whole and (not view.waiting or paused(view)) else []
+
+
+def share(
+    view: Snapshot, names: Mapping[str, int], tokens: int, slots: list[int], least: int
+) -> dict[int, tuple[str, ...]]:
+    """The first of these samples in shares of nearly equal tokens, longest first to the least loaded (Graham 1969).
+
+    Other slots will come for more: each gets what would be its part if all slots had one (guided self-scheduling,
+    Polychronopoulos and Kuck 1987), but no less than `least` tokens, which a call is worth.
+    """
+    part = max(tokens / len(view.slots), least)
+    taken, rest = [], part * len(slots)
+    for name, size in names.items():
+        if rest <= 0:
+            break
+        taken.append((size, name))
+        rest -= size
+    heap: list[tuple[int, int]] = [(0, slot) for slot in slots]
+    shares: dict[int, list[str]] = {}
+    for size, name in sorted(taken, reverse=True):
+        load, slot = heap[0]
+        shares.setdefault(slot, []).append(name)
+        heapq.heapreplace(heap, (load + size, slot))
+    return {slot: tuple(each) for slot, each in shares.items()}

@@ -1,0 +1,181 @@
+"""Every fusion policy on real engines, side by side in one run: the same samples, step after step, policy after policy.
+
+    python tests/benchmarks/real_policies.py [--repeats 6] [--out FOLDER] [key=value ...]
+
+Two slots, each bound to one core, which vLLM engine and DeepSpeed rank take in turns. The task is the quickstart's
+with a longer tail (at temperature 1.2 some responses ramble up to the cap), trained by GRPO with a reference model. The
+learning rate is 0, so that every policy meets the same weights, and samples carry their seeds, so that it meets the
+same responses. Lengths are known to policies from one earlier draw of each prompt with other seeds, as in a second
+epoch. Orders alternate; medians are reported. Then every step is simulated with the costs fitted to all of them. Writes
+`table.md`, `steps.json` and `timeline.png` (of the repetition in which `adaptive` gained what it gains in the median).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rlfuse.config.compose import load
+from rlfuse.controller import Controller
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.observe.events import Span
+from rlfuse.observe.metrics import fusion_metrics
+from rlfuse.run import run
+from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.learning import HISTORY, measured, tuned
+from rlfuse.simulate.picture import Timeline, draw
+from rlfuse.simulate.recorded import whole_samples, workload_of
+from rlfuse.simulate.runner import simulate
+
+EARLIER = 1000
+"""Number of the step whose draws teach lengths: other seeds than any that is measured."""
+JOB = (
+    "experiment=quickstart",
+    "algorithm=grpo",
+    "rollout.n=4",
+    "rollout.temperature=1.2",
+    "rollout.kv_cache_memory_mb=256",
+    "data.max_response_length=400",
+    "data.train_batch_size=16",
+    "actor.ppo_mini_batch_size=16",
+    "actor.optim.lr=0",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=0",
+    "trainer.logger=[]",
+)
+
+
+class Benchmark:
+    """What the job does with its controller, and what it measured."""
+
+    def __init__(self, repeats: int):
+        self.repeats = repeats
+        self.steps: list[dict] = []
+        self.spans: dict[tuple[int, str], list[Span]] = {}
+
+    async def drive(self, controller: Controller, _: int) -> None:
+        """Teach lengths and costs, then measure every policy on every repetition's batch."""
+        await controller.sync(0)
+        tuning = controller.tuning
+        taught: list[Span] = []
+        for repeat in range(self.repeats):
+            taught += await self._step(controller, "serial", repeat, EARLIER + repeat, learn=True)
+        for policy in POLICIES:
+            taught += (last := await self._step(controller, policy, 0, 2 * EARLIER, learn=False))
+        tuning.costs = measured(taught, tuning.costs)
+        tuning.lengths.known_share = 1.0
+        config, engines = controller.config, len(controller.engines.rollout)
+        settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
+        print(f"costs     {tuning.costs}")
+        for policy, chosen in settings.items():
+            print(f"{policy:<9} threshold {chosen.threshold}, stretch {chosen.stretch}, ordered {chosen.ordered}")
+        for repeat in range(self.repeats):
+            order = list(POLICIES) if repeat % 2 == 0 else list(reversed(POLICIES))
+            for policy in order:
+                tuning.fixed = settings[policy]
+                spans = await self._step(controller, policy, repeat, 1 + repeat, learn=False)
+                self._keep(repeat, policy, spans)
+                print(
+                    f"repetition {repeat + 1}/{self.repeats}  {policy:<9} {self.steps[-1]['step_s']:.2f} s", flush=True
+                )
+
+        self._simulate(controller, settings)
+
+    def _simulate(self, controller: Controller, settings: dict[str, Settings]) -> None:
+        """Add to every step what the simulator makes of it, with the costs fitted to all of them."""
+        costs = fit([span for spans in self.spans.values() for span in spans], controller.tuning.costs).costs
+        for step in self.steps:
+            policy, spans = step["policy"], self.spans[step["repeat"], step["policy"]]
+            lengths = whole_samples(spans)
+            workload = workload_of(controller.config, costs, 2, *lengths, history=HISTORY)
+            step["simulated_s"] = simulate(workload, policy, settings[policy]).result.step_s
+
+    async def _step(self, controller: Controller, policy: str, batch: int, number: int, learn: bool) -> list[Span]:
+        """One step on the prompts of this batch with the seeds of this step; its spans."""
+        controller.policy, controller.prompts.taken = POLICIES[policy], batch
+        with controller.recorder.span("step", step=number):
+            board = await controller.learn(number)
+            await controller.sync(number, board.trainers)
+        if learn:
+            controller.tuning.lengths.learn(board.generated())
+        return await controller.journal.collect(number)
+
+    def _keep(self, repeat: int, policy: str, spans: list[Span]) -> None:
+        driver = [span for span in spans if span.where == "driver"]
+        step = next(span for span in driver if span.kind == "step")
+        generated = max(span.end for span in driver if span.kind == "gen")
+        scored = max(span.end for span in driver if span.kind in ("gen", "reward", "old_log_prob", "ref", "values"))
+        figures = fusion_metrics(spans, slots=2)
+        self.spans[repeat, policy] = spans
+        self.steps.append(
+            {"repeat": repeat, "policy": policy, "step_s": step.seconds, "gen_s": generated - step.start}
+            | {"gen_and_scoring_s": scored - step.start, "idle_share": figures["fusion/idle_share"]}
+            | {"moved": figures["fusion/samples_moved"], "trained_early": figures["fusion/samples_trained_in_tail"]}
+        )
+
+    def median(self, policy: str, name: str) -> float:
+        """Over repetitions."""
+        return statistics.median(step[name] for step in self.steps if step["policy"] == policy)
+
+    def ratio(self, policy: str, name: str) -> list[float]:
+        """Serial over the policy, per repetition: the same samples."""
+        mine = {step["repeat"]: step[name] for step in self.steps if step["policy"] == policy}
+        return sorted(step[name] / mine[step["repeat"]] for step in self.steps if step["policy"] == "serial")
+
+    def table(self) -> str:
+        """Medians, and the median of ratios to serial with their range."""
+        head = "policy, step, simulated, x serial (range), generation, generation + scoring, x serial, idle, moved"
+        lines = ["| " + head.replace(", ", " | ") + " |", "|" + "---|" * 9]
+        for policy in POLICIES:
+            steps, scored = self.ratio(policy, "step_s"), self.ratio(policy, "gen_and_scoring_s")
+            lines.append(
+                f"| {policy} | {self.median(policy, 'step_s'):.2f} s | {self.median(policy, 'simulated_s'):.2f} s | "
+                f"{statistics.median(steps):.2f} "
+                f"({steps[0]:.2f}-{steps[-1]:.2f}) | {self.median(policy, 'gen_s'):.2f} s | "
+                f"{self.median(policy, 'gen_and_scoring_s'):.2f} s | {statistics.median(scored):.2f} | "
+                f"{self.median(policy, 'idle_share'):.0%} | {self.median(policy, 'moved'):.0f} |"
+            )
+        return "\n".join(lines)
+
+    def timelines(self) -> list[Timeline]:
+        """Every policy in the repetition in which `adaptive` gained what it gains in the median."""
+        steps = {(step["repeat"], step["policy"]): step["step_s"] for step in self.steps}
+        repeats = sorted(range(self.repeats), key=lambda repeat: steps[repeat, "serial"] / steps[repeat, "adaptive"])
+        repeat = repeats[len(repeats) // 2]
+        drawn = []
+        for policy in POLICIES:
+            step = next(span for span in self.spans[repeat, policy] if span.kind == "step")
+            note = f"{step.seconds:.2f} s"
+            drawn.append(Timeline(policy, note, self.spans[repeat, policy], step.start, step.seconds))
+        return drawn
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("runs/real_policies"))
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "rlfuse.tasks.prepare"], check=True)
+    benchmark = Benchmark(arguments.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [*JOB, f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark"]
+        run(load(overrides + arguments.overrides), benchmark.drive)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "table.md").write_text(benchmark.table() + "\n")
+    (arguments.out / "steps.json").write_text(json.dumps(benchmark.steps, indent=1))
+    draw(benchmark.timelines(), arguments.out / "timeline.png")
+    print(benchmark.table())
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    main()

@@ -1,0 +1,93 @@
+"""A job that takes its first steps again and again, under one policy after the other, and writes down what each did.
+
+Run by test_fusion_policies.py as a process of its own: `python fused_steps.py OUT.json key=value ...`.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rlfuse.config.compose import load
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.selection import Selection
+from rlfuse.observe.metrics import fusion_metrics
+from rlfuse.run import run
+
+ONE_SLOT = Settings(threshold=0.9, stretch=1e3, ordered=False)
+"""Consolidates early, on one slot."""
+FREE = {"step_per_sequence_s": 0.0, "move_s": 0.0, "prefill_tokens_per_s": 1e9, "score_call_s": 0, "train_call_s": 0}
+"""Costs under which moving always pays, and so does a call for a single sample."""
+CASES = {
+    "serial": ("serial", Settings(), "exact"),
+    "stream": ("stream", Settings(), "exact"),
+    "stream with credits": ("stream", Settings(credit_samples=3), "exact"),
+    "rlhfuse": ("rlhfuse", ONE_SLOT, "exact"),
+    "adaptive": ("adaptive", ONE_SLOT, "exact"),
+    "adaptive with KV caches": ("adaptive", ONE_SLOT, "exact"),
+    "over_sampling": ("adaptive", Settings(), "over_sampling"),
+    "tail_batching": ("adaptive", Settings(), "tail_batching"),
+    "partial_rollout": ("adaptive", Settings(), "partial_rollout"),
+    "one_step_off": ("adaptive", Settings(), "one_step_off"),
+}
+STEPS = {"exact": 1, "tail_batching": 3}
+"""Steps of a case; others take 2."""
+
+
+class Steps:
+    """What the job does with its controller."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.found = folder, {}
+
+    async def drive(self, controller, _):
+        """Every case from the same weights, on the same prompts."""
+        self.controller = controller
+        await controller.engines.trainer.save(self.folder)
+        for case, (policy, settings, data) in CASES.items():
+            await controller.engines.trainer.load(self.folder)
+            controller.policy, controller.prompts.taken = POLICIES[policy], 0
+            batch = controller.config.data.train_batch_size
+            controller.selection = Selection(data, 0.5, batch, controller.prompts)
+            link = 1e30 if "KV" in case else 0.0
+            controller.tuning.costs = replace(controller.tuning.costs, **FREE, link_bytes_per_s=link)
+            controller.tuning.fixed = settings
+            await controller.sync(0)
+            self.found[case] = [await self.step(step) for step in range(1, 1 + STEPS.get(data, 2))]
+
+    async def step(self, number):
+        """One step, and everything about it that tests look at."""
+        controller, journal = self.controller, self.controller.journal
+        with controller.recorder.span("step", step=number):
+            board = await controller.learn(number)
+            await controller.sync(number, board.trainers)
+        spans = await journal.collect(number)
+        metrics = {name: sum(values) / len(values) for name, values in journal._notes.items()}
+        journal._notes.clear()
+        samples = board.whole()
+        return {
+            "metrics": metrics,
+            "fusion": fusion_metrics(spans, slots=2),
+            "responses": {sample.id: sample.response.token_ids.tolist() for sample in samples},
+            "versions": {sample.id: sample.response.weight_version for sample in samples},
+            "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.kept() for s in g.samples},
+            "trained": sorted(s for span in spans if span.kind == "backward" for s in span.samples),
+            "carried": [s.attributes["carry"] for s in spans if s.kind == "move" and s.where == "driver"],
+            "left": [group.prompt.index for group in board.left()[0]],
+            "prompts": [group.prompt.index for group in board.groups],
+        }
+
+
+def main():
+    """Run the job, write what was found."""
+    out, *overrides = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        steps = Steps(Path(folder))
+        run(load(overrides), steps.drive)
+    Path(out).write_text(json.dumps(steps.found))
+
+
+if __name__ == "__main__":
+    main()

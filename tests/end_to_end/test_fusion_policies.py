@@ -1,0 +1,108 @@
+"""Every policy on real engines from the same weights: when, never what; and what the opt-in ones change."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_job import REWARD
+
+EXACT = ("stream", "stream with credits", "rlhfuse", "adaptive", "adaptive with KV caches")
+BATCH, N = 8, 4
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model, tmp_path_factory):
+    """case -> what its steps did; a GRPO job with reference and importance correction."""
+    folder = tmp_path_factory.mktemp("fused")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "x"} for i in range(64)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "algorithm": "grpo",
+        "model.path": tiny_model,
+        "model.dtype": "float32",
+        "data.train_files": f"[{folder}/train.jsonl]",
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 256,
+        "data.train_batch_size": BATCH,
+        "actor.ppo_mini_batch_size": BATCH // 2,
+        "actor.ppo_max_token_len_per_gpu": 256,
+        "actor.optim.lr": 1e-3,
+        "rollout.n": N,
+        "rollout.kv_cache_memory_mb": 32,
+        "algorithm.use_kl_in_reward": "true",
+        "algorithm.rollout_is_threshold": 2,
+        "reward.functions": f"[{folder}/reward.py:even]",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": 1,
+        "trainer.logger": "[]",
+        "trainer.default_local_dir": folder / "runs",
+        "cluster.timeout_s": 300,
+    }
+    script, out = Path(__file__).with_name("fused_steps.py"), folder / "found.json"
+    command = [sys.executable, str(script), str(out), *(f"{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_the_same_samples_advantages_and_updates_as_serial(found, case):
+    (serial,), (fused,) = found["serial"], found[case]
+    assert fused["responses"] == serial["responses"]
+    assert fused["trained"] == serial["trained"] == sorted(serial["responses"])
+    for name, advantages in serial["advantages"].items():
+        np.testing.assert_allclose(fused["advantages"][name], advantages, rtol=1e-4, atol=1e-5)
+    for name, value in serial["metrics"].items():
+        assert fused["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("case", ("rlhfuse", "adaptive", "adaptive with KV caches"))
+def test_the_tail_was_consolidated(found, case):
+    (step,) = found[case]
+    assert step["fusion"]["fusion/samples_moved"] > 0
+    assert set(step["carried"]) == {"kv" if "KV" in case else "tokens"}
+
+
+def test_adaptive_learns_while_the_tail_decodes_and_serial_does_nothing_beside_generation(found):
+    assert found["adaptive"][0]["fusion"]["fusion/samples_trained_in_tail"] > 0
+    assert found["adaptive"][0]["fusion"]["fusion/samples_overlapped"] > 0
+    assert found["serial"][0]["fusion"]["fusion/samples_trained_in_tail"] == 0
+    assert found["serial"][0]["fusion"]["fusion/samples_overlapped"] == 0
+
+
+@pytest.mark.parametrize("case", ("over_sampling", "tail_batching", "partial_rollout", "one_step_off"))
+def test_every_step_learns_from_one_batch_of_whole_groups(found, case):
+    for step in found[case]:
+        assert len(step["responses"]) == BATCH * N
+        assert set(step["trained"]) == set(step["responses"])
+
+
+def test_over_sampling_comes_back_to_the_prompts_it_cut_off(found):
+    first, second = found["over_sampling"]
+    assert len(first["prompts"]) == BATCH + BATCH // 2 and len(first["left"]) == BATCH // 2
+    assert second["prompts"][: len(first["left"])] == first["left"]
+
+
+def test_tail_batching_gives_cut_off_prompts_a_round_of_their_own(found):
+    first, second, third = found["tail_batching"]
+    assert third["prompts"] == (first["left"] + second["left"])[:BATCH]
+    assert not third["left"]
+
+
+def test_partial_rollouts_go_on_under_the_next_weights(found):
+    first, second = found["partial_rollout"]
+    assert second["prompts"][: len(first["left"])] == first["left"]
+    begun_before = [name for name in second["responses"] if name.startswith("1/")]
+    assert begun_before
+    assert {second["versions"][name] for name in begun_before} <= {0, 1}
+
+
+def test_one_step_off_is_at_most_one_step_stale(found):
+    for number, step in enumerate(found["one_step_off"], 1):
+        assert all(number - 1 - version in (0, 1) for version in step["versions"].values())
+    second = found["one_step_off"][1]
+    assert any(name.startswith("1/") for name in second["responses"])

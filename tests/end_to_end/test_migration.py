@@ -1,0 +1,260 @@
+"""Samples that move between real engines: same tokens, KV caches that travel, spans of decoding, sleep, cores."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from test_rollout import collect, drained, model_config, new_handle, pid_of, sample, settings
+
+from rlfuse.engines.protocols import EngineError, Load, Sampling
+from rlfuse.samples import Partial, Response
+
+GREEDY = Sampling(0.0, 1.0, -1, 120)
+WARM = Sampling(1.0, 1.0, -1, 120)
+CUT = Sampling(0.8, 0.9, 20, 120)
+LAST_CORE = (os.cpu_count() or 1) - 1
+STALE = Path("/dev/shm/rlfuse-kv-stale")
+
+
+@pytest.fixture(scope="module")
+async def engines(ray_cluster, tiny_model):
+    """Two, of which the second prefills in small chunks and is bound to a core."""
+    STALE.mkdir(exist_ok=True)
+    for name in ("lock", "3.0"):
+        (STALE / name).touch()
+    handles = [new_handle(4), new_handle(5)]
+    chunks = settings(engine_kwargs={"max_num_batched_tokens": 64})
+    await asyncio.gather(
+        handles[0].start(model_config(tiny_model), settings(), 512, "cpu"),
+        handles[1].start(model_config(tiny_model), chunks, 512, "cpu", core=LAST_CORE),
+    )
+    yield handles
+    for handle in handles:
+        await handle.stop()
+        ray.kill(handle.actor)
+    assert not shelves()
+
+
+def shelves() -> list[Path]:
+    return [*Path("/dev/shm").glob("rlfuse-kv-*")]
+
+
+def left_over() -> list[Path]:
+    return [file for shelf in shelves() for file in shelf.iterdir() if file.name != "lock"]
+
+
+def assert_same(results, expected):
+    assert results.keys() == expected.keys()
+    for sample_id, response in expected.items():
+        result = results[sample_id]
+        assert isinstance(result, Response)
+        assert result.token_ids.tolist() == response.token_ids.tolist()
+        np.testing.assert_allclose(result.log_probs, response.log_probs, atol=1e-5)
+        assert (result.finish_reason, result.text) == (response.finish_reason, response.text)
+        assert result.weight_version == response.weight_version
+
+
+async def generate(engine, samples, sampling, partials=None):
+    return {sample_id: result async for sample_id, result in engine.generate(samples, sampling, partials)}
+
+
+async def leave(engine, samples, sampling, after: float, carry: str, partials=None):
+    """Evict all samples after so many seconds."""
+    taking = asyncio.create_task(generate(engine, samples, sampling, partials))
+    await asyncio.sleep(after)
+    await engine.evict([one.id for one in samples], carry)
+    return await taking
+
+
+async def begun(engine, samples, sampling, tokens: int, carry: str):
+    """Evict the samples when they have about so many tokens each."""
+    await engine.drain()
+    taking = asyncio.create_task(generate(engine, samples, sampling))
+    steps = 0
+    while steps < tokens:
+        await asyncio.sleep(0.005)
+        steps += sum(span.attributes["steps"] for span in await drained(engine, "decode"))
+    await engine.evict([one.id for one in samples], carry)
+    return await taking
+
+
+async def long_ones(engine, index: int, count: int):
+    """Samples with prompts of 100 tokens and responses of at least as many, and those."""
+    samples = [sample(index + i, length=100) for i in range(5 * count)]
+    responses = await collect(engine, samples, WARM)
+    long = [one for one in samples if len(responses[one.id].token_ids) >= 100][:count]
+    return long, {one.id: responses[one.id] for one in long}
+
+
+@pytest.mark.parametrize("carry", ["tokens", "kv"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, CUT], ids=["greedy", "warm", "cut"])
+async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, carry):
+    samples = [sample(100 + i, length=20 + i) for i in range(20)]  # 16 run, 4 wait
+    expected = await collect(engines[0], samples, sampling)
+    times = np.random.default_rng(len(carry))
+    done, partials = {}, {}
+    for hop in range(6):
+        rest = [one for one in samples if one.id not in done]
+        if hop == 5:
+            results = await generate(engines[1], rest, sampling, partials)
+        else:
+            results = await leave(engines[hop % 2], rest, sampling, times.uniform(0.02, 0.2), carry, partials)
+        for sample_id, result in results.items():
+            (partials if isinstance(result, Partial) else done)[sample_id] = result
+    assert_same(done, expected)
+    assert partials and not left_over()
+
+
+async def test_waiting_samples_and_those_at_their_limit(engines):
+    first, second = engines
+    samples = [sample(130 + i, length=20) for i in range(20)]
+    expected = await collect(first, samples, WARM)
+    results = await begun(first, samples, WARM, 3, "kv")
+    partials = {sample_id: result for sample_id, result in results.items() if isinstance(result, Partial)}
+    none = [sample_id for sample_id, partial in partials.items() if not len(partial.token_ids)]
+    assert none and all(partials[sample_id].kv_key is None for sample_id in none)
+    rest = [one for one in samples if one.id in partials]
+    assert_same(results | await generate(second, rest, WARM, partials), expected)
+
+    one, response = samples[0], expected[samples[0].id]
+    whole = Partial(response.token_ids, response.log_probs, 0)
+    at_limit = replace(WARM, max_tokens=len(response.token_ids))
+    [(_, same)] = (await generate(second, [one], at_limit, {one.id: whole})).items()
+    assert same.finish_reason == "length" and same.token_ids.tolist() == response.token_ids.tolist()
+    assert await second.load() == Load(0, 0, 0.0)
+
+
+async def test_samples_that_finish_while_they_are_evicted(engines):
+    samples = [sample(160 + i, length=20) for i in range(16)]
+    sampling = replace(WARM, max_tokens=12)
+    expected = await collect(engines[0], samples, sampling)
+    finished = 0
+    for attempt in range(8):
+        carry = ("tokens", "kv")[attempt % 2]
+        results = await leave(engines[0], samples, sampling, 0.03 + 0.02 * attempt, carry)
+        partials = {sample_id: result for sample_id, result in results.items() if isinstance(result, Partial)}
+        finished += len(results) - len(partials)
+        rest = [one for one in samples if one.id in partials]
+        assert_same(results | await generate(engines[1], rest, sampling, partials), expected)
+    await engines[0].evict(["1/999/0"])  # unknown or long gone: nothing to do
+    with pytest.raises(EngineError, match="carry='disk': choose tokens or kv"):
+        await engines[0].evict([], "disk")
+    assert finished and not left_over()
+
+
+async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
+    first, second = engines
+    samples, expected = await long_ones(first, 200, 4)
+    partials = await begun(first, samples, WARM, 40, "kv")
+    assert all(partial.kv_key for partial in partials.values())
+    assert len([file for file in left_over() if file.suffix == ".tokens"]) == len(partials)
+    await second.drain()
+    assert_same(await generate(second, samples, WARM, partials), expected)
+    for span in await drained(second, "generate"):
+        carried = len(partials[span.samples[0]].token_ids)
+        assert span.attributes["carried_tokens"] == carried > 20
+        # Whole blocks of 32, the generated tokens' too. Nothing of it could have been in this engine's prefix cache.
+        assert (100 + carried - 2) // 32 * 32 <= span.attributes["cached_tokens"] < 100 + carried
+        assert span.tokens == len(expected[span.samples[0]].token_ids) - carried
+    assert not left_over()
+
+
+async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
+    first, second = engines
+    samples, expected = await long_ones(first, 230, 3)
+    partials = await begun(first, samples, WARM, 20, "kv")
+    keys = [partials[one.id].kv_key for one in samples]
+    Path(f"{keys[0].partition('@')[2]}.0").unlink()
+    for file in Path(keys[1].partition("@")[2]).parent.glob(f"{Path(keys[1]).name}.*"):
+        file.unlink()
+    partials[samples[2].id] = replace(partials[samples[2].id], kv_key="7@" + keys[2].partition("@")[2])
+    await second.drain()
+    assert_same(await generate(second, samples, WARM, partials), expected)
+    cached = {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(second, "generate")}
+    assert cached[samples[1].id] == cached[samples[2].id] == 0
+    assert not left_over() and STALE not in shelves()
+
+
+@pytest.mark.parametrize("carry", ["tokens", "kv"])
+async def test_moving_takes_effect_at_once(engines, carry, record_property):
+    first, second = engines
+    seconds = []
+    for trial in range(5):
+        samples = [sample(250 + 10 * trial + i + 100 * (carry == "kv"), length=40) for i in range(4)]
+        taking = asyncio.create_task(generate(first, samples, replace(WARM, max_tokens=400)))
+        await asyncio.sleep(0.3)
+        began = time.perf_counter()
+        await first.evict([one.id for one in samples], carry)
+        partials = {key: value for key, value in (await taking).items() if isinstance(value, Partial)}
+        rest = [one for one in samples if one.id in partials]
+        one_more = replace(WARM, max_tokens=1 + min(len(partial.token_ids) for partial in partials.values()))
+        stream = second.generate(rest, one_more, partials)
+        async for _ in stream:  # the first with a token more
+            break
+        seconds.append(time.perf_counter() - began)
+        await stream.aclose()
+    record_property("seconds", seconds)
+    print(f"{carry}: {[round(1000 * one) for one in seconds]} ms from evict to a new token elsewhere")
+    assert len(seconds) == 5
+
+
+async def test_decoding_is_recorded_in_stretches(engines):
+    engine = engines[0]
+    while await engine.load() != Load(0, 0, 0.0):  # of earlier tests
+        await asyncio.sleep(0.05)
+    await engine.drain()
+    began = time.time()
+    await collect(engine, [sample(400, length=50)], replace(GREEDY, max_tokens=150))
+    await asyncio.sleep(0.5)
+    await collect(engine, [sample(401 + i, length=50) for i in range(3)], replace(GREEDY, max_tokens=40))
+    wall = time.time() - began
+    spans = await engine.drain()
+    stretches = [span for span in spans if span.kind == "decode"]
+    assert sum(span.tokens for span in stretches) == sum(span.tokens for span in spans if span.kind == "generate")
+    assert sum(span.attributes["prefill_tokens"] for span in stretches) == 200
+    assert {span.attributes["batch"] for span in stretches} <= {1, 2, 3}
+    for span in stretches:
+        assert span.where == "rollout/4" and span.step == 1
+        assert span.tokens == span.attributes["batch"] * span.attributes["steps"] <= 3 * 64
+        assert 50 <= span.attributes["context"] <= 4 * 224 and span.seconds > 0
+    assert all(before.end <= after.start + 1e-6 for before, after in pairwise(stretches))
+    assert began - 0.1 < stretches[0].start and stretches[-1].end < began + wall + 0.1
+    assert wall / 100 < sum(span.seconds for span in stretches) < wall - 0.4  # not the time between the two
+
+
+async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
+    engine = engines[0]
+    one = sample(420)
+    expected = await collect(engine, [one], WARM)
+    taking = asyncio.create_task(generate(engine, [sample(421)], replace(GREEDY, max_tokens=400)))
+    while not (await engine.load()).running:
+        await asyncio.sleep(0.005)
+    with pytest.raises(EngineError, match=r"rollout/4 can't sleep while 1 samples are generated"):
+        await engine.sleep()
+    await engine.evict([sample(421).id])
+    await taking
+    await engine.sleep()
+    with pytest.raises(EngineError, match=r"rollout/4 is asleep: wake it"):
+        await generate(engine, [one], WARM)
+    await engine.wake()
+    assert_same(await generate(engine, [one], WARM), expected)
+
+
+async def test_an_engine_keeps_to_its_core(engines, tiny_model):
+    for handle, cores in zip(engines, (set(os.sched_getaffinity(0)), {LAST_CORE}), strict=True):
+        actor = psutil.Process(await pid_of(handle))
+        children = actor.children(recursive=True)
+        assert children
+        threads = [thread.id for process in (actor, *children) for thread in process.threads()]
+        assert {core for thread in threads for core in os.sched_getaffinity(thread)} == cores
+    other = new_handle(6)
+    with pytest.raises(EngineError, match=r"core=999: this host has cores 0 to"):
+        await other.start(model_config(tiny_model), settings(), 64, "cpu", core=999)
+    ray.kill(other.actor)

@@ -1,0 +1,247 @@
+"""The real controller, execution, board and selection on engines that take random times: any finishing order happens.
+
+Role: `play` runs a `Scene` (scenes.py) on a virtual clock. The engines (random_engines.py) hold every call against
+the rules of the machine, the watched policy every decision against its snapshot, and the journal every step against
+what it should have learned from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+
+import numpy as np
+from random_engines import Rollout, Trainer
+from scenes import Scene
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.controller import Controller
+from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.protocols import Engines
+from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
+from rlfuse.simulate.clock import run_virtual
+
+PATIENCE_S = 100_000.0
+"""Virtual seconds after which a run counts as stuck; the longest take hundreds."""
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    return [Prompt(i, np.array([1, 2], np.int32), "p", (), "source", "0") for i in range(first, first + count)]
+
+
+def play(scene: Scene) -> World:
+    """Run the scene; the world after it, with what happened in it. Raises what goes wrong."""
+    world = World(scene)
+    run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
+    return world
+
+
+class World:
+    """A machine, a job on it and a record of what was done to whom."""
+
+    def __init__(self, scene: Scene):
+        self.scene, self.rng = scene, np.random.default_rng(scene.seed)
+        self.source = PromptSource(prompts(scene.prompts), scene.batch, True, scene.seed)
+        self.selection = Selection(scene.data, scene.excess, scene.batch, self.source)
+        self.rollouts = [Rollout(self, index) for index in range(scene.slots)]
+        self.trainer, self.experience = Trainer(self), Watched(self)
+        self.first: dict[str, int] = {}
+        self.has: dict[str, Partial] = {}
+        self.scored: dict[str, Counter] = defaultdict(Counter)
+        self.decided: Counter = Counter()
+        self.learned: list[list[Group]] = []
+        self.staleness: list[int] = []
+        self.overlapped: set[str] = set()
+
+    async def run(self) -> None:
+        loop, lengths = asyncio.get_running_loop(), Lengths(self.scene.costs.max_tokens)
+        if self.scene.known:
+            lengths.learn({i: [int(self.rng.integers(1, lengths.expect(i) * 4))] for i in range(self.scene.prompts)})
+        for slot, when in enumerate(self.scene.lost):
+            loop.call_later(when, self.rollouts[slot].fail)
+        self.controller = Watching(
+            self.scene.config(),
+            Engines(self.rollouts, self, self.trainer, self),
+            self.policy,
+            self.experience,
+            self.source,
+            prompts(2, first=self.scene.prompts),
+            self,
+            self.selection,
+            Tuning(self.scene.costs, lengths, self.scene.settings),
+            total_steps=self.scene.steps,
+            clock=loop.time,
+        )
+        await self.controller.run(0)
+
+    async def pass_time(self) -> None:
+        await asyncio.sleep(self.rng.exponential(0.1))
+
+    # Rewards and weights ---------------------------------------------------------------------------------------------
+
+    async def score(self, samples) -> list[Reward | RewardFailure]:
+        await self.pass_time()
+        self.scored["reward"].update(sample.id for sample in samples)
+        failing = [sample.seed % 100 < self.scene.failing for sample in samples]
+        return [
+            RewardFailure("f", "m") if fails else Reward(float(s.seed // 100 % 2))
+            for s, fails in zip(samples, failing, strict=True)
+        ]
+
+    async def push(self, version: int) -> None:
+        for rollout in self.rollouts:
+            assert rollout.role == "rollout" and not rollout.held
+            rollout.version = version
+
+    # The watched policy ----------------------------------------------------------------------------------------------
+
+    def policy(self, view):
+        """The scene's policy, each of whose decisions must be possible."""
+        decisions = POLICIES[self.scene.policy](view)
+        self.decided.update(type(decision).__name__ for decision in decisions)
+        slots, names, groups, admitted = Counter(), Counter(), Counter(), Counter()
+        for decision in decisions:
+            if isinstance(decision, Generate):
+                place = view.slots[decision.slot]
+                assert place.role == "rollout" and place.alive and not place.busy
+                groups.update(decision.groups)
+                slots[decision.slot] += 1
+                self._fits(view, place, decision.groups)
+            elif isinstance(decision, Move):
+                source, target = view.slots[decision.source], view.slots[decision.target]
+                assert target.alive and target.role == "rollout" and not target.busy and source is not target
+                assert all(not source.flights[name].leaving for name in decision.samples)
+                names.update((name, "move") for name in decision.samples)
+                admitted[decision.target] += len(decision.samples)
+                assert target.load + admitted[decision.target] <= view.costs.max_sequences
+            elif isinstance(decision, Switch):
+                assert decision.slot in {*view.free, *view.resting} and view.slots[decision.slot].role != decision.role
+                slots[decision.slot] += 1
+            elif isinstance(decision, Score) and decision.kind == "reward":
+                assert view.unscored["reward"].keys() >= set(decision.samples)
+                names.update((name, "reward") for name in decision.samples)
+            elif isinstance(decision, Score | Accumulate):
+                score = isinstance(decision, Score)
+                what, open_ = (decision.kind, view.unscored) if score else (decision.model, view.ready)
+                together = view.settings.lockstep if score else view.settings.lockstep_backward
+                assert (decision.slot is None) == together
+                on = range(len(view.slots)) if together else (decision.slot,)
+                assert all(slot in view.free for slot in on)
+                assert open_[what].keys() >= set(decision.samples)
+                names.update((name, what) for name in decision.samples)
+                slots.update(on)
+            elif isinstance(decision, Train):
+                assert view.settings.pipelined and decision.samples
+                for model, samples in decision.samples.items():
+                    assert samples and view.ready[model].keys() >= set(samples)
+                    names.update((name, model) for name in samples)
+                assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
+                slots.update(range(len(view.slots)))
+            else:
+                assert decision.model in view.steppable
+                assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
+                slots.update(range(len(view.slots)))
+        for counts in (slots, names, groups):
+            assert all(count == 1 for count in counts.values()), f"decided twice: {counts}"
+        assert groups.keys() <= view.waiting.keys()
+        return decisions
+
+    def _fits(self, view, place, groups) -> None:
+        """Within capacity, unless one group alone is larger."""
+        load, reserved = place.load, place.reserved
+        for group in groups:
+            count = view.waiting[group]
+            load, reserved, alone = load + count, reserved + count * sum(view.expected(group)), not load
+            assert alone or (load <= view.costs.max_sequences and reserved <= view.costs.kv_tokens)
+
+    # The journal -----------------------------------------------------------------------------------------------------
+
+    @property
+    def recorder(self):
+        return self
+
+    @contextmanager
+    def span(self, kind, **fields):
+        yield type("Span", (), {"attributes": {}})()
+
+    def note(self, values) -> None:
+        pass
+
+    def failures(self, board) -> None:
+        pass
+
+    def validated(self, step, board) -> None:
+        assert all(sample.reward is not None for sample in board.samples.values())
+
+    async def finish(self, step, board) -> list:
+        """A step is over: everything in it happened as often as it should."""
+        assert not any(rollout.held for rollout in self.rollouts)
+        config, kept, whole = self.scene.config(), board.kept(), {sample.id for sample in board.whole()}
+        for kind in self.experience.kinds:
+            counts = self.scored.pop(kind, Counter())
+            assert {name for name in counts if counts[name] > 1} == set()
+            assert counts.keys() >= whole, f"{kind} is missing"
+        chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
+        parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
+        live = [{s.id for g in part for s in board.groups[g].samples if isinstance(s.reward, Reward)} for part in parts]
+        for model in ("critic", "actor") if config.uses_critic else ("actor",):
+            assert self.trainer.steps.pop(model, []) == [part for part in live if part] * self.scene.epochs
+        assert not any(self.trainer.gradients.values())
+        for group in board.groups:
+            assert len({self.first[s.id] for s in group.samples if s.id in self.first}) <= 1, "siblings apart"
+        self.learned.append(kept)
+        self.staleness += [step - 1 - s.response.weight_version for g in kept for s in g.samples]
+        self.experience.prepared, self.experience.completed = Counter(), 0
+        return []
+
+    def _chosen(self, board) -> set[int]:
+        """Groups that the step should learn from."""
+        numbers = set(range(len(board.groups)))
+        if self.scene.batches:
+            return set(self.experience.with_spread(board.groups)[: self.scene.batch])
+        if self.scene.data == "exact":
+            return numbers
+        if self.scene.data == "one_step_off":
+            return set(range(self.scene.batch))
+        left = {id(group) for group in board.left()[0]}
+        chosen = {number for number in numbers if id(board.groups[number]) not in left}
+        assert len(chosen) == self.scene.batch
+        return chosen
+
+
+class Watching(Controller):
+    """Shows its board."""
+
+    def execution(self, board, *arguments):
+        self.board = board
+        return super().execution(board, *arguments)
+
+
+class Watched(Experience):
+    """Computes nothing; sees to it that groups are prepared once, when all is there, and completed once."""
+
+    def __init__(self, world: World):
+        super().__init__(world.scene.config())
+        self.prepared, self.completed = Counter(), 0
+
+    def prepare(self, groups) -> None:
+        self.prepared.update(group.prompt.index for group in groups)
+        assert max(self.prepared.values()) == 1 and not self.completed
+        for sample in (sample for group in groups for sample in group.samples):
+            assert isinstance(sample.reward, Reward)
+            names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
+            assert {names[kind] for kind in self.kinds if kind != "reward"} <= sample.tensors.keys()
+            zeros = sample.response.log_probs
+            sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)
+            sample.tensors.setdefault("old_log_probs", zeros)
+
+    def complete(self, groups) -> dict[str, float]:
+        self.completed += 1
+        assert self.completed == 1 and {group.prompt.index for group in groups} <= self.prepared.keys()
+        return {}

@@ -1,0 +1,161 @@
+"""Engines that take random times, and hold every call against the rules of the machine: `playing.World` has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlfuse.engines.protocols import EngineLost
+from rlfuse.samples import Partial, Response
+
+if TYPE_CHECKING:
+    from playing import World
+
+
+def response(tokens: int = 3, version: int = 0) -> Response:
+    return Response(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32), "stop", version, "text")
+
+
+def partial(tokens: int, version: int = 0) -> Partial:
+    return Partial(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32), version)
+
+
+class Rollout:
+    """An engine whose samples end in any order; it also knows whose device its slot is."""
+
+    def __init__(self, world: World, index: int):
+        self.world, self.index, self.version = world, index, -1
+        self.role, self.work, self.lost = "rollout", "", False
+        self.held: dict[str, tuple] = {}
+
+    async def generate(self, samples, sampling, partials=None):
+        if self.lost:
+            for sample in samples:
+                self.world.has.pop(sample.id, None)
+        self._check()
+        results: asyncio.Queue = asyncio.Queue()
+        for sample in samples:
+            self._receive(sample, (partials or {}).get(sample.id), results)
+        groups, costs = {s.prompt.index for s, *_ in self.held.values()}, self.world.scene.costs
+        assert len(self.held) <= costs.max_sequences or len(groups) == 1
+        for _ in samples:
+            name, result = await results.get()
+            if result is None:
+                raise EngineLost("lost")
+            yield name, result
+
+    def _check(self) -> None:
+        if self.lost:
+            raise EngineLost("lost")
+        assert self.role == "rollout" and not self.work
+
+    def _receive(self, sample, came_with, results) -> None:
+        world = self.world
+        assert sample.response is None and not any(sample.id in rollout.held for rollout in world.rollouts)
+        had = world.has.pop(sample.id, None)
+        assert came_with is had, "it goes on with what it had, wherever that was"
+        world.first.setdefault(sample.id, self.index)
+        started = came_with or partial(0, self.version)
+        total = 1 + sample.seed % world.scene.costs.max_tokens
+        timer = asyncio.get_running_loop().call_later(world.rng.exponential(0.3), self._finish, sample.id, total)
+        self.held[sample.id] = (sample, started, total, timer, results)
+
+    def _finish(self, name, total) -> None:
+        _, started, _, _, results = self.held.pop(name)
+        results.put_nowait((name, response(total, started.weight_version)))
+
+    async def evict(self, sample_ids, carry="tokens") -> None:
+        await self.world.pass_time()
+        if self.lost:
+            raise EngineLost("lost")
+        for name in [name for name in sample_ids if name in self.held]:
+            _, started, total, timer, results = self.held.pop(name)
+            timer.cancel()
+            tokens = int(self.world.rng.integers(len(started.token_ids), max(len(started.token_ids) + 1, total)))
+            self.world.has[name] = partial(tokens, started.weight_version)
+            results.put_nowait((name, self.world.has[name]))
+
+    def fail(self) -> None:
+        self.lost = True
+        for name, (_, _, _, timer, results) in self.held.items():
+            timer.cancel()
+            results.put_nowait((name, None))
+        self.held.clear()
+
+    async def sleep(self) -> None:
+        assert self.role == "rollout" and not self.held
+
+    async def wake(self) -> None:
+        assert self.role == "rollout"
+
+
+class Trainer:
+    """Ranks on the same devices: one thing at a time, and only in the role for it."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.gradients: dict[str, list[str]] = defaultdict(list)
+        self.steps: dict[str, list[set[str]]] = defaultdict(list)
+
+    @contextmanager
+    def _working(self, slot, kind):
+        if any(rollout.held for rollout in self.world.rollouts):
+            self.world.overlapped.add(kind)
+        devices = self.world.rollouts if slot is None else [self.world.rollouts[slot]]
+        for device in devices:
+            assert device.role == "trainer" and not device.work and not device.held
+            device.work = "rank"
+        yield
+        for device in devices:
+            device.work = ""
+
+    async def _pass(self, kind, rows, slot) -> list[np.ndarray]:
+        assert not self.steps["critic" if kind == "values" else "actor"] or kind == "ref", "weights have changed"
+        with self._working(slot, kind):
+            await self.world.pass_time()
+        self.world.scored[kind].update(row.id for row in rows)
+        return [np.zeros(len(row.response_ids), np.float32) for row in rows]
+
+    async def log_probs(self, model, rows, slot=None) -> list[np.ndarray]:
+        return await self._pass({"actor": "old_log_prob", "ref": "ref"}[model], rows, slot)
+
+    async def values(self, rows, slot=None) -> list[np.ndarray]:
+        return await self._pass("values", rows, slot)
+
+    async def accumulate(self, model, rows, slot=None) -> None:
+        with self._working(slot, "gradients"):
+            await self.world.pass_time()
+        self.gradients[model] += [row.id for row in rows]
+
+    async def train(self, rows) -> dict[str, float]:
+        with self._working(None, "gradients"):
+            await self.world.pass_time()
+        for model, samples in rows.items():
+            self.gradients[model] += [row.id for row in samples]
+        return {}
+
+    async def step(self, model, lengths) -> dict[str, float]:
+        names, board = self.gradients.pop(model), self.world.controller.board
+        assert len(set(names)) == len(names)
+        assert sorted(lengths) == sorted(len(board.samples[name].response.token_ids) for name in names)
+        with self._working(None, "step"):
+            await self.world.pass_time()
+        self.steps[model].append(set(names))
+        return {}
+
+    async def take_device(self, slot) -> None:
+        await self._switch(slot, "rollout", "trainer")
+
+    async def leave_device(self, slot) -> None:
+        await self._switch(slot, "trainer", "rollout")
+
+    async def _switch(self, slot, before, after) -> None:
+        device = self.world.rollouts[slot]
+        assert device.role == before and not device.held and not device.work
+        device.role = "switching"
+        await self.world.pass_time()
+        device.role = after

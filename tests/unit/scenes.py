@@ -1,0 +1,100 @@
+"""Scenes that property tests play: a job on a machine, of every kind, in small. `playing.play` runs one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import strategies as st
+
+from rlfuse.algorithms.advantages import ESTIMATORS
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job on a machine, small enough to be played hundreds of times."""
+
+    policy: str = "stream"
+    slots: int = 2
+    batch: int = 4
+    siblings: int = 2
+    mini_batch: int = 2
+    epochs: int = 1
+    estimator: str = "grpo"
+    reference: bool = False
+    old_log_probs: str = "trainer"
+    data: str = "exact"
+    excess: float = 0.5
+    prompts: int = 12
+    steps: int = 1
+    costs: Costs = field(default_factory=Costs)
+    settings: Settings = field(default_factory=Settings)
+    known: bool = False
+    failing: int = 0
+    """Per cent of samples that get no reward."""
+    batches: int = 0
+    """Most batches for dynamic sampling; 0: none."""
+    lost: tuple[float, ...] = ()
+    """When engine 0, 1, .. is lost."""
+    seed: int = 0
+
+    def config(self) -> Config:
+        config = Config()
+        config.data.train_batch_size, config.data.max_response_length = self.batch, self.costs.max_tokens
+        config.rollout.n, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = (
+            self.siblings,
+            self.mini_batch,
+            self.epochs,
+        )
+        config.algorithm.adv_estimator, config.algorithm.old_log_probs = self.estimator, self.old_log_probs
+        config.actor.use_kl_loss = self.reference
+        config.algorithm.filter_groups.max_num_gen_batches = self.batches
+        config.trainer.val_before_train, config.trainer.save_freq = False, 0
+        return config
+
+
+@st.composite
+def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
+    """Every kind of job and machine, in small."""
+    slots, batch, zero = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(0, 4))
+    costs = Costs(
+        max_sequences=draw(st.integers(1, 8)),
+        flat_batch=draw(st.integers(1, 4)),
+        kv_tokens=draw(st.sampled_from([40, 200, 1 << 30])),
+        max_tokens=50,
+        score_call_s=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        train_call_s=draw(st.sampled_from([0.0, 0.2])),
+        link_bytes_per_s=draw(st.sampled_from([0.0, 1e9])),
+    )
+    settings = Settings(
+        credit_samples=draw(st.sampled_from([1, 2, 5, 1 << 30])),
+        credit_tokens=draw(st.sampled_from([1, 60, 1 << 40])),
+        lockstep=zero >= 3,
+        lockstep_backward=zero >= 2,
+        pipelined=zero == 4,
+        threshold=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        ordered=draw(st.booleans()),
+    )
+    scene = Scene(
+        slots=slots,
+        batch=batch,
+        siblings=draw(st.integers(1, 3)),
+        mini_batch=draw(st.integers(1, batch)),
+        epochs=draw(st.integers(1, 2)),
+        estimator=draw(st.sampled_from(ESTIMATORS)),
+        reference=draw(st.booleans()),
+        old_log_probs=draw(st.sampled_from(["trainer", "engine"])),
+        data=data,
+        excess=draw(st.sampled_from([0.2, 0.5, 1.5])),
+        prompts=batch * draw(st.integers(4, 6)) + draw(st.integers(0, batch - 1)),
+        steps=steps,
+        costs=costs,
+        settings=settings,
+        known=draw(st.booleans()),
+        failing=draw(st.sampled_from([0, 0, 20, 60])),
+        lost=tuple(draw(st.lists(st.floats(0.01, 1.0), max_size=slots - 1))),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+    return replace(scene, **fixed)

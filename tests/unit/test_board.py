@@ -1,0 +1,272 @@
+"""What a board keeps straight, case by case; `test_policies` does so for whole steps at random."""
+
+import numpy as np
+import pytest
+from playing import prompts
+from random_engines import partial, response
+
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Settings, Step, Switch
+from rlfuse.fusion.fleet import Fleet
+from rlfuse.fusion.ledger import Ledger
+from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
+from rlfuse.fusion.selection import Draw
+from rlfuse.fusion.sharing import admit, free, share
+from rlfuse.samples import Reward, RewardFailure, make_groups
+
+
+def made(count=4, siblings=1):
+    return make_groups(prompts(count), siblings, run_seed=0, step=1)
+
+
+def board(groups, slots=1, kinds=("reward",), models=("actor",), draw=None, **more):
+    more = {"mini_batch_groups": 2} | more
+    return Board(groups, Fleet(slots, Costs(max_tokens=100)), kinds, models, draw=draw, **more)
+
+
+def generate(board, *groups, slot=0):
+    """These groups are generated there, in this order."""
+    board.start(Generate(slot, groups), 0.0)
+    for sample in (sample for group in groups for sample in board.groups[group].samples):
+        board.finished(sample.id, response(), 0.0)
+
+
+def reward(board, *groups, fails=()):
+    """Their samples get rewards, those named in `fails` failures."""
+    decision = Score("reward", tuple(s.id for g in groups for s in board.groups[g].samples))
+    board.start(decision, 0.0)
+    for sample in (board.samples[name] for name in decision.samples):
+        sample.reward = RewardFailure("f", "m") if sample.id in fails else Reward(1.0)
+    board.scored(decision, 0.0)
+
+
+def ready(board, model="actor"):
+    return list(board.snapshot(0.0).ready[model])
+
+
+def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
+    b = board(made(4, siblings=2))
+    generate(b, 3, 0, 2, 1)
+    reward(b, 3, 2, 1, 0, fails={"1/0/0", "1/2/0", "1/2/1"})
+    b.prepared("actor", [3, 2, 1, 0])
+    assert sorted(ready(b)) == ["1/0/1", "1/1/0", "1/1/1"]
+    b.start(Accumulate("actor", tuple(ready(b))), 0.0)
+    assert ready(b) == [] and b.snapshot(0.0).steppable == []
+    b.accumulated(Accumulate("actor", ("1/0/1", "1/1/0", "1/1/1")))
+    assert b.snapshot(0.0).steppable == ["actor"]
+    b.start(Step("actor"), 0.0)
+    b.stepped(Step("actor"))
+    assert sorted(ready(b)) == ["1/3/0", "1/3/1"]
+    assert [group.prompt.index for group in b.kept()] == [0, 1, 3] and len(b.failures()) == 3
+
+
+def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
+    ledger = Ledger(passes=2)
+    ledger.divide({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
+    ledger.prepare({"b": (1, 5)})
+    assert not ledger.ready
+    ledger.drop(0)
+    for _ in range(2):
+        assert list(ledger.ready) == ["b"]
+        ledger.start(["b"])
+        ledger.finish(["b"])
+        assert ledger.accumulated
+        ledger.step()
+    assert ledger.done
+
+
+def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
+    b = board(made(2), kinds=("reward", "old_log_prob"), mini_batch_groups=1)
+    generate(b, 0, 1)
+    reward(b, 0, 1)
+    passes = [Score("old_log_prob", (f"1/{prompt}/0",), 0) for prompt in (0, 1)]
+    b.switched(0, "trainer")
+    b.fleet.occupy(0)
+    b.switched(0, "trainer")
+    b.start(passes[0], 0.0)
+    b.scored(passes[0], 0.0)
+    b.prepared("actor", b.take_complete())
+    work = Accumulate("actor", ("1/0/0",), 0)
+    b.start(work, 0.0)
+    b.accumulated(work)
+    assert b.snapshot(0.0).steppable == []
+    b.start(passes[1], 0.0)
+    b.scored(passes[1], 0.0)
+    assert b.snapshot(0.0).steppable == ["actor"]
+
+
+def test_groups_added_by_dynamic_sampling_are_open_to_choice_like_the_first():
+    b = board(made(2), mini_batch_groups=1)
+    generate(b, 0, 1)
+    reward(b, 0, 1)
+    assert [group.prompt.index for group in b.kept(b.take_complete())] == [0, 1]
+    b.keep([1], at_most=2)
+    b.extend(made(4)[2:], 0.0)
+    generate(b, 2, 3)
+    reward(b, 2, 3)
+    assert [group.prompt.index for group in b.kept(b.take_complete())] == [2, 3]
+    b.keep([1, 2, 3], at_most=2)
+    assert [group.prompt.index for group in b.kept()] == [1, 2] and b.batches == 2
+    b.prepared("actor", range(4))
+    assert ready(b) == ["1/1/0"]
+
+
+def test_a_batch_without_any_spread_does_not_use_up_the_steps_of_the_next():
+    b = board(made(2), mini_batch_groups=1)
+    generate(b, 0, 1)
+    reward(b, 0, 1, fails={"1/0/0", "1/1/0"})
+    b.keep([], at_most=2)
+    b.extend(made(3)[2:], 0.0)
+    generate(b, 2)
+    reward(b, 2)
+    b.keep([2], at_most=2)
+    b.prepared("actor", range(3))
+    assert ready(b) == ["1/2/0"] and not b.done
+
+
+def drawn(count, among, enough, **more):
+    groups = made(count)
+    return board(groups, draw=Draw(groups, among, enough, {}), **more)
+
+
+def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
+    b = drawn(4, among=4, enough=2, mini_batch_groups=1)
+    b.start(Generate(0, (0, 1, 2, 3)), 0.0)
+    b.finished("1/3/0", response(), 0.0)
+    reward(b, 3)
+    b.prepared("actor", b.take_complete())
+    assert ready(b) == [], "it may yet become the second mini-batch, or the first"
+    b.finished("1/1/0", response(), 0.0)
+    assert b.take_surplus() == [(0, ["1/0/0", "1/2/0"])]
+    assert ready(b) == []
+    reward(b, 1)
+    b.prepared("actor", b.take_complete())
+    assert ready(b) == ["1/1/0"] and [group.prompt.index for group in b.kept()] == [1, 3]
+
+
+def test_what_begins_ahead_is_no_reason_to_wait():
+    b = drawn(4, among=2, enough=2, mini_batch_groups=1)
+    b.start(Generate(0, (0, 1, 2, 3)), 0.0)
+    for prompt in (3, 0):
+        b.finished(f"1/{prompt}/0", response(), 0.0)
+        reward(b, prompt)
+        b.prepared("actor", b.take_complete())
+    assert ready(b) == ["1/0/0"]
+    work = Accumulate("actor", ("1/0/0",))
+    b.ledgers["actor"].start(work.samples)
+    b.ledgers["actor"].finish(work.samples)
+    b.finished("1/1/0", response(), 0.0)
+    assert ready(b) == [] and b.snapshot(0.0).steppable == ["actor"], "the first is not accumulated again"
+    assert [group.prompt.index for group in b.left()[0]] == [2, 3]
+
+
+def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
+    b = drawn(2, among=1, enough=1)
+    b.start(Generate(0, (0, 1)), 0.0)
+    b.finished("1/1/0", response(), 0.0)
+    call = Score("reward", ("1/1/0",))
+    b.start(call, 0.0)
+    b.finished("1/0/0", response(), 0.0)
+    reward(b, 0)
+    assert b.whole() == b.groups[0].samples and not b.all_scored
+    b.scored(call, 0.0)
+    assert b.all_scored
+
+
+def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
+    b = drawn(2, among=2, enough=1, slots=2)
+    b.start(Generate(0, (0, 1)), 0.0)
+    b.start(Move(("1/1/0",), source=0, target=1), 0.0)
+    b.finished("1/0/0", response(), 0.0)
+    assert b.parted("1/1/0", partial(1), 0.0) is None
+    assert b.left()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.fleet.slots[1].load
+
+
+def test_groups_that_are_left_although_their_samples_came_finished_are_not_counted():
+    groups = made(3)
+    for group in groups:
+        group.samples[0].response = response()
+    b = board(groups, draw=Draw(groups, 3, 1, {}))
+    assert b.snapshot(0.0).unfinished == 0 and [group.prompt.index for group in b.kept()] == []
+    reward(b, 0)
+    assert b.all_scored and [group.prompt.index for group in b.kept()] == [0]
+
+
+def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
+    b = board(made(2), slots=2)
+    b.start(Generate(0, (0,)), 0.0)
+    b.start(Generate(1, (1,)), 0.0)
+    b.start(Move(("1/0/0",), source=0, target=1), 0.0)
+    assert b.parted("1/0/0", partial(7), 0.1) == 1
+    assert len(b.landed("1/0/0", 1, 0.1).token_ids) == 7
+    assert [b.fleet.slots[1].flights[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
+    b.lost(1, 0.2)
+    view = b.snapshot(0.2)
+    assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.flying == 0
+    assert b.partials == {}
+    b.start(Generate(0, (0,)), 0.2)
+    assert b.fleet.slots[0].flights["1/0/0"].carried == 0
+
+
+def test_a_slot_with_work_is_given_no_more():
+    b = board(made(1))
+    b.start(Generate(0, (0,)), 0.0)
+    with pytest.raises(RuntimeError, match="slot 0 was given work while it has some"):
+        b.start(Switch(0, "trainer"), 0.0)
+
+
+def test_admission_balances_samples_keeps_siblings_together_and_leaves_what_has_no_room():
+    groups = made(5, siblings=4)
+    b = Board(groups, Fleet(2, Costs(max_sequences=8, max_tokens=100)), ("reward",), settings=Settings(samples=20))
+    b.start(Generate(0, (0,)), 0.0)
+    assert admit(b.snapshot(0.0)) == [Generate(1, (1, 3)), Generate(0, (2,))]
+
+
+def test_an_empty_engine_takes_a_group_that_is_larger_than_it():
+    b = Board(made(2, siblings=4), Fleet(1, Costs(max_sequences=2, max_tokens=100)), ("reward",))
+    assert admit(b.snapshot(0.0)) == [Generate(0, (0,))]
+
+
+def test_work_of_all_ranks_together_leaves_no_slot_free():
+    b = board(made(1), slots=2)
+    for slot in (0, 1):
+        b.start(Switch(slot, "trainer"), 0.0)
+        b.switched(slot, "trainer")
+    view = b.snapshot(0.0)
+    assert free(view, [], 5) == [0, 1] and free(view, [], 1) == [0]
+    assert free(view, [Score("ref", ("a",), 0)], 5) == [1]
+    assert free(view, [Score("ref", ("a",))], 5) == []
+
+
+def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
+    view = board(made(1), slots=4).snapshot(0.0)
+    sizes = {"a": 9, "b": 8, "c": 7, "d": 6, "e": 5, "f": 5}
+    assert share(view, sizes, 40, [0, 3], least=0) == {0: ("a",), 3: ("b", "c")}
+    assert set(share(view, sizes, 40, [2], least=100)[2]) == sizes.keys()
+
+
+def test_seeds_belong_to_the_sample():
+    seeds, again, other = ([s.seed for g in make_groups(prompts(3), 2, run, 7) for s in g.samples] for run in (5, 5, 6))
+    assert seeds == again != other and len(set(seeds)) == 6
+
+
+def test_lengths_follow_the_policy_and_finished_siblings():
+    lengths = Lengths(longest=100)
+    assert lengths.expect(0) == 25 and not lengths.knows(0)
+    lengths.learn({0: [10, 30], 1: [80]})
+    assert (lengths.expect(0), lengths.expect(1), lengths.expect(2)) == (20, 80, 40)
+    lengths.learn({0: [40]})
+    assert lengths.expect(0) == 30 and lengths.knows(1)
+    again = Lengths(longest=100)
+    again.load_state_dict(lengths.state_dict())
+    assert [again.expect(prompt) for prompt in range(3)] == [lengths.expect(prompt) for prompt in range(3)]
+    assert with_sibling(30.0, finished=1, length=60) == 40.0
+
+
+def test_generation_takes_at_least_its_longest_sample_and_its_share_of_the_work():
+    costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=10)
+    one, two = (seconds_to_generate(np.array([100.0] * 8), slots, 0.0, costs) for slots in (1, 2))
+    assert 1.0 <= two < one
+    assert seconds_to_generate(np.array([100.0]), 4, 0.0, costs) == pytest.approx(1.0, rel=0.01)
+    assert seconds_to_generate(np.array([100.0] * 8), 2, 5.0, costs) >= 2.5 + two / 2

@@ -1,0 +1,120 @@
+"""Where samples are admitted and moved to, on snapshots made by hand."""
+
+from dataclasses import replace
+
+import pytest
+from playing import prompts
+
+from rlfuse.fusion import adaptive
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.consolidation import consolidate, destinations
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Generate, Move, Settings
+from rlfuse.fusion.fleet import Fleet
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.samples import make_groups
+
+COSTS = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, max_tokens=1000)
+CONSOLIDATING = Settings(threshold=1.0, stretch=1.0)
+
+
+def flying(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
+    """A board whose slots hold samples of these expected lengths, one prompt each; others wait."""
+    lengths, everyone = Lengths(costs.max_tokens), [length for slot in slots for length in slot] + list(waiting)
+    lengths.learn({prompt: [length] for prompt, length in enumerate(everyone)})
+    settings = replace(settings, samples=len(everyone))
+    groups = make_groups(prompts(len(everyone)), 1, 0, 1)
+    kinds = ("reward", "old_log_prob")
+    board = Board(groups, Fleet(len(slots), costs), kinds, ("actor",), settings=settings, lengths=lengths)
+    first = 0
+    for slot, held in enumerate(slots):
+        board.start(Generate(slot, tuple(range(first, first + len(held)))), 0.0)
+        first += len(held)
+    return board
+
+
+def moved(decisions):
+    return {(name, move.source, move.target) for move in decisions for name in move.samples}
+
+
+@pytest.mark.parametrize(
+    ("samples", "stretch", "kv_tokens", "expected"),
+    [(0, 1.0, 10**6, 1), (2, 1.0, 10**6, 1), (5, 1.0, 10**6, 3), (5, 1.3, 10**6, 1), (5, 1.0, 4, 3), (5, 1.0, 2, 5)],
+)
+def test_as_many_destinations_as_flat_batches_and_caches_need(samples, stretch, kv_tokens, expected):
+    costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
+    view = flying([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
+    assert destinations(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
+
+
+def test_the_tail_goes_to_the_slots_that_hold_most():
+    view = flying([9], [9, 9, 9], [9, 9], [9]).snapshot(0.0)  # 7 samples: ceil(7 / 2) = 4 slots
+    assert consolidate(view) == []
+    board = flying([9], [9, 9], [9], [])
+    assert moved(consolidate(board.snapshot(0.0))) == {("1/3/0", 2, 0)}
+
+
+def test_all_samples_of_an_emptied_slot_move_and_are_told_only_once():
+    costs = Costs(step_base_s=0.01, flat_batch=8, max_sequences=16)
+    board = flying([9, 9], [9, 9, 9], [9], costs=costs)
+    decisions = consolidate(board.snapshot(0.0))
+    assert moved(decisions) == {("1/0/0", 0, 1), ("1/1/0", 0, 1), ("1/5/0", 2, 1)}
+    for decision in decisions:
+        board.start(decision, 0.0)
+    assert consolidate(board.snapshot(0.0)) == []
+
+
+def test_nothing_is_consolidated_above_the_threshold_or_while_groups_wait():
+    costs = Costs(step_base_s=0.01, flat_batch=8)
+    assert consolidate(flying([9], [9], costs=costs).snapshot(0.0))
+    assert not consolidate(flying([9], [9], costs=costs, settings=Settings(threshold=0.5)).snapshot(0.0))
+    assert not consolidate(flying([9], [9], costs=costs, settings=Settings(threshold=0.0)).snapshot(0.0))
+    assert not consolidate(flying([9], [9], costs=costs, waiting=[9]).snapshot(0.0))
+
+
+def test_a_sample_is_carried_in_the_way_that_is_faster_for_it():
+    def carry(**costs):
+        (move,) = consolidate(flying([9], [9], costs=Costs(flat_batch=8, **costs)).snapshot(0.0))
+        return move.carry
+
+    assert carry() == "tokens"
+    assert carry(link_bytes_per_s=1e9, kv_bytes_per_token=10) == "kv"
+    assert carry(link_bytes_per_s=1e3, kv_bytes_per_token=10) == "tokens"
+
+
+# adaptive ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_are_admitted_first_and_into_batches_that_let_them_end_in_time():
+    costs = Costs(step_base_s=0.01, step_per_sequence_s=0.01, flat_batch=1, max_sequences=6, max_tokens=1000)
+    board = flying([], [], costs=costs, waiting=[10] * 20 + [400, 390])
+    batches = {decision.slot: decision.groups for decision in adaptive.place(board.snapshot(0.0))}
+    assert batches[0][0] == 20, "the longest of all comes first"
+    assert len(batches[0]) < costs.max_sequences, "its slot is not filled up, or it would end late"
+
+
+def test_without_history_or_order_admission_is_as_of_all_policies():
+    board = flying([], [], waiting=[10, 400, 20], settings=Settings(ordered=False))
+    assert adaptive.place(board.snapshot(0.0)) == [Generate(0, (0, 2)), Generate(1, (1,))]
+
+
+def with_backlog(board, tokens):
+    """So many tokens wait for a pass."""
+    return replace(board.snapshot(0.0), backlog={"reward": 0, "old_log_prob": tokens})
+
+
+def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_stay():
+    board = flying([300], [500], [20], [30], costs=Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1))
+    decisions = adaptive.release(with_backlog(board, 100_000))
+    assert moved(decisions) == {("1/0/0", 0, 1), ("1/2/0", 2, 1), ("1/3/0", 3, 1)}
+    assert all(isinstance(decision, Move) for decision in decisions)
+    assert adaptive.release(with_backlog(board, 100)) == [], "moving and switching cost more"
+
+
+def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():
+    costs = Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1)
+    assert adaptive.release(with_backlog(flying([300], [500], costs=costs, waiting=[9]), 100_000)) == []
+    board = flying([300], [500], [], costs=costs)
+    board.fleet.occupy(2)
+    board.switched(2, "trainer")
+    assert adaptive.release(with_backlog(board, 100_000)) == []

@@ -1,0 +1,77 @@
+"""Every policy on random jobs, machines and finishing orders; `playing` holds each call and decision against the rules.
+
+What a played step asserts: each sample is generated, scored once per kind and accumulated once per epoch; the optimizer
+steps are those of mini-batches in prompt order, the actor's after all old log-probs; samples that a step leaves are
+never trained on; engines are never given more than they hold, siblings stay together, busy slots are left alone.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from playing import play
+from scenes import Scene, scenes
+
+from rlfuse.engines.protocols import EngineLost
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.policies import POLICIES
+
+SCORING = {"old_log_prob", "ref", "values"}
+exploring = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@exploring
+@given(scene=scenes())
+def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_its_mini_batch(policy, scene):
+    assert len(play(replace(scene, policy=policy)).learned) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(exploring, max_examples=12)
+@given(scene=scenes(steps=2, batches=3))
+def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
+    world = play(replace(scene, policy=policy))
+    assert all(len(groups) <= scene.batch for groups in world.learned)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(exploring, max_examples=12)
+@given(scene=scenes(steps=4))
+@pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
+def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_they_say(data, policy, scene):
+    world = play(replace(scene, data=data, policy=policy))
+    most = {"one_step_off": 1, "partial_rollout": scene.steps}.get(data, 0)
+    assert all(0 <= staleness <= most for staleness in world.staleness)
+
+
+def job(policy, **changes):
+    """Many samples, few slots, generous credits: whatever can overlap does, somewhere."""
+    return Scene(policy, slots=3, batch=8, siblings=2, mini_batch=2, reference=True, prompts=24, steps=3, **changes)
+
+
+def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_also_trains():
+    overlapped = {policy: play(job(policy)).overlapped for policy in POLICIES}
+    assert overlapped["serial"] == set()
+    assert overlapped["stream"] == overlapped["rlhfuse"] == {"old_log_prob", "ref"}
+    assert overlapped["adaptive"] == {"old_log_prob", "ref", "gradients"}
+
+
+def test_only_rlhfuse_and_adaptive_move_samples():
+    moving = {policy for policy in POLICIES if play(job(policy)).decided["Move"]}
+    assert "rlhfuse" in moving and moving <= {"rlhfuse", "adaptive"}
+
+
+def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
+    def switches(credit):
+        settings = replace(job("stream").settings, credit_samples=credit)
+        return play(job("stream", costs=Costs(max_sequences=2), settings=settings)).decided["Switch"]
+
+    assert switches(1) > switches(100)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_the_last_engine_the_step_is_lost(policy):
+    with pytest.raises(ExceptionGroup) as error:
+        play(Scene(policy, slots=2, lost=(0.05, 0.1)))
+    assert error.group_contains(EngineLost)

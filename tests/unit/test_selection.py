@@ -1,0 +1,144 @@
+"""Which prompts a step draws and comes back to."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from playing import prompts
+from random_engines import partial, response
+
+from rlfuse.data.prompts import PromptSource
+from rlfuse.fusion.selection import LABELS, Selection, label
+from rlfuse.samples import Reward, make_groups
+
+DATA = sorted(LABELS)
+
+
+class CountingSource(PromptSource):
+    """Remembers what was fetched."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.fetched = Counter()
+
+    def next_batch(self):
+        batch = super().next_batch()
+        self.fetched.update(prompt.index for prompt in batch)
+        return batch
+
+
+class Steps:
+    """A selection whose steps end with randomly chosen groups whole, as a board would end them."""
+
+    def __init__(self, data, batch=4, excess=0.5, count=24, seed=0):
+        self.rng, self.step = np.random.default_rng(seed), 0
+        self.source = CountingSource(prompts(count), batch, True, seed)
+        self.selection = Selection(data, excess, batch, self.source)
+        self.learned, self.left = Counter(), []
+
+    def take(self):
+        """One step: (draw, groups learned from)."""
+        self.step += 1
+        draw = self.selection.draw(lambda drawn: make_groups(drawn, 2, 0, self.step))
+        chosen = set(self.rng.permutation(draw.among)[: draw.enough].tolist())
+        self.left = [group for number, group in enumerate(draw.groups) if number not in chosen]
+        whole = [group for number, group in enumerate(draw.groups) if number in chosen]
+        partials = {}
+        for sample in (sample for group in self.left for sample in group.samples if sample.response is None):
+            if sample.sibling == 0:
+                sample.response, sample.reward = response(5, self.step - 1), Reward(1.0)
+            else:
+                partials[sample.id] = partial(2, self.step - 1)
+        self.learned.update(group.prompt.index for group in whole)
+        self.selection.leave(self.left, partials)
+        self.partials = partials
+        return draw, whole
+
+
+@pytest.mark.parametrize("data", DATA)
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(batch=st.integers(1, 6), excess=st.floats(0.05, 1.5), seed=st.integers(0, 1000), taken=st.integers(1, 9))
+def test_a_step_learns_from_one_batch_of_different_prompts_and_none_gets_lost(data, batch, excess, seed, taken):
+    steps = Steps(data, batch, excess, 6 * batch, seed)
+    for _ in range(taken):
+        draw, whole = steps.take()
+        indices = [group.prompt.index for group in draw.groups]
+        assert len(set(indices)) == len(indices) and len(whole) == batch == draw.enough
+    to_come = steps.selection.state_dict()
+    assert steps.learned + Counter(to_come["again"]) + Counter(to_come["new"]) == steps.source.fetched
+
+
+def test_exact_draws_each_batch_as_it_comes():
+    steps, source = Steps("exact"), PromptSource(prompts(24), 4, True, 0)
+    for _ in range(9):
+        assert [group.prompt.index for group in steps.take()[0].groups] == [p.index for p in source.next_batch()]
+    assert steps.selection.state_dict() == {"again": [], "new": []}
+
+
+def test_tail_batching_answers_prompts_that_were_cut_off_in_rounds_of_their_own_that_run_to_the_end():
+    steps, cut_off, tails = Steps("tail_batching"), set(), 0
+    for _ in range(12):
+        draw, _ = steps.take()
+        indices = {group.prompt.index for group in draw.groups}
+        if draw.enough == len(draw.groups):
+            assert indices <= cut_off
+            tails, cut_off = tails + 1, cut_off - indices
+        else:
+            assert len(indices) == 6 and len(cut_off) < 4
+        cut_off |= {group.prompt.index for group in steps.left}
+    assert tails == 4  # two of six are cut off in each of the other eight
+
+
+def test_over_sampling_starts_what_was_cut_off_anew():
+    steps = Steps("over_sampling")
+    steps.take()
+    left = [group.prompt.index for group in steps.left]
+    draw, _ = steps.take()
+    assert [group.prompt.index for group in draw.groups[:2]] == left
+    assert draw.partials == {} and {sample.step for group in draw.groups for sample in group.samples} == {2}
+
+
+@pytest.mark.parametrize("data", ["partial_rollout", "one_step_off"])
+def test_what_was_begun_is_carried_over_and_scored_afresh(data):
+    steps = Steps(data)
+    steps.take()
+    left, partials = steps.left, steps.partials
+    assert any(sample.response for group in left for sample in group.samples) and partials
+    draw, _ = steps.take()
+    assert draw.groups[: len(left)] == left and draw.partials == partials
+    assert all(sample.reward is None and not sample.tensors for group in left for sample in group.samples)
+
+
+def test_one_step_off_learns_from_each_batch_one_step_after_it_was_begun():
+    steps = Steps("one_step_off")
+    drawn = [steps.take() for _ in range(4)]
+    for (before, _), (after, whole) in pairwise(drawn):
+        assert whole == after.groups[:4] == before.groups[4:]
+        assert {sample.step for group in whole for sample in group.samples} == {after.groups[4].samples[0].step - 1}
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_resumed_selection_draws_the_same_prompts(data):
+    steps, resumed = Steps(data), Steps(data)
+    for _ in range(3):
+        steps.take()
+    resumed.selection.load_state_dict(steps.selection.state_dict())
+    resumed.source.load_state_dict(steps.source.state_dict())
+    assert resumed.selection.state_dict() == steps.selection.state_dict()
+    first, again = ({group.prompt.index for group in each.take()[0].groups} for each in (steps, resumed))
+    assert first == again
+
+
+def test_too_few_prompts_are_an_error_and_no_endless_search():
+    with pytest.raises(ValueError, match=r"data\.train_files has only 4 prompts.*lower data\.train_batch_size"):
+        Steps("over_sampling", batch=4, count=4).take()
+
+
+def test_labels_say_what_changes():
+    assert [label(data) for data in ("exact", "tail_batching")] == ["exact", "reordered"]
+    assert {label(data) for data in ("over_sampling", "partial_rollout", "one_step_off")} == {"off-policy"}
+    assert label("exact", tail_speculation=4) == "exact in distribution"
+    assert label("over_sampling", tail_speculation=4) == "off-policy"

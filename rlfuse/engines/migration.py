@@ -179,21 +179,25 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         base = (request.kv_transfer_params or {}).get("load")
+        return max(0, self._usable(request, base) * self._block_size - num_computed_tokens), False
+
+    def _usable(self, request: Any, base: str | None) -> int:
+        """Whole blocks at `base`, the request's last token left out."""
         try:
             stored = int(Path(f"{base}.tokens").read_text()) if base else 0
         except FileNotFoundError:  # taken already: the request was preempted since
             stored = 0
-        whole = min(stored, request.num_tokens - 1) // self._block_size * self._block_size
-        return max(0, whole - num_computed_tokens), False
+        return min(stored, request.num_tokens - 1) // self._block_size
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         base = (request.kv_transfer_params or {}).get("load")
         if not base:
             return
         if num_external_tokens:
-            count = num_external_tokens // self._block_size
-            first = request.num_computed_tokens // self._block_size
-            self._next.loads.append((base, blocks.get_block_ids()[0][first : first + count], first))
+            # What the engine's own prefix cache has comes first; `request.num_computed_tokens` does not say it yet.
+            end = self._usable(request, base)
+            first = end - num_external_tokens // self._block_size
+            self._next.loads.append((base, blocks.get_block_ids()[0][first:end], first))
             Path(f"{base}.tokens").unlink(missing_ok=True)
         else:
             remove(base)  # the engine has more of it in its own prefix cache

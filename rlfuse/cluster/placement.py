@@ -19,6 +19,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlfuse.cluster.children import heed_children
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
 
@@ -102,6 +103,7 @@ def start(config: Config) -> Slots:
         _start_ray(config)
     else:
         ray.init(address=config.cluster.ray_address, log_to_driver=False)
+    heed_children()
     bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
     group = placement_group([bundle] * config.slots, strategy="PACK")
     if not group.wait(min(60.0, config.cluster.timeout_s)):

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ray import cloudpickle
 
+from rlfuse.cluster.children import heed_children
 from rlfuse.rewards.functions import RewardFunction, load_function
 from rlfuse.rewards.items import Item, Outcome, RewardError
 from rlfuse.rewards.results import headline, user_traceback
@@ -28,6 +29,7 @@ class RewardWorker:
         self._sources = sources
         self._timeout_s = timeout_s
         self._functions: dict[str, RewardFunction] = {}
+        heed_children()
 
     def start(self) -> str | None:
         """Load all functions; the reason in words if that failed."""

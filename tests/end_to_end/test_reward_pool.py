@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import textwrap
 import time
 
 import numpy as np
 import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    Qwen2Tokenizer,
+)
 
 from rlfuse.engines.protocols import EngineError
-from rlfuse.rewards.items import RewardError
+from rlfuse.rewards.items import RewardError, item_of_sample
+from rlfuse.rewards.model import ModelSpec, RewardModelWorker
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 # A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
 FUNCTIONS = """
-import asyncio, os, re, signal, time
+import asyncio, os, re, signal, subprocess, time
 
 def act(text):
     if text == "crash":
@@ -27,6 +39,8 @@ def act(text):
         time.sleep(600)
     if text == "pattern":
         re.match("(a+)+$", "a" * 40 + "b")
+    if text == "status":
+        return subprocess.run(["sh", "-c", "exit 3"]).returncode
     if text == "raise":
         raise KeyError("what the user wrote")
     return float(len(text))
@@ -78,9 +92,9 @@ async def scored(pool, *texts):
 
 async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
     pool = RewardPool([f"{functions}:single"], num_workers=2, timeout_s=2)
-    texts = ["good", "crash", "raise", "hang", "pattern", "segfault", "good", "good again"]
+    texts = ["good", "crash", "raise", "hang", "pattern", "segfault", "status", "good again"]
     results, spans = await scored(pool, *texts)
-    assert [result.value for result in (results[0], *results[6:])] == [4.0, 4.0, 10.0]
+    assert [result.value for result in (results[0], *results[6:])] == [4.0, 3.0, 10.0]
     failures = dict(zip(texts, results, strict=True))
     for text in ("crash", "segfault"):
         assert isinstance(failures[text], RewardFailure) and failures[text].function == "single"
@@ -172,10 +186,6 @@ async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, function
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     """A random sequence classifier with one label and a token for each byte; context of 128 tokens."""
-    import torch
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen2Tokenizer
-
     folder = tmp_path_factory.mktemp("reward_models") / "rm"
     torch.manual_seed(1)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -191,9 +201,6 @@ def reward_model(tmp_path_factory):
 
 
 def direct_scores(folder, texts):
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -215,11 +222,7 @@ async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_
     assert sorted(len(span.samples) for span in spans if span.where == "reward/model") == [9, 32]
 
 
-async def test_reward_model_uses_its_own_chat_template(ray_cluster, reward_model, tmp_path):
-    import shutil
-
-    from transformers import AutoTokenizer
-
+def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
     folder = tmp_path / "rm_chat"
     shutil.copytree(reward_model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -227,22 +230,19 @@ async def test_reward_model_uses_its_own_chat_template(ray_cluster, reward_model
         "{% for m in messages %}{{ 'w100 ' if m.role == 'user' else 'w101 ' }}{{ m.content }} {% endfor %}"
     )
     tokenizer.save_pretrained(folder)
-    results, _ = await scored(RewardPool(model_path=str(folder)), "w8 w9", "w10")
+    worker = RewardModelWorker(ModelSpec(str(folder)))
+    assert worker.start() is None
+    scores = worker.score("reward_model", [item_of_sample(one) for one in samples("w8 w9", "w10")])
     expected = direct_scores(folder, ["w100 w3 w101 w8 w9 ", "w100 w3 w101 w10 "])
-    np.testing.assert_allclose([result.value for result in results], expected, atol=1e-5)
+    np.testing.assert_allclose([score.value for score in scores], expected, atol=1e-5)
 
 
 async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
-    import shutil
-
-    from transformers import AutoConfig
-
     with pytest.raises(RewardError, match="no folder"):
         RewardPool(model_path=str(tmp_path / "absent"))
     headless = tmp_path / "headless"
     shutil.copytree(tiny_model, headless)
     AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
-    pools = [RewardPool(model_path=str(folder)) for folder in (tiny_model, headless)]
-    two_labels, random_head = await asyncio.gather(*(pool.start() for pool in pools), return_exceptions=True)
-    assert "reward/model could not start" in str(two_labels) and "num_labels=2" in str(two_labels)
-    assert isinstance(random_head, EngineError) and "['score.weight'], which would be random" in str(random_head)
+    assert "['score.weight'], which would be random" in RewardModelWorker(ModelSpec(str(headless))).start()
+    with pytest.raises(EngineError, match=r"reward/model could not start(.|\n)*num_labels=2"):
+        await RewardPool(model_path=str(tiny_model)).start()

@@ -112,6 +112,15 @@ async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, ca
     assert partials and not left_over()
 
 
+async def test_a_kv_cache_joins_what_the_engine_has_of_it(engines):
+    first, second = engines
+    long, expected = await long_ones(first, 600, 1)
+    await collect(second, long, replace(WARM, max_tokens=1))  # whole blocks of the prompt stay in its prefix cache
+    partials = await begun(first, long, WARM, 60, "kv")
+    assert partials[long[0].id].kv_key
+    assert_same(await generate(second, long, WARM, partials), expected)
+
+
 async def test_waiting_samples_and_those_at_their_limit(engines):
     first, second = engines
     samples = [sample(130 + i, length=20) for i in range(20)]

@@ -18,18 +18,19 @@ from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [Settings(threshold=0.0)] + [
-    Settings(threshold=threshold, stretch=stretch) for threshold in (0.1, 0.2, 0.35) for stretch in (1.0, 1.5, 2.0)
+    Settings(threshold=threshold, stretch=stretch)
+    for threshold in (0.1, 0.2, 0.35, 0.6)
+    for stretch in (1.0, 1.25, 1.6, 2.0)
 ]
 """Below which share of the samples (0: never) the tail is consolidated, and how much slower decoding may get by it."""
 TUNED = {"rlhfuse": ("threshold", "stretch"), "adaptive": ("threshold", "stretch", "guarded", "ordered")}
 """Policy -> the settings it reads."""
-MOST_SLOTS = 8
-"""Machines are scaled down to this, at the same number of samples per slot, so that tuning takes a second or so."""
+MOST_SLOTS, MOST_SAMPLES = 16, 2048
+"""Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
+takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""
 RISK = 0.1
 """Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
 other lengths than were simulated it may turn out worse."""
-FLAT = 8
-"""An engine whose latency is flat up to so many sequences needs no slower decoding to consolidate."""
 DRAWS = 2
 FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
@@ -50,8 +51,7 @@ def tune(workload: Workload, policy: str, seed: int = 1) -> Settings:
         return round(found * (1 + RISK * (settings.stretch - 1)), 6)
 
     known = "ordered" in TUNED[policy] and workload.length_history_sigma is not None
-    steep = workload.engine.flat_batch < FLAT
-    tried = [replace(each, ordered=known) for each in CONSOLIDATIONS if steep or each.stretch == 1.0]
+    tried = [replace(each, ordered=known) for each in CONSOLIDATIONS]
     if policy == "adaptive":
         tried += [replace(each, guarded=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)
@@ -59,8 +59,9 @@ def tune(workload: Workload, policy: str, seed: int = 1) -> Settings:
 
 
 def _draws(workload: Workload, seed: int) -> list[Workload]:
-    slots = min(workload.slots, MOST_SLOTS)
-    samples = round(workload.samples * slots / workload.slots)
+    per_slot = workload.samples / workload.slots
+    slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
+    samples = round(per_slot * slots)
     small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], failures=())
     lengths = workload.lengths().tolist()
     count = DRAWS if samples <= FEW else 1

@@ -216,7 +216,7 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
 
 @pytest.fixture(scope="module")
 def killed(job):
-    """A job with dynamic sampling and ZeRO 3 that lost a trainer rank after its first step: (folder, what it printed)."""
+    """A job with dynamic sampling and ZeRO 3 that lost a rank after its first step: (folder, its text)."""
     folder, command = job
     run = folder / "runs" / "rlfuse" / "dapo"
     process = start(

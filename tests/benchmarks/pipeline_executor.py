@@ -1,12 +1,13 @@
 """The pipeline executor, serial and fused side by side in one run: measured makespans beside the simulated ones.
 
-    python tests/benchmarks/pipeline_executor.py [--out FOLDER] [--repeats 3] [--micro-batches 8] [--hidden 256]
+    python tests/benchmarks/pipeline_executor.py [--out FOLDER] [--ranks 2 4 8] [--repeats 3] [--micro-batches 8]
+                                                 [--hidden 256]
 
-First operations of fixed length (forward 30 ms, backward 60 ms, sleeping: more ranks than cores) on 2 and 4 ranks,
-whole and split backward; actor and critic of as many stages in opposite directions. Then real compute on 2 ranks, each
-bound to a core: an actor and a critic train, the simulation taking the medians of what operations took in the serial
-run. Serial is each model's 1F1B, one after the other, without a barrier; fused is the best list schedule. Orders
-alternate; medians are reported. Writes `table.md` and `schedules.png` (real compute, the run that is the median).
+Operations of fixed length (forward 30 ms, backward 60 ms, sleeping: more ranks than cores) on 2, 4 and 8 ranks, whole
+and split backward; actor and critic of as many stages in opposite directions. On 2 ranks, each bound to a core, real
+compute too: an actor and a critic train, the simulation taking the medians of what operations took in the serial run.
+Serial is each model's 1F1B, one after the other, without a barrier; fused is the best list schedule. Orders alternate;
+medians are reported. Writes `table.md` and, of real compute, `schedules.png` (the runs that are the medians).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
-from rlfuse.cluster.placement import Slots, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.group import Execution, PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -40,13 +40,6 @@ import pipelines
 
 ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
 FIXED = {"F": 0.03, "B": 0.03, "W": 0.03}
-
-
-class Anywhere(Slots):
-    """More ranks than the machine has cores."""
-
-    def options(self, slot: int, share: float, environment: dict[str, str] | None = None, **more) -> dict:
-        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu")}} | more
 
 
 def opposite(stages: int) -> tuple[Pipelines, ...]:
@@ -176,12 +169,12 @@ def draw(runs: dict[str, Execution], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def model_folder(hidden: int) -> str:
-    """A random model, large enough that operations take tens of milliseconds on a core."""
+def model_folder(hidden: int, layers: int) -> str:
+    """A random model."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
     config = Qwen2Config(
-        vocab_size=512, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
+        vocab_size=512, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -192,12 +185,14 @@ async def main(options: argparse.Namespace) -> None:
     """Start ranks, measure, write."""
     options.out.mkdir(parents=True, exist_ok=True)
     config = Config()
-    config.model.path = config.critic.path = model_folder(options.hidden)
     config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
     slots, lines = placement.start(config), []
-    for ranks in (2, 4):
+    for ranks in options.ranks:
+        # Of 6 layers operations take tens of milliseconds on a core; where they sleep, any that has all stages will do.
+        folder = model_folder(options.hidden, 6) if ranks == 2 else model_folder(32, ranks)
+        config.model.path = config.critic.path = folder
         cores = list(slots.cores) if ranks == 2 and slots.cores else None
-        group, _ = await PipelineGroup.start(config, Anywhere(None, ranks, "cpu"), opposite(ranks), 10, cores)
+        group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, ranks, "cpu"), opposite(ranks), 10, cores)
         lines += await fixed(group, opposite(ranks), options.micro_batches, options.repeats)
         if ranks == 2:
             lines += await real(group, options.micro_batches, options.repeats, options.out)
@@ -214,6 +209,7 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/pipeline_executor"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)

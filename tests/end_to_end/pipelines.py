@@ -1,10 +1,11 @@
-"""For tests and the benchmark of the executor: schedules of a layout, and stages that only take time."""
+"""For tests and the benchmark of the executor: schedules of a layout, stages that only take time, room for ranks."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from rlfuse.cluster.placement import Slots, worker_environment
 from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import timed
@@ -78,3 +79,11 @@ class Sleeping:
 
     def weight_gradients(self, micro_batch):
         time.sleep(self.seconds["W"])
+
+
+@dataclass(frozen=True)
+class Anywhere(Slots):
+    """More ranks than the shared Ray cluster has slots."""
+
+    def options(self, slot, share, environment, **more):
+        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | environment}} | more

@@ -1,4 +1,4 @@
-"""What pipelines are compared with: small random models, ragged rows, and three AdamW steps of plain torch on them."""
+"""What pipelines are compared with: small random models, ragged rows, and AdamW steps of plain torch on them."""
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from transformers import (
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.config.schema import Config
 from rlfuse.engines.batching import numbered
-from rlfuse.engines.models import collate, load_critic, load_policy
+from rlfuse.engines.models import collate, load_critic, load_policy, response_values
 from rlfuse.engines.optimizing import zero_value_head
-from rlfuse.engines.passes import actor_loss, critic_loss
+from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
+from rlfuse.engines.trainer import step_metrics
 from rlfuse.samples import Row
 
 VOCABULARY, LR = 60, 1e-3
@@ -59,25 +60,50 @@ def lengths(rows):
 BATCHES = [make_rows(11, seed) for seed in (3, 4, 5)]
 
 
-class Serial:
-    """One process, plain torch: what three steps of AdamW make of a model, the gradient of each step on the way."""
+class Whole:
+    """A whole model in one process, under plain torch's AdamW."""
 
     def __init__(self, config, name):
+        self.config, self.name = config, name
         load = load_policy if name == "actor" else load_critic
-        path = config.model.path if name == "actor" else config.critic.path
-        model = load(path, config.model, "cpu")
+        self.model = load(config.model.path if name == "actor" else config.critic.path, config.model, "cpu")
         if name == "critic":
-            zero_value_head(model)
-        loss = actor_loss if name == "actor" else critic_loss
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=config.actor.optim.weight_decay)
-        self.gradients, self.norms = [], []
-        for rows in BATCHES:
-            count = loss_count(lengths(rows), config.actor.loss_agg_mode, config.data.max_response_length)
-            for part in numbered([row.tokens for row in rows], 1, 4)[0]:
-                batch = collate([rows[i] for i in part], packed=True)
-                (loss(config, model, batch)[0] / count).backward()
-            self.gradients.append({key: p.grad.clone() for key, p in model.named_parameters()})
-            self.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.grad_clip or 1e9)))
-            optimizer.step()
-            optimizer.zero_grad()
-        self.parameters = {key: p.detach() for key, p in model.named_parameters()}
+            zero_value_head(self.model)
+        decay = config.actor.optim.weight_decay
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=decay)
+
+    def step(self, rows):
+        """The gradient before clipping, and the mini-batch's mean diagnostics."""
+        count = loss_count(lengths(rows), self.config.actor.loss_agg_mode, self.config.data.max_response_length)
+        loss, sums = actor_loss if self.name == "actor" else critic_loss, {}
+        for part in numbered([row.tokens for row in rows], 1, 4)[0]:
+            summed, found = loss(self.config, self.model, collate([rows[i] for i in part], packed=True))
+            (summed / count).backward()
+            sums = {key: sums.get(key, 0.0) + float(value) for key, value in found.items()}
+        gradient = {key: p.grad.clone() for key, p in self.model.named_parameters()}
+        limit = self.config.actor.grad_clip or 1e9
+        facts = {"grad_norm": float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return gradient, step_metrics(self.name, [(sums, facts)], count, lengths(rows))
+
+    @torch.no_grad()
+    def score(self, rows):
+        """Of each row: log-probs, or values."""
+        found = []
+        for first in range(0, len(rows), 16):
+            batch = collate(rows[first : first + 16], packed=True)
+            values = self.name == "critic"
+            flat = response_values(self.model, batch) if values else log_probs(self.config, self.model, batch)[0]
+            found += batch.split(flat)
+        return found
+
+
+class ThreeSteps:
+    """What three steps make of a model, the gradient of each on the way."""
+
+    def __init__(self, config, name):
+        whole = Whole(config, name)
+        self.gradients, metrics = zip(*(whole.step(rows) for rows in BATCHES), strict=True)
+        self.norms = [each[f"{name}/grad_norm"] for each in metrics]
+        self.parameters = {key: p.detach() for key, p in whole.model.named_parameters()}

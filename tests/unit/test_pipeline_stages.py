@@ -1,16 +1,22 @@
 """Layouts, partitions, splitting of rows and of the backward pass: the parts of pipelines that need no process."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlfuse.config.schema import Config
 from rlfuse.engines.batching import numbered
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
+from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.fusion.schedules.operations import Operation
+from rlfuse.samples import MicroBatch, Row
 
 
 def test_stages_stand_down_or_up_their_pipeline():
@@ -131,3 +137,52 @@ def test_the_split_backward_gives_autograds_gradients(checkpointing):
         assert each == []
     for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.fixture(scope="module")
+def tiny_policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    small = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=40, num_hidden_layers=3, **small)).save_pretrained(folder)
+    return str(folder)
+
+
+def two_stages(path, packed=True, checkpointing=False):
+    """Of an actor: layers 0 and 1, layer 2; with a micro-batch of two rows."""
+    config, ids = Config(), np.arange(3, 20, dtype=np.int32)
+    config.model.dtype, config.model.enable_gradient_checkpointing = "float32", checkpointing
+    rows = [
+        Row(ids[:prompt], ids[:response], dict.fromkeys(("old_log_probs", "advantages"), np.ones(response, np.float32)))
+        for prompt, response in ((9, 3), (4, 5))
+    ]
+    models = [load_stage(path, config.model, "cpu", part, False).train() for part in parts((2, 1))]
+    stages = [Stage(config, "actor", m, part, packed, "cpu") for m, part in zip(models, parts((2, 1)), strict=True)]
+    for stage in stages:
+        stage.begin([MicroBatch(rows, 1.0)])
+    return stages
+
+
+@pytest.mark.parametrize("packed, positions", [(True, 3 + 5), (False, 2 * (5 + 1))])
+def test_the_head_sees_only_positions_that_predict_responses(tiny_policy, packed, positions):
+    """21 tokens; padded rows have one more position each than the longest response."""
+    (first, last), seen = two_stages(tiny_policy, packed), []
+    last.model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape))
+    for training in (False, True):
+        last.forward(0, first.forward(0, None, training), training)
+        assert int(np.prod(seen.pop()[:-1])) == positions
+
+
+@pytest.mark.parametrize("checkpointing, passes", [(False, 1), (True, 2)])
+def test_checkpointed_layers_are_computed_again_in_the_backward_pass(tiny_policy, checkpointing, passes):
+    (first, last), computed = two_stages(tiny_policy, checkpointing=checkpointing), []
+    for stage in (first, last):
+        for layer in stage.model.base_model.layers:
+            if hasattr(layer, "mlp"):
+                layer.mlp.register_forward_pre_hook(lambda *_: computed.append(1))
+    last.forward(0, first.forward(0, None, True), True)
+    assert len(computed) == 3
+    first.backward(0, last.backward(0, None, whole=False), whole=False)
+    assert len(computed) == 3 * passes
+    for stage in (first, last):
+        stage.weight_gradients(0)
+        assert all(parameter.grad is not None for parameter in stage.model.parameters())

@@ -1,0 +1,61 @@
+"""Twenty PPO steps on seeded rollouts, by any trainer: its loss curve."""
+
+from itertools import zip_longest
+
+import numpy as np
+import torch
+from single_process import Whole, make_rows
+
+from rlfuse.algorithms.advantages import gae, place_at_end, whiten
+from rlfuse.engines.models import collate
+
+STEPS = 20
+
+
+class OneProcess:
+    """Actor, critic and reference in this process."""
+
+    def __init__(self, config):
+        kinds = {"actor": "actor", "critic": "critic", "ref": "actor"}
+        self.models = {name: Whole(config, kind) for name, kind in kinds.items()}
+
+    async def log_probs(self, model, rows):
+        return self.models[model].score(rows)
+
+    async def values(self, rows):
+        return self.models["critic"].score(rows)
+
+    async def train(self, rows):
+        return self.models["actor"].step(rows)[1] | self.models["critic"].step(rows)[1]
+
+
+async def loss_curve(trainer):
+    """Metrics of every step. Rollouts are one step old, scored before the update in between: else all ratios were 1."""
+    rollouts = [make_rows(8, seed=100 + step) for step in range(STEPS)]
+    flat = [row for rows in rollouts for row in rows]
+    for row, reference in zip(flat, await trainer.log_probs("ref", flat), strict=True):
+        row.tensors["ref_log_probs"] = reference
+    curve = []
+    await score(trainer, rollouts[0])
+    for rows, following in zip_longest(rollouts, rollouts[1:]):
+        if following:
+            await score(trainer, following)
+        estimate(rows)
+        curve.append(await trainer.train(rows))
+    return curve
+
+
+async def score(trainer, rows):
+    old, values = await trainer.log_probs("actor", rows), await trainer.values(rows)
+    for row, *scores in zip(rows, old, values, strict=True):
+        row.tensors.update(zip(("old_log_probs", "values"), scores, strict=True))
+
+
+def estimate(rows):
+    """Advantages and returns; the more of a response's tokens are small, the better."""
+    batch = collate(rows, packed=True)
+    scores = torch.tensor([float(np.mean(row.response_ids < 20)) for row in rows])
+    advantages, returns = gae(place_at_end(scores, batch.mask), batch.tensors["values"], batch.mask, 1.0, 0.95)
+    for name, matrix in (("advantages", whiten(advantages, batch.mask)), ("returns", returns)):
+        for row, part in zip(rows, batch.split(matrix[batch.mask]), strict=True):
+            row.tensors[name] = part

@@ -1,0 +1,111 @@
+"""Pipelines whose ranks can be looked into: layouts, their schedules, steps of training, and what came of them."""
+
+import asyncio
+
+import torch
+from pipelines import fused, serial
+from safetensors.torch import load_file
+from single_process import BATCHES, lengths
+from transformers import AutoConfig
+
+from rlfuse.engines.pipeline.group import PipelineGroup
+from rlfuse.engines.pipeline.layout import Pipelines
+
+COUNTS = {"actor": 4, "critic": 4}
+"""Micro-batches of a pipeline."""
+OPPOSITE = (Pipelines("actor", 2), Pipelines("critic", 2, direction="up"))
+TWO_CRITICS = (Pipelines("actor", 4), Pipelines("critic", 2, 2, "up"))
+LAYOUTS = {
+    "4 and 4": (Pipelines("actor", 4), Pipelines("critic", 4, direction="up")),
+    "dp 2": OPPOSITE,  # two blocks of two devices
+    "V, dp 2": (Pipelines("actor", 2, chunks=2), Pipelines("critic", 2, direction="up")),
+    "unequal, side by side": (Pipelines("actor", 2, 2, layers=(3, 1)), Pipelines("critic", 4, layers=(1, 1, 2, 0))),
+    "whole models": (Pipelines("actor", 1, 2), Pipelines("critic", 2)),
+}
+
+
+def schedule(order, layout, split):
+    if order == "serial" and all(pipelines.chunks == 1 for pipelines in layout):
+        return serial(layout, COUNTS, split)
+    seconds = {"F": 5, "B": 5 if split else 10, "W": 5}
+    return fused(layout, COUNTS, lambda model, stage, kind: seconds[kind], split)
+
+
+class Probe(PipelineGroup):
+    """Reads what single ranks hold, and trains by one schedule after the other."""
+
+    async def take(self, config, layout):
+        """Load stages of another layout, in the same processes: starting those is what costs."""
+
+        def reconfigure(rank, config):
+            rank.config = config
+
+        self.config = config
+        self.tied = AutoConfig.from_pretrained(config.model.path).tie_word_embeddings
+        await asyncio.gather(*(rank.__ray_call__.remote(reconfigure, config) for rank in self.ranks))
+        return await self.setup(layout, 10)
+
+    async def train(self, rows):
+        """A step of both models by `self.rows`."""
+        await self.run(self.rows, dict.fromkeys(COUNTS, rows))
+        actor, critic = [await self.step(name, lengths(rows)) for name in COUNTS]
+        return actor | critic
+
+    async def tensors(self, model, field):
+        """{name: tensor} over all stages: `grad` summed over data parallel ranks and undivided, or `data`."""
+
+        def read(rank, model, field):
+            whole = {}
+            for name, parameter in rank.engines[model].module.named_parameters():
+                tensor = getattr(parameter, field)
+                whole[name.split(".", 1)[1]] = torch.zeros_like(parameter) if tensor is None else tensor.detach()
+            return whole
+
+        parts = await asyncio.gather(*(rank.__ray_call__.remote(read, model, field) for rank in self.ranks))
+        total = {}
+        for part in parts if field == "grad" else parts[: self.layout[model].stages]:
+            for name, tensor in part.items():
+                total[name] = total[name] + tensor if name in total else tensor
+        if "lm_head.weight" in total and model == "actor" and self.tied:
+            head = total.pop("lm_head.weight")
+            if field == "grad":
+                total["model.embed_tokens.weight"] = total["model.embed_tokens.weight"] + head
+        return total
+
+
+async def three_steps(group, config, layout, order, split):
+    """{model: gradient of each step}, {model: parameters after them}, metrics of each step."""
+    rows = schedule(order, layout, split)
+    await group.take(config, layout)
+    metrics, gradients = [], {name: [] for name in COUNTS}
+    for batch in BATCHES:
+        await group.run(rows, {name: batch for name in COUNTS})
+        metrics.append({})
+        for name in COUNTS:
+            summed = await group.tensors(name, "grad")
+            gradients[name].append({key: tensor / sum(lengths(batch)) for key, tensor in summed.items()})
+            metrics[-1] |= await group.step(name, lengths(batch))
+    return gradients, {name: await group.tensors(name, "data") for name in COUNTS}, metrics
+
+
+async def fourth_step(group):
+    """Its metrics, and parameters after it."""
+    group.rows = schedule("fused", tuple(group.layout.values()), True)
+    return await group.train(BATCHES[0]), {name: await group.tensors(name, "data") for name in COUNTS}
+
+
+def distance(found, expected):
+    """Norm of the difference of all tensors, relative to the norm of what is expected."""
+    assert found.keys() == expected.keys()
+    one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
+    return float((one - other).norm() / other.norm())
+
+
+def state(folder):
+    """{model/field/parameter: tensor} of a checkpoint; the copies of a tied head are one."""
+    found = {}
+    for file in sorted(folder.glob("*/pipeline/rank_*.safetensors")):
+        for key, tensor in load_file(file).items():
+            name = f"{file.parts[-3]}/{key}".replace("lm_head.weight", "model.embed_tokens.weight")
+            assert torch.equal(found.setdefault(name, tensor), tensor)
+    return found

@@ -23,6 +23,7 @@ from rlfuse.fusion.sharing import (
     REWARD,
     Room,
     admit,
+    ahead,
     call_back,
     gradients,
     passes,
@@ -45,7 +46,7 @@ def adaptive(view: Snapshot) -> list[Decision]:
     placed = place(view)
     scored = passes(view, placed)
     trained = gradients(view, placed + scored)
-    return placed + release(view) + rewards(view) + turn(view) + (scored + trained or steps(view))
+    return placed + release(view) + rewards(view) + turn(view) + (scored + trained or steps(view) or ahead(view))
 
 
 # Admission -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from scenes import Scene, scenes
 
 from rlfuse.engines.protocols import EngineLost
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 
 SCORING = {"old_log_prob", "ref", "values"}
@@ -55,6 +56,16 @@ def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_al
     assert overlapped["serial"] == set()
     assert overlapped["stream"] == overlapped["rlhfuse"] == {"old_log_prob", "ref"}
     assert overlapped["adaptive"] == {"old_log_prob", "ref", "gradients"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(policy):
+    pipelined = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
+    world = play(job(policy, settings=pipelined))
+    if policy == "serial":  # of four mini-batches three follow one, in each of three steps; old log-probs in one go
+        assert world.trainer.filled == {"ref": 3 * 3, "actor": 3}
+    else:  # some run while training waits for rewards
+        assert world.trainer.filled["ref"] > 3 and world.trainer.filled["actor"] > 0
 
 
 def test_only_rlhfuse_and_adaptive_move_samples():

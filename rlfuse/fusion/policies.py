@@ -29,7 +29,7 @@ def serial(view: Snapshot) -> list[Decision]:
 def stream(view: Snapshot) -> list[Decision]:
     """Rewards at once; passes on slots that ran empty; then training."""
     placed = admit(view)
-    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view) or ahead(view))
+    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view) or ahead(view, placed))
 
 
 def rlhfuse(view: Snapshot) -> list[Decision]:

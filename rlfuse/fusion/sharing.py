@@ -170,9 +170,9 @@ def fillers(view: Snapshot) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def ahead(view: Snapshot) -> list[Decision]:
+def ahead(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
     """The next mini-batch's passes, when ranks have nothing else to do: training waits for rewards, say."""
-    if len(view.free) < len(view.slots):
+    if decisions or len(view.free) < len(view.slots):
         return []
     return [Score(kind, tuple(parts[min(parts)])) for kind, parts in view.deferred.items() if parts][:1]
 

@@ -29,6 +29,16 @@ def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_i
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@exploring
+@given(scene=scenes(steps=2, reference=True, estimator="grpo"))
+def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene):
+    pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
+    world = play(replace(scene, policy=policy, settings=pipelined))
+    assert len(world.learned) == 2
+    assert not world.trainer.filled or scene.mini_batch < scene.batch
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(exploring, max_examples=12)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
@@ -46,6 +56,9 @@ def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_the
     assert all(0 <= staleness <= most for staleness in world.staleness)
 
 
+PIPELINED = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
+
+
 def job(policy, **changes):
     """Many samples, few slots, generous credits: whatever can overlap does, somewhere."""
     return Scene(policy, slots=3, batch=8, siblings=2, mini_batch=2, reference=True, prompts=24, steps=3, **changes)
@@ -60,8 +73,7 @@ def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_al
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(policy):
-    pipelined = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
-    world = play(job(policy, settings=pipelined))
+    world = play(job(policy, settings=PIPELINED))
     if policy == "serial":  # of four mini-batches three follow one, in each of three steps; old log-probs in one go
         assert world.trainer.filled == {"ref": 3 * 3, "actor": 3}
     else:  # some run while training waits for rewards

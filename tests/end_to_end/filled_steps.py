@@ -21,14 +21,14 @@ class Filled(Steps):
     """What the job does with its controller."""
 
     async def drive(self, controller, _):
-        """The same steps with `fusion.training` serial and fused, the backward pass whole and split."""
+        """The same steps with `fusion.training` serial and fused."""
         self.controller, trainer = controller, controller.engines.trainer
         await trainer.save(self.folder)
-        for case in ("serial", "fused", "split"):
+        for case in ("serial", "fused"):
             await trainer.load(self.folder)
             controller.prompts.taken = 0
-            controller.config.fusion.training = "serial" if case == "serial" else "fused"
-            trainer.planner = Planner(2, controller.config.fusion.training, split=case == "split")
+            controller.config.fusion.training = case
+            trainer.planner = Planner(2, case)
             await controller.sync(0)
             self.found[case] = [await self.step(number) for number in range(1, STEPS + 1)]
 

@@ -48,9 +48,8 @@ def found(tiny_model, tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("case", ("fused", "split"))
-def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found, case):
-    for serial, fused in zip(found["serial"], found[case], strict=True):
+def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):
+    for serial, fused in zip(found["serial"], found["fused"], strict=True):
         assert fused["responses"] == serial["responses"] and fused["trained"] == serial["trained"]
         same = [name for name in serial["metrics"] if name.startswith(("actor/", "training/"))]
         assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "training/rollout_log_probs_diff_max"} <= set(same)

@@ -265,7 +265,7 @@ async def test_a_schedule_scores_what_it_does_not_train(two, folders):
     expected = await two.step("actor", lengths(BATCHES[0]))
     await two.take(config, layout)
     await two.drain()
-    plan = Planner(2).plan({"actor": 4}, {"actor": 2, "ref": 3})
+    plan = Planner(2, split=True).plan({"actor": 4}, {"actor": 2, "ref": 3})
     execution = await two.run(plan.rows, {"actor": BATCHES[0]}, {"actor": rows, "ref": rows})
     for name, scores in alone.items():
         np.testing.assert_allclose(np.concatenate(execution.scores[name]), np.concatenate(scores), atol=1e-6)

@@ -5,7 +5,6 @@ Run by test_filled_bubbles.py as a process of its own: `python filled_steps.py O
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 from fused_steps import Steps
@@ -23,9 +22,8 @@ class Filled(Steps):
     async def drive(self, controller, _):
         """The same steps with `fusion.training` serial and fused."""
         self.controller, trainer = controller, controller.engines.trainer
-        await trainer.save(self.folder)
         for case in ("serial", "fused"):
-            await trainer.load(self.folder)
+            await trainer.setup(tuple(trainer.layout.values()), optimizer_steps=100)  # fresh weights and optimizers
             controller.prompts.taken = 0
             controller.config.fusion.training = case
             trainer.planner = Planner(2, case)
@@ -44,9 +42,8 @@ class Filled(Steps):
 def main():
     """Run the job, write what was found."""
     out, *overrides = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        steps = Filled(Path(folder))
-        run(load(overrides), steps.drive)
+    steps = Filled(Path())
+    run(load(overrides), steps.drive)
     Path(out).write_text(json.dumps(steps.found))
 
 

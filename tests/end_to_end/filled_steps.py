@@ -42,7 +42,7 @@ class Filled(Steps):
 def main():
     """Run the job, write what was found."""
     out, *overrides = sys.argv[1:]
-    steps = Filled(Path())
+    steps = Filled(Path(out).parent)
     run(load(overrides), steps.drive)
     Path(out).write_text(json.dumps(steps.found))
 

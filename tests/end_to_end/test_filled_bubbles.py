@@ -51,10 +51,11 @@ def found(tiny_model, tmp_path_factory):
 def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):
     for serial, fused in zip(found["serial"], found["fused"], strict=True):
         assert fused["responses"] == serial["responses"] and fused["trained"] == serial["trained"]
-        same = [name for name in serial["metrics"] if name.startswith(("actor/", "training/"))]
-        assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "training/rollout_log_probs_diff_max"} <= set(same)
+        same = [name for name in serial["metrics"] if name.startswith("actor/")]
+        assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= set(same)
         for name in same:
             assert fused["metrics"][name] == pytest.approx(serial["metrics"][name], rel=2e-4, abs=1e-6), name
+        assert max(each["metrics"]["training/rollout_log_probs_diff_max"] for each in (serial, fused)) < 1e-4
 
 
 def test_every_mini_batch_is_scored_in_the_schedule_before_its_own(found):

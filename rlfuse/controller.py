@@ -84,9 +84,12 @@ class Controller:
             settings=self.tuning.settings(sum(len(group.samples) for group in draw.groups)),
             lengths=self.tuning.lengths,
             draw=draw,
+            deferred=self.experience.deferred,
             now=self.clock(),
         )
         await self.execution(board, step, self.sampling, self.prepare, tensors).run()
+        if kept := board.kept():
+            self.journal.note(self.experience.mismatch(kept))
         self.selection.leave(*board.left())
         return board
 

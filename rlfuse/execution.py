@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from rlfuse.engines.protocols import EngineLost, Engines, Sampling
-from rlfuse.engines.scoring import score
+from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
 from rlfuse.observe.events import Recorder
@@ -149,7 +149,8 @@ class Execution:
     async def _score(self, decision: Score) -> None:
         await self._spanned(decision.kind, decision, score(self.engines, decision, self._samples(decision.samples)))
         self.board.scored(decision, self.clock())
-        self.scored()
+        if decision.kind in self.board.needed:
+            self.scored()
         self._changed.set()
 
     async def _accumulate(self, decision: Accumulate) -> None:
@@ -164,13 +165,18 @@ class Execution:
             model: [sample.row(*self.row_tensors[model]) for sample in self._samples(names)]
             for model, names in decision.samples.items()
         }
+        passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
+        scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
         with ExitStack() as spans:
             for model, names in decision.samples.items():
                 spans.enter_context(
                     self.recorder.span(f"update_{model}", step=self.step, cause=self.board.purpose, samples=names)
                 )
-            self.note(await self.engines.trainer.train(rows))
-        self.board.trained(decision)
+            metrics, scores = await self.engines.trainer.train(rows, scored)
+        self.note(metrics)
+        for kind, samples in passes.items():
+            keep(kind, samples, scores[model_of(kind)])
+        self.board.trained(decision, self.clock())
         self._changed.set()
 
     async def _step(self, decision: Step) -> None:

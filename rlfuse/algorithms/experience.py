@@ -1,8 +1,9 @@
 """From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
 
 Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
-depends on the group alone (`early`), and `complete` once all have, for what is normalised over the batch. Splitting a
-step into calls of `prepare` changes no number. Pure but for the KL coefficient, which it carries from step to step
+depends on the group alone (`early`), and `complete` once all have, for what is normalised over the batch; scores that
+only the loss reads (`deferred`) may come later, and `mismatch` when the step is over. Splitting a step into calls of
+`prepare` changes no number. Pure but for the KL coefficient, which it carries from step to step
 (and into checkpoints).
 """
 
@@ -47,6 +48,15 @@ class Experience:
         extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
         return ("old_log_probs", "advantages", *extra)
 
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """The kinds that only the actor's loss reads, where they are to fill the bubbles of pipelines."""
+        config = self.config
+        if config.training.pipeline_parallel_size == 1 or self._why_not_deferred():
+            return ()
+        corrected = config.algorithm.rollout_is_threshold is not None  # its weights are made of old log-probs
+        return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
+
     def with_spread(self, groups: Sequence[Group]) -> list[int]:
         """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
         rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
@@ -65,7 +75,10 @@ class Experience:
         stage, algorithm = self.config.actor.zero_stage, self.config.algorithm
         if (stages := self.config.training.pipeline_parallel_size) > 1:
             key = f"training.pipeline_parallel_size={stages}"
-            return f"scoring and training wait for all responses: {key} needs all ranks for each pass"
+            why = self._why_not_deferred()
+            return f"scoring and training wait for all responses: {key} needs all ranks for each pass" + (
+                f"; no pass fills the bubbles of training: {why}" if why else ""
+            )
         if stage >= 2:
             return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
         if limit := algorithm.filter_groups.max_num_gen_batches:
@@ -74,6 +87,19 @@ class Experience:
         if not self.early("actor"):
             key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
             return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
+        return ""
+
+    def _why_not_deferred(self) -> str:
+        """Why a mini-batch's passes can't wait until the one before it trains; empty if they can."""
+        algorithm, actor, batch = self.config.algorithm, self.config.actor, self.config.data.train_batch_size
+        if self.config.fusion.training != "fused":
+            return f"fusion.training={self.config.fusion.training} runs one model after the other"
+        if algorithm.use_kl_in_reward:
+            return "algorithm.use_kl_in_reward=true makes advantages of their log-probs (actor.use_kl_loss does not)"
+        if limit := algorithm.filter_groups.max_num_gen_batches:
+            return f"algorithm.filter_groups.max_num_gen_batches={limit} chooses groups when all are scored"
+        if actor.ppo_mini_batch_size >= batch:
+            return f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} is the whole batch, none follows it"
         return ""
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -106,12 +132,11 @@ class Experience:
         mask = _mask(samples)
         if self.config.algorithm.adv_estimator in WHITENED:
             _spread(samples, mask, advantages=whiten(_matrix(samples, "advantages", mask), mask))
-        metrics = self._mismatch(samples)
-        if self.config.algorithm.use_kl_in_reward:
-            kl = float(self._kl(samples, mask).sum(-1).mean())  # per response, in nats
-            metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl.value}
-            self.kl.update(kl, len(samples))
-        return metrics
+        if not self.config.algorithm.use_kl_in_reward:
+            return {}
+        kl, coefficient = float(self._kl(samples, mask).sum(-1).mean()), self.kl.value  # per response, in nats
+        self.kl.update(kl, len(samples))
+        return {"critic/kl": kl, "critic/kl_coeff": coefficient}
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""
@@ -137,10 +162,11 @@ class Experience:
             weights = truncated_importance_weights(_matrix(samples, "old_log_probs", mask), engine, mask, cap)
             _spread(samples, mask, is_weights=weights)
 
-    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
         """Engine against trainer on the sampled tokens."""
         if self.config.algorithm.old_log_probs == "engine":
             return {}
+        samples = [sample for group in groups for sample in group.samples]
         metrics = mismatch_metrics(
             np.concatenate([sample.response.log_probs for sample in samples]),
             np.concatenate([sample.tensors["old_log_probs"] for sample in samples]),

@@ -255,7 +255,8 @@ class FusionConfig:
     """When each piece of work runs, never what is computed; only `data` beyond exact changes what is learned from."""
 
     training: str = "fused"
-    """fused | serial: actor and critic in one pipeline schedule or one after the other (pipeline_parallel_size > 1)."""
+    """fused | serial: actor, critic and passes of later mini-batches in one pipeline schedule, or one after the other
+    (pipeline_parallel_size > 1)."""
     policy: str = "adaptive"
     """serial | stream | rlhfuse | adaptive; all exact, they differ in when and where work runs."""
     data: str = "exact"

@@ -93,8 +93,13 @@ class Trainer(Recorded, Protocol):
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value of the state before each response token."""
 
-    async def train(self, rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-        """Add gradients of all these models in one pipeline schedule; metrics of it. Where ranks hold stages."""
+    async def train(
+        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+        """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
+
+        Metrics of the schedule, and float32 [T] per scored row of each model. Where ranks hold stages.
+        """
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
         """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.

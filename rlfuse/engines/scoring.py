@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlfuse.engines.protocols import Engines
 from rlfuse.fusion.decisions import Score
 from rlfuse.samples import Sample
+
+PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
+"""Kind -> the model whose forward pass it is, and the tensor that samples gain."""
 
 
 async def score(engines: Engines, decision: Score, samples: Sequence[Sample]) -> None:
@@ -19,12 +24,19 @@ async def score(engines: Engines, decision: Score, samples: Sequence[Sample]) ->
         for sample, reward in zip(samples, await engines.reward.score(samples), strict=True):
             sample.reward = reward
         return
-    rows = [sample.row() for sample in samples]
+    rows, trainer = [sample.row() for sample in samples], engines.trainer
     if kind == "values":
-        name, arrays = "values", await engines.trainer.values(rows, slot)
-    elif kind == "old_log_prob":
-        name, arrays = "old_log_probs", await engines.trainer.log_probs("actor", rows, slot)
+        keep(kind, samples, await trainer.values(rows, slot))
     else:
-        name, arrays = "ref_log_probs", await engines.trainer.log_probs("ref", rows, slot)
+        keep(kind, samples, await trainer.log_probs(model_of(kind), rows, slot))
+
+
+def model_of(kind: str) -> str:
+    """The model whose pass it is."""
+    return PASSES[kind][0]
+
+
+def keep(kind: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
+    """Write what a pass gave, in the order of the samples, to them."""
     for sample, array in zip(samples, arrays, strict=True):
-        sample.tensors[name] = array
+        sample.tensors[PASSES[kind][1]] = array

@@ -23,6 +23,7 @@ from rlfuse.fusion.sharing import (
     REWARD,
     Room,
     admit,
+    ahead,
     call_back,
     gradients,
     passes,
@@ -45,7 +46,8 @@ def adaptive(view: Snapshot) -> list[Decision]:
     placed = place(view)
     scored = passes(view, placed)
     trained = gradients(view, placed + scored)
-    return placed + release(view) + rewards(view) + turn(view) + (scored + trained or steps(view))
+    work = scored + trained or steps(view) or ahead(view, placed)
+    return placed + release(view) + rewards(view) + turn(view) + work
 
 
 # Admission -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from rlfuse.fusion.decisions import (
+    ON_WEIGHTS,
     Accumulate,
     Decision,
     Generate,
@@ -30,6 +31,7 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
+from rlfuse.fusion.deferral import Deferral
 from rlfuse.fusion.fleet import Fleet
 from rlfuse.fusion.ledger import Ledger
 from rlfuse.fusion.lengths import Lengths
@@ -37,15 +39,14 @@ from rlfuse.fusion.selection import Draw
 from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Sample
 
 GENERATION = "generation"
-ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
-"""A model's step must wait for the pass that reads the weights it changes."""
 
 
 class Board:
     """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
     `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many of
-    the groups have to be finished, where not all.
+    the groups have to be finished, where not all; `deferred`: kinds that can wait for their mini-batch (`Deferral`), if
+    it is known from the start.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Board:
         settings: Settings | None = None,
         lengths: Lengths | None = None,
         draw: Draw | None = None,
+        deferred: Sequence[str] = (),
         now: float = 0.0,
     ):
         self.fleet, self.purpose, self.kinds = fleet, purpose, tuple(kinds)
@@ -85,6 +87,9 @@ class Board:
         self._kept: set[int] | None = None
         self._held_back: dict[str, list[int]] = {}
         self.ledgers = {model: Ledger(passes) for model in models}
+        self._deferral = Deferral(() if some else deferred, self.ledgers.get("actor"))
+        self.needed = tuple(kind for kind in kinds if kind not in self._deferral.kinds)
+        """Kinds without which a group can't be prepared."""
         self._mini_batch_groups = mini_batch_groups
         self.extend(groups, now)
 
@@ -98,7 +103,7 @@ class Board:
             self.groups.append(group)
             self.samples |= {sample.id: sample for sample in group.samples}
             self._of |= {sample.id: number for sample in group.samples}
-            self._lacking.append(dict.fromkeys((GENERATION, *self.kinds), size))
+            self._lacking.append(dict.fromkeys((GENERATION, *self.needed), size))
             self._open += size
             for kind in self.kinds:
                 self._passes_left[kind] += size
@@ -129,7 +134,7 @@ class Board:
         elif isinstance(decision, Switch):
             self.fleet.occupy(decision.slot)
         elif isinstance(decision, Score):
-            self._start_scoring(decision)
+            self._start_scoring(decision.kind, decision.samples)
             self.fleet.occupy(*self._slots(decision))
         elif isinstance(decision, Accumulate):
             self.ledgers[decision.model].start(decision.samples)
@@ -137,6 +142,8 @@ class Board:
         elif isinstance(decision, Train):
             for model, names in decision.samples.items():
                 self.ledgers[model].start(names)
+            for kind, names in decision.passes.items():
+                self._start_scoring(kind, names)
             self.fleet.occupy(*range(len(self.fleet.slots)))
         else:
             self.fleet.occupy(*range(len(self.fleet.slots)))
@@ -158,16 +165,22 @@ class Board:
         group = self._of[sample.id]
         self._open -= 1
         self._to_score += self._slot_kinds * (sample.tokens - sum(self.fleet.expected(group)))
-        for kind, unscored in self._unscored.items():
-            if not unscored:
-                self._oldest[kind] = now
-            unscored[sample.id] = sample.tokens
-            self._backlog[kind] += sample.tokens
+        for kind in self.needed:
+            self._note_unscored(kind, {sample.id: sample.tokens}, now)
+        if self._deferral.kinds:
+            self._deferral.finish(sample.id, group, sample.tokens)
         self._settle(group, GENERATION)
         if self._lacking[group][GENERATION] == 0 and group < self._among:
             self._whole.append(group)
             if len(self._whole) == self._enough:
                 self._leave_the_rest()
+
+    def _note_unscored(self, kind: str, samples: Mapping[str, int], now: float) -> None:
+        """Finished samples, with their tokens, are to be scored now."""
+        if not self._unscored[kind]:
+            self._oldest[kind] = now
+        self._unscored[kind].update(samples)
+        self._backlog[kind] += sum(samples.values())
 
     def _leave_the_rest(self) -> None:
         """Enough groups are finished: the step ends without the others."""
@@ -217,58 +230,68 @@ class Board:
 
     # What happens: scoring and training ------------------------------------------------------------------------------
 
-    def _start_scoring(self, decision: Score) -> None:
-        kind, unscored = decision.kind, self._unscored[decision.kind]
+    def _start_scoring(self, kind: str, names: Iterable[str]) -> None:
         self._scoring[kind] += 1
-        tokens = sum(unscored.pop(name) for name in decision.samples)
-        self._backlog[kind] -= tokens
-        if kind != "reward":
-            self._to_score -= tokens
+        for name in names:
+            tokens = self._deferral.take(kind, name, self._of[name])
+            if tokens is None:
+                tokens = self._unscored[kind].pop(name)
+                self._backlog[kind] -= tokens
+            if kind != "reward":
+                self._to_score -= tokens
 
     def scored(self, decision: Score, now: float) -> None:
         """A scoring call returned; its results are on the samples."""
-        kind = decision.kind
+        self._end_scoring(decision.kind, decision.samples, now)
+        self.fleet.release(*self._slots(decision))
+
+    def _end_scoring(self, kind: str, names: Iterable[str], now: float) -> None:
         self._scoring[kind] -= 1
         self._oldest[kind] = now
-        for name in decision.samples:
+        for name in names:
             if (group := self._of[name]) in self._left:
                 continue
             self._passes_left[kind] -= 1
             if kind == "reward" and isinstance(self.samples[name].reward, RewardFailure):
                 for ledger in self.ledgers.values():
                     ledger.drop(group)
-            self._settle(group, kind)
-        self.fleet.release(*self._slots(decision))
+            if kind in self._deferral.kinds:
+                self._deferral.scored(kind, name)
+            else:
+                self._settle(group, kind)
 
     def _settle(self, group: int, what: str) -> None:
-        """A sample of the group is generated, or has one more kind of score."""
+        """A sample of the group is generated, or has one more kind of score that it needs."""
         lacking = self._lacking[group]
         lacking[what] -= 1
         if not any(lacking.values()):
             self._complete.append(group)
 
     def take_complete(self) -> list[int]:
-        """Groups that have everything, since the last call."""
+        """Groups that have all they need to be prepared, since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
     def prepared(self, model: str, groups: Iterable[int]) -> None:
-        """The losses of these groups' samples can be computed now."""
+        """The losses of these groups' samples can be computed, once they have what is deferred."""
         if self._late:
             self._held_back.setdefault(model, []).extend(groups)
             return
         live = ((g, s) for g in groups if self._in(g) for s in self.groups[g].samples if isinstance(s.reward, Reward))
-        self.ledgers[model].prepare({sample.id: (group, sample.tokens) for group, sample in live})
+        ledger = self._deferral if model == "actor" else self.ledgers[model]
+        ledger.prepare({sample.id: (group, sample.tokens) for group, sample in live})
 
     def accumulated(self, decision: Accumulate) -> None:
         """A call that added gradients returned."""
         self.ledgers[decision.model].finish(decision.samples)
         self.fleet.release(*self._slots(decision))
 
-    def trained(self, decision: Train) -> None:
-        """A schedule that added gradients of several models ran to its end."""
+    def trained(self, decision: Train, now: float) -> None:
+        """A schedule that added gradients of several models, and scored beside that, ran to its end."""
         for model, names in decision.samples.items():
             self.ledgers[model].finish(names)
+        for kind, names in decision.passes.items():
+            self._end_scoring(kind, names, now)
         self.fleet.release(*range(len(self.fleet.slots)))
 
     def stepped(self, decision: Step) -> None:
@@ -307,6 +330,8 @@ class Board:
     def snapshot(self, now: float) -> Snapshot:
         """What a policy may know; O(1), but for the plan that now and then is due."""
         fleet, costs = self.fleet, self.fleet.costs
+        for kind, samples in self._deferral.due():
+            self._note_unscored(kind, samples, now)
         to_score = max(0.0, self._to_score)
         to_train = sum(max(0.0, ledger.left_tokens) for ledger in self.ledgers.values())
         fleet.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
@@ -319,6 +344,7 @@ class Board:
             deadline=fleet.deadline,
             unfinished=self._open,
             unscored=self._unscored,
+            deferred=self._deferral.waiting,
             backlog=self._backlog,
             oldest=self._oldest,
             ready={model: ledger.ready for model, ledger in self.ledgers.items()},
@@ -341,8 +367,8 @@ class Board:
 
     @property
     def all_scored(self) -> bool:
-        """Every sample is generated and has every kind of score; calls for samples that were left are over, too."""
-        return self._open == 0 and not any(self._passes_left.values()) and not any(self._scoring.values())
+        """Every sample is generated and has every score it needs; calls for samples that were left are over, too."""
+        return self._open == 0 and not any(self._passes_left[kind] or self._scoring[kind] for kind in self.needed)
 
     @property
     def trainers(self) -> list[int]:

@@ -16,6 +16,8 @@ from typing import Literal
 from rlfuse.fusion.costs import Costs
 
 Role = Literal["rollout", "trainer"]
+ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
+"""A model's step must wait for the pass that reads the weights it changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Train:
     """Add these samples' unnormalised gradients, model -> samples, in one pipeline schedule over all ranks."""
 
     samples: Mapping[str, tuple[str, ...]]
+    passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kind of scoring -> samples of later mini-batches that are scored in the schedule's bubbles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,8 @@ class Snapshot:
     """Samples without a whole response, waiting ones too."""
     unscored: Mapping[str, Mapping[str, int]]
     """Kind of scoring -> finished samples that lack it, none of them under way -> tokens; kinds in serial order."""
+    deferred: Mapping[str, Mapping[int, Mapping[str, int]]]
+    """Kind -> mini-batch after the present one -> finished samples that will need it then and lack it -> tokens."""
     backlog: Mapping[str, int]
     """Kind -> tokens of its unscored samples."""
     oldest: Mapping[str, float]

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class Ledger:
-    """`passes`: how often the model goes over the samples."""
+    """`passes`: how often the model goes over the samples; `at`: mini-batches it is past; `of`: group -> its."""
 
     def __init__(self, passes: int):
-        self._passes, self._at = passes, 0
-        self._of: Mapping[int, int] = {}
+        self._passes, self.at = passes, 0
+        self.of: Mapping[int, int] = {}
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
@@ -27,22 +27,22 @@ class Ledger:
 
     def divide(self, of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
         """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
-        self._of, self._sizes, self._tokens, self._at = of, list(sizes), list(tokens), 0
+        self.of, self._sizes, self._tokens, self.at = of, list(sizes), list(tokens), 0
         self._open()
 
     def drop(self, group: int) -> None:
         """A sample of the group failed to get a reward and is not trained on."""
-        if group in self._of:
-            self._sizes[self._of[group]] -= 1
-            if not self.done and self._sizes[self._at % len(self._sizes)] == 0:
+        if group in self.of:
+            self._sizes[self.of[group]] -= 1
+            if not self.done and self._sizes[self.at % len(self._sizes)] == 0:
                 self._open()
 
     def prepare(self, samples: Mapping[str, tuple[int, int]]) -> None:
         """Sample -> (group, tokens) of those whose loss can be computed now."""
         for name, (group, tokens) in samples.items():
-            part = self._of[group]
+            part = self.of[group]
             self._prepared.setdefault(part, {})[name] = tokens
-            if not self.done and part == self._at % len(self._sizes):
+            if not self.done and part == self.at % len(self._sizes):
                 self.ready[name] = tokens
 
     def start(self, names: Iterable[str]) -> None:
@@ -56,7 +56,7 @@ class Ledger:
 
     def step(self) -> None:
         """The optimizer step of the present mini-batch was taken: on to the next."""
-        self._at += 1
+        self.at += 1
         self._open()
 
     @property
@@ -67,16 +67,16 @@ class Ledger:
     @property
     def accumulated(self) -> bool:
         """The present mini-batch is complete, and its step can be taken."""
-        return not self.done and len(self._done) == self._sizes[self._at % len(self._sizes)]
+        return not self.done and len(self._done) == self._sizes[self.at % len(self._sizes)]
 
     @property
     def done(self) -> bool:
-        return self._at >= self._passes * len(self._sizes)
+        return self.at >= self._passes * len(self._sizes)
 
     def _open(self) -> None:
         self._done = []
         self._skip_empty()
-        part = self._at % len(self._sizes) if self._sizes else 0
+        part = self.at % len(self._sizes) if self._sizes else 0
         self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
             self.left_tokens = 0.0
@@ -86,6 +86,6 @@ class Ledger:
 
     def _skip_empty(self) -> None:
         """A mini-batch all of whose samples failed has no step."""
-        while not self.done and self._sizes[self._at % len(self._sizes)] == 0:
-            self._at += 1
+        while not self.done and self._sizes[self.at % len(self._sizes)] == 0:
+            self.at += 1
             self._done = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.consolidation import consolidate
 from rlfuse.fusion.decisions import Decision, Policy, Snapshot
-from rlfuse.fusion.sharing import admit, gradients, passes, paused, rewards, steps, turn
+from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewards, steps, turn
 
 
 def serial(view: Snapshot) -> list[Decision]:
@@ -23,13 +23,13 @@ def serial(view: Snapshot) -> list[Decision]:
         return admit(view) if not view.busy else []
     if view.busy or view.scoring:
         return []
-    return rewards(view) or turn(view) or passes(view) or learn(view)
+    return rewards(view) or turn(view) or passes(view) or learn(view) or ahead(view)
 
 
 def stream(view: Snapshot) -> list[Decision]:
     """Rewards at once; passes on slots that ran empty; then training."""
     placed = admit(view)
-    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view))
+    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view) or ahead(view, placed))
 
 
 def rlhfuse(view: Snapshot) -> list[Decision]:

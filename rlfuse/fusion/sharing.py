@@ -11,7 +11,18 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Score, Snapshot, Step, Switch, Train
+from rlfuse.fusion.decisions import (
+    ON_WEIGHTS,
+    Accumulate,
+    Decision,
+    Generate,
+    Move,
+    Score,
+    Snapshot,
+    Step,
+    Switch,
+    Train,
+)
 
 REWARD = "reward"
 PATIENCE = 10
@@ -140,13 +151,30 @@ def gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Deci
         return []
     ready, whole = view.ready[models[0]], len(view.free) == len(view.slots) and not decisions
     if view.settings.pipelined:
-        return [Train({model: tuple(view.ready[model]) for model in models})] if whole else []
+        return [Train({model: tuple(view.ready[model]) for model in models}, fillers(view))] if whole else []
     if view.settings.lockstep_backward:
         return [Accumulate(models[0], tuple(ready))] if whole else []
     slots = free(view, decisions, len(ready))
     least = int(view.costs.train_call_s * view.costs.train_tokens_per_s)
     shares = share(view, ready, sum(ready.values()), slots, least)
     return [Accumulate(models[0], names, slot) for slot, names in shares.items()]
+
+
+def fillers(view: Snapshot) -> dict[str, tuple[str, ...]]:
+    """Passes for the bubbles of a schedule: what the next mini-batch needs, and all that the next step would spoil."""
+    found = {}
+    for kind, parts in view.deferred.items():
+        chosen = sorted(parts) if kind in ON_WEIGHTS.values() else sorted(parts)[:1]
+        if names := tuple(name for part in chosen for name in parts[part]):
+            found[kind] = names
+    return found
+
+
+def ahead(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
+    """The next mini-batch's passes, when ranks have nothing else to do: training waits for rewards, say."""
+    if decisions or len(view.free) < len(view.slots):
+        return []
+    return [Score(kind, tuple(parts[min(parts)])) for kind, parts in view.deferred.items() if parts][:1]
 
 
 def steps(view: Snapshot) -> list[Decision]:

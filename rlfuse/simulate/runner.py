@@ -248,6 +248,7 @@ class _Experience:
     def __init__(self, workload: Workload):
         self.kinds = ("reward", *workload.scoring.kinds)
         self.actor_tensors: tuple[str, ...] = ()
+        self.deferred: tuple[str, ...] = ()
         self._training = workload.training
 
     def early(self, model: str) -> bool:
@@ -263,6 +264,10 @@ class _Experience:
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """There are no metrics."""
+        return {}
+
+    def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
+        """There are none here either."""
         return {}
 
 

@@ -69,7 +69,6 @@ class Steps:
         samples = board.whole()
         return {
             "metrics": metrics,
-            "fusion": fusion_metrics(spans, slots=2),
             "responses": {sample.id: sample.response.token_ids.tolist() for sample in samples},
             "versions": {sample.id: sample.response.weight_version for sample in samples},
             "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.kept() for s in g.samples},
@@ -77,7 +76,11 @@ class Steps:
             "carried": [s.attributes["carry"] for s in spans if s.kind == "move" and s.where == "driver"],
             "left": [group.prompt.index for group in board.left()[0]],
             "prompts": [group.prompt.index for group in board.groups],
-        }
+        } | self.described(spans)
+
+    def described(self, spans):
+        """More of a step, from its events."""
+        return {"fusion": fusion_metrics(spans, slots=2)}
 
 
 def main():

@@ -21,9 +21,9 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 from rlfuse.config.schema import Config
 from rlfuse.engines.models import collate, has_value_head, load_policy
 from rlfuse.engines.passes import actor_loss, log_probs
-from rlfuse.engines.pipeline.group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.protocols import EngineError
+from rlfuse.fusion.schedules.planning import Planner
 
 ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
 ORDERS = [(order, split) for order in ("serial", "fused") for split in (False, True)]
@@ -199,20 +199,24 @@ async def test_scores_come_in_the_order_of_rows(four, folders):
 
 
 async def test_a_schedule_scores_what_it_does_not_train(two, folders):
-    """Reference passes in an actor's schedule, the same numbers as alone."""
+    """Reference and actor passes over later rows in an actor's schedule: the numbers and gradients of each alone."""
     config, rows = settings(folders), make_rows(6, 2)
     layout = (Pipelines("actor", 2), Pipelines("ref", 2, direction="up"))
     await two.take(config, layout)
-    alone = await two.log_probs("ref", rows)
+    alone = {name: await two.log_probs(name, rows) for name in ("actor", "ref")}
+    await two.run(serial(layout[:1], {"actor": 4}), {"actor": BATCHES[0]})
+    expected = await two.step("actor", lengths(BATCHES[0]))
+    await two.take(config, layout)
     await two.drain()
-    both = tuple(
-        train + score for train, score in zip(serial(layout[:1], {"actor": 4}), forward_only(layout[1], 3), strict=True)
-    )
-    execution = await two.run(both, {"actor": BATCHES[0], "ref": rows})
-    assert list(execution.scores) == ["ref"] and execution.makespan > 0
-    np.testing.assert_allclose(np.concatenate(execution.scores["ref"]), np.concatenate(alone), atol=1e-6)
+    plan = Planner(2, split=True).plan({"actor": 4}, {"actor": 2, "ref": 3})
+    execution = await two.run(plan.rows, {"actor": BATCHES[0]}, {"actor": rows, "ref": rows})
+    for name, scores in alone.items():
+        np.testing.assert_allclose(np.concatenate(execution.scores[name]), np.concatenate(scores), atol=1e-6)
     spans = [span for span in await two.drain() if span.kind == "backward"]
     assert len(spans) == 8 and {span.attributes["stage"] for span in spans} == {0, 1}
+    assert await two.step("actor", lengths(BATCHES[0])) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match=r"The schedule's models are \['actor', 'ref'\], but .* \['ref'\]"):
+        await two.run(plan.rows, {"actor": BATCHES[0]}, {"ref": rows})
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ class World:
                 assert (decision.slot is None) == together
                 on = range(len(view.slots)) if together else (decision.slot,)
                 assert all(slot in view.free for slot in on)
-                assert open_[what].keys() >= set(decision.samples)
+                later = view.deferred.get(decision.kind, {}).values() if score else ()
+                assert any(names_.keys() >= set(decision.samples) for names_ in (open_[what], *later))
                 names.update((name, what) for name in decision.samples)
                 slots.update(on)
             elif isinstance(decision, Train):
@@ -141,6 +142,9 @@ class World:
                 for model, samples in decision.samples.items():
                     assert samples and view.ready[model].keys() >= set(samples)
                     names.update((name, model) for name in samples)
+                for kind, samples in decision.passes.items():
+                    later = {name for part in view.deferred[kind].values() for name in part}
+                    assert kind in self.experience.deferred and later >= set(samples) != set()
                 assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
                 slots.update(range(len(view.slots)))
             else:
@@ -186,7 +190,10 @@ class World:
         for kind in self.experience.kinds:
             counts = self.scored.pop(kind, Counter())
             assert {name for name in counts if counts[name] > 1} == set()
-            assert counts.keys() >= whole, f"{kind} is missing"
+            missing = whole - counts.keys()
+            if kind in self.experience.deferred:  # those of a mini-batch that failed as a whole
+                missing -= {sample.id for sample, _ in board.failures()}
+            assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
         live = [{s.id for g in part for s in board.groups[g].samples if isinstance(s.reward, Reward)} for part in parts]
@@ -236,10 +243,16 @@ class Watched(Experience):
         for sample in (sample for group in groups for sample in group.samples):
             assert isinstance(sample.reward, Reward)
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
-            assert {names[kind] for kind in self.kinds if kind != "reward"} <= sample.tensors.keys()
+            needed = set(self.kinds) - {"reward", *self.deferred}
+            assert {names[kind] for kind in needed} <= sample.tensors.keys()
             zeros = sample.response.log_probs
             sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)
-            sample.tensors.setdefault("old_log_probs", zeros)
+            if "old_log_prob" not in self.kinds:
+                sample.tensors["old_log_probs"] = zeros
+
+    def mismatch(self, groups) -> dict[str, float]:
+        assert all("old_log_probs" in sample.tensors for group in groups for sample in group.samples)
+        return {}
 
     def complete(self, groups) -> dict[str, float]:
         self.completed += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,8 @@ class Trainer:
         self.world = world
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
+        self.filled: Counter[str] = Counter()
+        """Model -> schedules that scored by it."""
 
     @contextmanager
     def _working(self, slot, kind):
@@ -131,12 +133,14 @@ class Trainer:
             await self.world.pass_time()
         self.gradients[model] += [row.id for row in rows]
 
-    async def train(self, rows) -> dict[str, float]:
-        with self._working(None, "gradients"):
-            await self.world.pass_time()
+    async def train(self, rows, scored):
         for model, samples in rows.items():
             self.gradients[model] += [row.id for row in samples]
-        return {}
+        self.filled.update(scored.keys())
+        scores = {model: await self.log_probs(model, samples) for model, samples in scored.items()}
+        with self._working(None, "gradients"):
+            await self.world.pass_time()
+        return {}, scores
 
     async def step(self, model, lengths) -> dict[str, float]:
         names, board = self.gradients.pop(model), self.world.controller.board

@@ -50,6 +50,7 @@ class Scene:
         )
         config.algorithm.adv_estimator, config.algorithm.old_log_probs = self.estimator, self.old_log_probs
         config.actor.use_kl_loss = self.reference
+        config.training.pipeline_parallel_size = 2 if self.settings.pipelined else 1
         config.algorithm.filter_groups.max_num_gen_batches = self.batches
         config.trainer.val_before_train, config.trainer.save_freq = False, 0
         return config

@@ -10,6 +10,7 @@ import pytest
 from rlfuse.algorithms.advantages import ESTIMATORS, WHITENED
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.engines.scoring import PASSES
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -41,9 +42,9 @@ def config(**changes):
 
 
 def worked_out(experience, batch):
-    """Prepare and complete; the metrics."""
+    """Everything from scores to metrics."""
     experience.prepare(batch)
-    return experience.complete(batch)
+    return experience.complete(batch) | experience.mismatch(batch)
 
 
 def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
@@ -176,6 +177,14 @@ def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
     assert not experience.early("actor") and not experience.early("critic")
 
 
+PIPELINES = {
+    "training__pipeline_parallel_size": 2,
+    "actor__ppo_mini_batch_size": 16,
+    "actor__use_kl_loss": True,
+    "algorithm__adv_estimator": "grpo",
+}
+
+
 @pytest.mark.parametrize(
     "changes, key",
     [
@@ -183,7 +192,36 @@ def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
         ({"algorithm__filter_groups__max_num_gen_batches": 3}, "training waits.*max_num_gen_batches=3"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
+        (PIPELINES, "scoring and training wait.*pipeline_parallel_size=2 needs all ranks for each pass$"),
+        (PIPELINES | {"fusion__training": "serial"}, "no pass fills.*fusion.training=serial"),
+        (PIPELINES | {"algorithm__use_kl_in_reward": True}, "no pass fills.*use_kl_in_reward=true makes advantages"),
+        (PIPELINES | {"algorithm__filter_groups__max_num_gen_batches": 3}, "no pass fills.*batches=3 chooses groups"),
+        (PIPELINES | {"actor__ppo_mini_batch_size": 64}, "no pass fills.*ppo_mini_batch_size=64 is the whole batch"),
     ],
 )
 def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes, key):
     assert re.search(key, Experience(config(**changes)).why_late())
+
+
+@pytest.mark.parametrize(
+    "changes, deferred",
+    [
+        ({}, ("old_log_prob", "ref")),
+        ({"algorithm__old_log_probs": "engine"}, ("ref",)),
+        ({"algorithm__rollout_is_threshold": 2.0}, ("ref",)),
+        ({"algorithm__adv_estimator": "gae"}, ("old_log_prob", "ref")),
+        ({"algorithm__use_kl_in_reward": True}, ()),
+        ({"fusion__training": "serial"}, ()),
+        ({"training__pipeline_parallel_size": 1}, ()),
+    ],
+)
+def test_only_passes_that_the_loss_alone_reads_can_wait_for_their_mini_batch(changes, deferred):
+    experience = Experience(config(**PIPELINES | changes))
+    assert experience.deferred == deferred
+    batch = scored(0)
+    for sample in (sample for group in batch for sample in group.samples):
+        for kind in deferred:
+            del sample.tensors[PASSES[kind][1]]
+    experience.prepare(batch)
+    experience.complete(batch)
+    assert all(np.isfinite(each["advantages"]).all() for each in tensors(batch))

@@ -14,6 +14,7 @@ from scenes import Scene, scenes
 
 from rlfuse.engines.protocols import EngineLost
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 
 SCORING = {"old_log_prob", "ref", "values"}
@@ -25,6 +26,16 @@ exploring = settings(deadline=None, derandomize=True, max_examples=25)
 @given(scene=scenes())
 def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_its_mini_batch(policy, scene):
     assert len(play(replace(scene, policy=policy)).learned) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@exploring
+@given(scene=scenes(steps=2, reference=True, estimator="grpo"))
+def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene):
+    pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
+    world = play(replace(scene, policy=policy, settings=pipelined))
+    assert len(world.learned) == 2
+    assert not world.trainer.filled or scene.mini_batch < scene.batch
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -45,6 +56,9 @@ def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_the
     assert all(0 <= staleness <= most for staleness in world.staleness)
 
 
+PIPELINED = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
+
+
 def job(policy, **changes):
     """Many samples, few slots, generous credits: whatever can overlap does, somewhere."""
     return Scene(policy, slots=3, batch=8, siblings=2, mini_batch=2, reference=True, prompts=24, steps=3, **changes)
@@ -55,6 +69,15 @@ def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_al
     assert overlapped["serial"] == set()
     assert overlapped["stream"] == overlapped["rlhfuse"] == {"old_log_prob", "ref"}
     assert overlapped["adaptive"] == {"old_log_prob", "ref", "gradients"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(policy):
+    world = play(job(policy, settings=PIPELINED))
+    if policy == "serial":  # of four mini-batches three follow one, in each of three steps; old log-probs in one go
+        assert world.trainer.filled == {"ref": 3 * 3, "actor": 3}
+    else:  # some run while training waits for rewards
+        assert world.trainer.filled["ref"] > 3 and world.trainer.filled["actor"] > 0
 
 
 def test_only_rlhfuse_and_adaptive_move_samples():

@@ -70,3 +70,25 @@ def test_it_searches_anew_when_stages_drift_apart_but_not_when_all_get_slower(mo
         learned(planner, even(scale=3.0, slow_stage=2.0))
     planner.plan(BOTH)
     assert len(searched) == 2
+
+
+def test_scored_micro_batches_fill_bubbles_and_come_behind_those_that_are_trained_on():
+    planner, work = Planner(2), ({"actor": 4}, {"actor": 2, "ref": 4})
+    lengths = {"F": 0.01, "B": 0.02}
+    first = planner.plan(*work)
+    for operation in (each for row in first.rows for each in row):
+        planner.learn(first.timed_as(operation), lengths[operation.kind])
+    plan = planner.plan(*work)
+    assert plan.serial_s == pytest.approx((4 + 1) * 0.03 + (2 + 1) * 0.01 + (4 + 1) * 0.01)
+    assert plan.seconds == pytest.approx(4 * 0.03 + 0.01 + 6 * 0.01)  # one forward of the actor is all that waits
+    for row in plan.rows:
+        numbers = {model: {o.micro_batch for o in row if o.model == model} for model in ("actor", "ref")}
+        assert numbers == {"actor": set(range(6)), "ref": set(range(4))}
+        assert {(o.model, o.micro_batch) for o in row if o.kind == "B"} == {("actor", i) for i in range(4)}
+
+
+def test_what_was_never_measured_is_guessed_from_what_was():
+    planner = Planner(2)
+    learned(planner, even())
+    plan = planner.plan(BOTH, {"ref": 4})
+    assert plan.serial_s == pytest.approx(2 * (4 + 1) * 0.03 + (4 + 1) * 0.01)

@@ -30,7 +30,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @st.composite
 def problems(draw, largest=4):
-    """Unequal stages, communication, odd ratios, one model or two or three, split, V, caps."""
+    """Unequal stages, communication, odd ratios, one model or two or three, some only scoring, split, V, caps."""
     devices = draw(st.integers(1, largest))
     times = st.integers(1, 12).map(lambda value: value / 4)
 
@@ -44,7 +44,7 @@ def problems(draw, largest=4):
             "pipelines": pipelines,
             "micro_batches": draw(st.integers(1, 4)),
             "forward": draw(each),
-            "backward": draw(each),
+            "backward": draw(st.one_of(each, st.none())),
             "activation": draw(each),
             "direction": draw(st.sampled_from(["up", "down"])),
             "weight_gradient": draw(st.sampled_from([0.25, 0.5])),

@@ -39,6 +39,8 @@ from rlfuse.samples import MicroBatch, Row
 
 SHAPE = {"pipelines": True}
 """What a checkpoint says of who wrote it; any layout reads those of any other."""
+Work = Mapping[str, tuple[list[list[list[int]]], Sequence[Row]]]
+"""Model -> the indices of its rows as [pipeline][micro-batch][row], and the rows."""
 _GRACE_S = 5.0
 """How long a failure waits for its cause: peers of a dead process learn of it before Ray does."""
 
@@ -96,23 +98,32 @@ class PipelineGroup:
     # Passes ------------------------------------------------------------------------------------------------------
 
     async def run(
-        self, schedule: Rows, rows: Mapping[str, Sequence[Row]], planned: Sequence[Sequence[tuple[float, float]]] = ()
+        self,
+        schedule: Rows,
+        rows: Mapping[str, Sequence[Row]],
+        scored: Mapping[str, Sequence[Row]] | None = None,
+        planned: Sequence[Sequence[tuple[float, float]]] = (),
     ) -> Execution:
-        """Carry out a schedule on the rows of each model: trained on where it has their B, scored otherwise.
+        """Carry out a schedule that trains each model on its `rows` and scores its rows in `scored`.
 
-        All micro-batches of a model are of one sort here. Rows are spread over all its pipelines and the micro-batches
-        that the schedule has for one; what gets none repeats the shortest row at weight 0. `planned`: start and end of
-        every operation, in the schedule's order, for events.
+        Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
+        with a B the first, of those without one behind them; what gets none repeats the shortest row at weight 0.
+        `planned`: start and end of every operation, in the schedule's order, for events. ValueError for a schedule of
+        other models than these.
         """
-        counts = _micro_batch_counts(schedule)
-        plans = {
-            name: numbered([row.tokens for row in rows[name]], self.copies(name), count)
-            for name, count in counts.items()
-        }
-        trained = {operation.model for row in schedule for operation in row if operation.kind == "B"}
-        for name in trained:
+        trains, scores = _micro_batch_counts(schedule)
+        work = [self._divided(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
+        for name in rows:
             self._trained[name] += [len(row.response_ids) for row in rows[name]]
-        return await self._run(schedule, plans, rows, planned)
+        return await self._run(schedule, *work, planned)
+
+    def _divided(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:
+        if counts.keys() != rows.keys():
+            raise ValueError(f"The schedule's models are {sorted(counts)}, but there are rows for {sorted(rows)}.")
+        return {
+            name: (numbered([row.tokens for row in each], self.copies(name), counts[name]), each)
+            for name, each in rows.items()
+        }
 
     async def log_probs(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
         """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order."""
@@ -132,32 +143,29 @@ class PipelineGroup:
             lockstep=True,
         )
         schedule = forward_only(self.layout[model], len(plan[0]))
-        return (await self._run(schedule, {model: plan}, {model: rows})).scores[model]
+        return (await self._run(schedule, {}, {model: (plan, rows)})).scores[model]
 
     async def _run(
-        self,
-        schedule: Rows,
-        plans: Mapping[str, Any],
-        rows: Mapping[str, Sequence[Row]],
-        planned: Sequence[Sequence[tuple[float, float]]] = (),
+        self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()
     ) -> Execution:
-        batches = {name: fill(plan, rows[name]) for name, plan in plans.items()}
-
-        def work(rank: int) -> dict[str, list[MicroBatch]]:
-            return {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}
+        batches: dict[str, list[list[MicroBatch]]] = {}
+        first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
+        for name, (plan, rows) in (*trained.items(), *scored.items()):
+            before = batches.get(name, [[]] * len(plan))
+            batches[name] = [[*some, *more] for some, more in zip(before, fill(plan, rows), strict=True)]
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            return schedule, work(rank), planned[rank % self.block] if planned else ()
+            work = {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}
+            return schedule, work, planned[rank % self.block] if planned else ()
 
         answers = await self._call("run", "run its part of the schedule", arguments)
-        scores: dict[str, list[Any]] = {name: [None] * len(rows[name]) for name in plans}
+        scores: dict[str, list[Any]] = {name: [None] * len(rows) for name, (_, rows) in scored.items()}
         for rank, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
-                bin = plans[name][rank // self.layout[name].stages][number]
+                bin = scored[name][0][rank // self.layout[name].stages][number - first[name]]
                 for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
                     scores[name][index] = array
-        scored = {name: arrays for name, arrays in scores.items() if arrays and arrays[0] is not None}
-        return Execution(scored, [timed for _, timed in answers])
+        return Execution(scores, [timed for _, timed in answers])
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
@@ -261,10 +269,11 @@ def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
     )
 
 
-def _micro_batch_counts(schedule: Rows) -> dict[str, int]:
-    """Model -> micro-batches of each of its pipelines."""
-    counts: dict[str, int] = {}
-    for row in schedule:
-        for operation in row:
+def _micro_batch_counts(schedule: Rows) -> tuple[dict[str, int], dict[str, int]]:
+    """Model -> micro-batches of each of its pipelines: those it trains on, and those behind them, which it scores."""
+    all_, trained = {}, {}
+    for operation in (each for row in schedule for each in row):
+        for counts in (all_, trained) if operation.kind == "B" else (all_,):
             counts[operation.model] = max(counts.get(operation.model, 0), operation.micro_batch + 1)
-    return counts
+    scored = {name: count - trained.get(name, 0) for name, count in all_.items()}
+    return trained, {name: count for name, count in scored.items() if count}

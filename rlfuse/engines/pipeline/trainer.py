@@ -1,9 +1,10 @@
 """The controller's `Trainer` where ranks hold stages: chooses the schedule, the group carries it out.
 
 Role: `rlfuse.run` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the same
-devices in opposite directions, the reference as the actor does; data parallelism is over blocks of that many devices.
+devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on and
+what it scores beside that, in the bubbles, is the fusion policy's to say.
 
-    controller --rows of both models--> PipelineTrainer --counts--> Planner (search, in a thread)
+    controller --rows of all models---> PipelineTrainer --counts--> Planner (search, in a thread)
                                             | schedule, rows            ^
                                             v                           | measured durations
                                         PipelineGroup -> ranks ---------+
@@ -24,7 +25,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.batching import micro_batches
 from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.fusion.schedules.planning import DIRECTIONS, Planner
+from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Row
@@ -43,13 +44,13 @@ class PipelineTrainer(PipelineGroup):
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         stages, training = config.training.pipeline_parallel_size, config.training
-        layout = [Pipelines(name, stages, direction=DIRECTIONS.get(name, "down")) for name in _models(config)]
+        planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
+        layout = [Pipelines(name, stages, direction=planner.direction(name)) for name in _models(config)]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(
             super().start(config, slots, layout, optimizer_steps, cores), compiling
         )
-        trainer.planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
-        trainer.recorder = Recorder("trainer")
+        trainer.planner, trainer.recorder = planner, Recorder("trainer")
         sizes = [
             tensor for rank in (await trainer._all("sizes", "list its weights", "actor"))[:stages] for tensor in rank
         ]
@@ -64,19 +65,27 @@ class PipelineTrainer(PipelineGroup):
         """float32 [T] per row, in order. ValueError for a single slot."""
         return await super().values(_of_all(rows, slot))
 
-    async def train(self, rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-        """Add the gradients of all these models' rows in one schedule; its makespans in seconds."""
-        counts = {model: self._micro_batches(model, each) for model, each in rows.items()}
-        plan = await asyncio.to_thread(self.planner.plan, counts)
-        with self.recorder.span("schedule", cause="scored", attributes={"micro_batches": counts}) as span:
-            done = await self.run(plan.rows, rows, plan.times)
+    async def train(
+        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+        """Add the gradients of all models' `rows` and score the rows of `scored` in one schedule.
+
+        Its makespans in seconds, and float32 [T] per scored row of each model.
+        """
+        counts, passes = (
+            {model: self._micro_batches(model, each) for model, each in of.items()} for of in (rows, scored)
+        )
+        plan = await asyncio.to_thread(self.planner.plan, counts, passes)
+        attributes = {"micro_batches": counts, "scored": passes}
+        with self.recorder.span("schedule", cause="scored", attributes=attributes) as span:
+            done = await self.run(plan.rows, rows, scored, plan.times)
             for each in (each for row in done.timed for each in row):
-                self.planner.learn(each.operation, each.end - each.start)
+                self.planner.learn(plan.timed_as(each.operation), each.end - each.start)
             made = {"actual": done.makespan}
             if plan.times:
                 made |= {"planned": plan.seconds, "serial": plan.serial_s}
             span.attributes |= made
-        return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}
+        return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores
 
     def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
         """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""

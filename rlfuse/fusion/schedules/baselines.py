@@ -107,6 +107,7 @@ def _rows(problem: Problem, model: Model, name: Baseline) -> Rows:
                 line, places = _interleaved(model, stage), (stage, stage + model.stages)
             else:
                 line, places = LINES[name](model, stage, problem.split_backward), (stage,)
+            line = [part for part in line if part[0] in problem.kinds(model)]  # some models only score
             rows[problem.device(model, pipeline, stage)] = _operations(model, pipeline, places, line)
     return tuple(rows)
 

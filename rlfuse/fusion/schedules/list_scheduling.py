@@ -93,8 +93,13 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
 
 @njit(cache=True)
 def _forwards(shop: Shop) -> np.ndarray:
-    """For a class that ends an activation's life the forward class that began it, else NONE."""
+    """For a class that ends an activation's life the forward class that began it, else NONE.
+
+    Forwards of a model that only scores end it themselves.
+    """
     forward = np.full(len(shop.count), NONE)
+    trains = np.zeros(len(shop.count), np.bool_)  # lane -> whether it has backwards
+    trains[shop.lane[shop.kind == B]] = True
     for own in range(len(shop.count)):
         if shop.releases[own] > 0 or (shop.kind[own] != F and shop.leaf[own] == NONE):
             backward = shop.before[own] if shop.kind[own] == W else own
@@ -102,6 +107,8 @@ def _forwards(shop: Shop) -> np.ndarray:
             while shop.kind[at] == B:
                 at, steps = shop.before[at], steps + 1
             forward[own] = at - steps + 1
+        elif not trains[shop.lane[own]]:
+            forward[own] = own
     return forward
 
 

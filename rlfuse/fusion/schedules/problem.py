@@ -64,15 +64,15 @@ Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model that trains: its pipelines, and what a micro-batch costs on each stage."""
+    """One model that trains or scores: its pipelines, and what a micro-batch costs on each stage."""
 
     name: Annotated[str, name]
     stages: Count
     micro_batches: Count
     """Of each pipeline."""
     forward: Times
-    backward: Times
-    """Whole: gradients of inputs and of weights."""
+    backward: Times | None
+    """Whole: gradients of inputs and of weights. None: it only scores, which keeps no activation."""
     pipelines: Count = 1
     activation: Sizes = 1.0
     """What a micro-batch keeps from the start of its forward to the end of its backward (of `W` where split)."""
@@ -156,7 +156,15 @@ class Problem:
 
     def activation(self, model: Model, stage: int) -> float:
         """What a micro-batch keeps on a stage or chunk-stage."""
+        if model.backward is None:
+            return 0.0
         return model.of("activation", self._place(model, stage)) / self.chunks(model)
+
+    def kinds(self, model: Model) -> tuple[Kind, ...]:
+        """What a micro-batch needs on every stage, in this order."""
+        if model.backward is None:
+            return ("F",)
+        return ("F", "B", "W") if self.split_backward else ("F", "B")
 
     def _place(self, model: Model, stage: int) -> int:
         return stage if stage < model.stages else 2 * model.stages - 1 - stage
@@ -164,24 +172,25 @@ class Problem:
     # The whole problem -----------------------------------------------------------------------------------------------
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What a micro-batch needs on every stage, in this order."""
-        return ("F", "B", "W") if self.split_backward else ("F", "B")
-
-    @property
     def operations(self) -> int:
         """How many a schedule has."""
-        each = (model.pipelines * self.stages(model) * model.micro_batches for model in self.models)
-        return len(self.kinds) * sum(each)
+        return sum(
+            model.pipelines * self.stages(model) * model.micro_batches * len(self.kinds(model)) for model in self.models
+        )
 
     @property
     def memory_unit(self) -> float:
-        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches."""
-        return max(
+        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches.
+
+        1 where nothing is kept.
+        """
+        held = (
             min(model.stages - stage, model.micro_batches) * model.of("activation", stage)
             for model in self.models
+            if model.backward is not None
             for stage in range(model.stages)
         )
+        return max(held, default=0.0) or 1.0
 
     @property
     def memory_limit(self) -> float:

@@ -203,7 +203,7 @@ def expected(problem: Problem) -> dict[Operation, int]:
         for pipeline in range(model.pipelines)
         for stage in range(problem.stages(model))
         for micro_batch in range(model.micro_batches)
-        for kind in problem.kinds
+        for kind in problem.kinds(model)
     }
 
 
@@ -253,7 +253,7 @@ def _check_complete(problem: Problem, schedule: Schedule) -> None:
 
 def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:
     """Device -> most activation memory it holds: from the start of a forward to the end of its last backward."""
-    releasing = problem.kinds[-1]
+    releasing = "W" if problem.split_backward else "B"
     most = []
     for row in rows:
         highest = held = 0.0

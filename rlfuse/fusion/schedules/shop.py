@@ -8,7 +8,8 @@ operations, one per micro-batch, are identical. So it loses nothing to run every
 operations of a class that run in the wrong order, with all that follows them, and no start time and no memory changes.
 Operation `first[c] + m` is micro-batch m of class c. Every operation has at most one data predecessor, the same
 micro-batch of class `before[c]`: F of the stage before, the last stage's own F, B of the stage after, or a W's own B.
-A *lane* is one pipeline of one model; its classes are a chain F 0 .. F last, B last .. B 0, and then the leaves W.
+A *lane* is one pipeline of one model; its classes are a chain F 0 .. F last, B last .. B 0, and then the leaves W; of a
+model that only scores, the forwards alone.
 All devices have equally many operations, since every model covers each of them once. An *order* is int64 [devices,
 operations of each].
 """
@@ -76,9 +77,10 @@ def lanes(problem: Problem) -> list[tuple[Model, int]]:
 
 def stages(problem: Problem, model: Model) -> list[tuple[int, int]]:
     """(stage, kind) of a lane's classes, in their order."""
-    last = problem.stages(model)
-    chain = [(stage, F) for stage in range(last)] + [(stage, B) for stage in reversed(range(last))]
-    return chain + ([(stage, W) for stage in range(last)] if problem.split_backward else [])
+    last, kinds = problem.stages(model), problem.kinds(model)
+    chain = [(stage, F) for stage in range(last)]
+    chain += [(stage, B) for stage in reversed(range(last)) if "B" in kinds]
+    return chain + [(stage, W) for stage in range(last) if "W" in kinds]
 
 
 def compiled(problem: Problem) -> Shop:
@@ -101,8 +103,9 @@ def compiled(problem: Problem) -> Shop:
 
 def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str, np.ndarray]:
     """One pipeline's classes, numbered from 0."""
-    classes, last = stages(problem, model), problem.stages(model)
-    chain, releasing = 2 * last, W if problem.split_backward else B
+    classes = stages(problem, model)
+    chain = sum(kind != W for _, kind in classes)
+    releasing = W if problem.split_backward else B
     index = np.arange(len(classes))
     device = np.array([problem.device(model, pipeline, stage) for stage, _ in classes])
     kind = np.array([kind for _, kind in classes])

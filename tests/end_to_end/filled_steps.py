@@ -1,0 +1,51 @@
+"""A critic-free job on pipelines: from the same weights once with passes before training, once in its bubbles.
+
+Run by test_filled_bubbles.py as a process of its own: `python filled_steps.py OUT.json key=value ...`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from fused_steps import Steps
+
+from rlfuse.config.compose import load
+from rlfuse.fusion.schedules.planning import Planner
+from rlfuse.run import run
+
+STEPS = 3
+
+
+class Filled(Steps):
+    """What the job does with its controller."""
+
+    async def drive(self, controller, _):
+        """The same steps with `fusion.training` serial and fused."""
+        self.controller, trainer = controller, controller.engines.trainer
+        for case in ("serial", "fused"):
+            await trainer.setup(tuple(trainer.layout.values()), optimizer_steps=100)  # fresh weights and optimizers
+            controller.prompts.taken = 0
+            controller.config.fusion.training = case
+            trainer.planner = Planner(2, case)
+            await controller.sync(0)
+            self.found[case] = [await self.step(number) for number in range(1, STEPS + 1)]
+
+    def described(self, spans):
+        """Micro-batches that its schedules scored, and calls for passes alone."""
+        kinds = ("old_log_prob", "ref")
+        return {
+            "scored": [span.attributes["scored"] for span in spans if span.kind == "schedule"],
+            "alone": {kind: sum(span.kind == kind and span.where == "driver" for span in spans) for kind in kinds},
+        }
+
+
+def main():
+    """Run the job, write what was found."""
+    out, *overrides = sys.argv[1:]
+    steps = Filled(Path(out).parent)
+    run(load(overrides), steps.drive)
+    Path(out).write_text(json.dumps(steps.found))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,8 @@
     python tests/benchmarks/schedules.py [PART ...] [--seeds N]
 
 Parts, all by default: `whole` (no cap), `capped` (whole backward at the published memory), `lean` (at 1.10), `split`
-(cap 1.0), `v` (split, two chunks per device, cap 1.0), `large` (N = 32, M = 128 at cap 2.0) and `robust` (jitter,
+(cap 1.0), `v` (split, two chunks per device for both models,
+then for the actor alone, cap 1.0), `large` (N = 32, M = 128 at cap 2.0) and `robust` (jitter,
 communication, B : W). One core; nothing is cached. Times are wall time; CPU time beside them shows what a busy machine
 took away.
 """
@@ -14,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +97,12 @@ def split(seeds: int) -> None:
 
 def v_placement(seeds: int) -> None:
     """Target: 1.19x / 1.39x / 1.77x, and never slower than ZB-V."""
-    head("split backward in a V, cap 1.0")
-    for number in range(12):
-        line(number, problem(number, split_backward=True, chunks_per_device=2, memory_cap=1.0), 10)
+    for chunks, title in ((2, "both models"), (1, "the actor")):
+        head(f"split backward, {title} in a V, cap 1.0")
+        for number in range(12):
+            given = problem(number, split_backward=True, chunks_per_device=2, memory_cap=1.0)
+            actor, critic = given.models
+            line(number, replace(given, models=(actor, replace(critic, chunks_per_device=chunks))), 10)
 
 
 def large(seeds: int) -> None:

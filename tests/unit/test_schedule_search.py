@@ -18,6 +18,7 @@ from rlfuse.fusion.schedules.rules import Draws
 from rlfuse.fusion.schedules.schedule import check, peaks, timed
 from rlfuse.fusion.schedules.search import search
 from rlfuse.fusion.schedules.shop import compiled, named, numbered
+from rlfuse.fusion.schedules.tabu import tabu
 from rlfuse.fusion.schedules.timing import makespan, peak, starts
 
 QUICK = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -67,7 +68,7 @@ def problems(draw, largest=4):
 @given(problems())
 def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_problem):
     try:
-        found = search(given_problem, time_limit=0.1, method="anneal", cached=False)
+        found = search(given_problem, time_limit=0.1, method="improve", cached=False)
     except ScheduleError as error:
         assert "raise memory_cap" in str(error)
         assert all(
@@ -122,6 +123,16 @@ def test_annealing_keeps_its_makespan_and_tells_the_truth(given_problem, seed):
     left = anneal(shop, state, longest, goal, 2000, 0.5, 0.05, seed)
     assert makespan(shop, state.order) <= longest * (1 + 1e-9)
     assert (left == 0) == (peak(shop, state.order) <= goal * (1 + 1e-8))
+
+
+@QUICK
+@given(problems(), st.integers(0, 100))
+def test_tabu_search_keeps_memory_gets_no_longer_and_tells_the_truth(given_problem, seed):
+    shop = compiled(given_problem)
+    listed = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,))
+    order, length = tabu(shop, state_of(shop, listed.order), 0.0, listed.peak, 300, 5, seed)
+    assert makespan(shop, order) == pytest.approx(length) and length <= listed.makespan * (1 + 1e-9)
+    assert peak(shop, order) <= listed.peak * (1 + 1e-8)
 
 
 # Against all schedules there are -------------------------------------------------------------------------------------

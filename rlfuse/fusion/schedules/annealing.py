@@ -13,6 +13,7 @@ from numba import njit
 
 from rlfuse.fusion.schedules.heads_tails import State, exchange, exchangeable, through
 from rlfuse.fusion.schedules.shop import LOOSE, Shop
+from rlfuse.fusion.schedules.timing import held_before
 
 COOLING = ((0.3, 0.03), (0.5, 0.1), (1.5, 0.1))
 """First and last temperature, in the largest activation of a micro-batch. Chance decides which gets stuck: in turn."""
@@ -33,7 +34,8 @@ def anneal(
     np.random.seed(seed)
     devices, length = state.order.shape
     edge = EDGE * shop.acquires.max()
-    before, energy = _memory(shop, state, goal, edge)
+    before = held_before(shop, state.order)
+    energy = _energy(shop, state, before, goal, edge)
     cooling = (cold / hot) ** (1.0 / max(1, proposals))
     temperature = hot
     for _ in range(proposals):
@@ -67,13 +69,10 @@ def _excess(held: float, gets: float, goal: float, edge: float) -> float:
 
 
 @njit(cache=True)
-def _memory(shop: Shop, state: State, goal: float, edge: float) -> tuple[np.ndarray, float]:
-    """What is held before each operation of each device, and the energy of all forwards."""
-    devices, length = state.order.shape
-    before, energy = np.zeros((devices, length + 1)), 0.0
-    for device in range(devices):
-        for place in range(length):
-            own = shop.class_of[state.order[device, place]]
-            energy += _excess(before[device, place], shop.acquires[own], goal, edge)
-            before[device, place + 1] = before[device, place] + shop.acquires[own] - shop.releases[own]
-    return before, energy
+def _energy(shop: Shop, state: State, before: np.ndarray, goal: float, edge: float) -> float:
+    """Of all forwards."""
+    energy = 0.0
+    for device in range(len(before)):
+        for place, operation in enumerate(state.order[device]):
+            energy += _excess(before[device, place], shop.acquires[shop.class_of[operation]], goal, edge)
+    return energy

@@ -18,7 +18,7 @@ from typing import Any
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
 
-VERSION = 1
+VERSION = 2
 """Of the search: raise it when results change."""
 _seen: dict[str, Schedule] = {}
 

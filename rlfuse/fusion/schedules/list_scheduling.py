@@ -1,11 +1,14 @@
 """List scheduling: a whole schedule in the order of time, by rules of priority; hundreds a second.
 
 Role: `rules.py` draws the rules for the search, `baselines.py` fixes them for ZB-V.
-Invariants: whenever a device is free and something is ready, it runs the ready operation of highest priority; a memory
-limit is kept and never leads into a deadlock.
+Invariants: whenever a device is free and something is ready and admitted, it runs what has the highest priority; a
+memory limit is kept and never leads into a deadlock.
 
 Priority of micro-batch m of class c, when its forward class holds h micro-batches on the device:
 `level[c] + slope[c] * (micro-batches of c after m) + pressure[c] * h`.
+
+A forward class may also have a quota of micro-batches that it holds, so that one pipeline doesn't take the memory that
+others need later; it never stops a class that holds none.
 
 Memory: a forward starts if the device holds it beside one micro-batch for each other forward class (pipeline and chunk)
 of the device that holds none and is unfinished. So the oldest micro-batch of every pipeline can always go on: where it
@@ -20,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W, backward_of
 
 
 class Rules(NamedTuple):
@@ -29,6 +32,8 @@ class Rules(NamedTuple):
     level: np.ndarray
     slope: np.ndarray
     pressure: np.ndarray
+    quota: np.ndarray
+    """Micro-batches that a forward class may hold."""
     patience: float
     """How long a device may wait for something that matters more than what is ready."""
 
@@ -36,6 +41,15 @@ class Rules(NamedTuple):
 def fits(shop: Shop, limit: float) -> bool:
     """Whether a device can hold a micro-batch of each of its forward classes."""
     return bool(shop.acquires[shop.of_device].sum(axis=1).max() <= limit * (1 + LOOSE))
+
+
+def round_trips(shop: Shop) -> np.ndarray:
+    """Forward class -> time from its start to the end of its backward if nothing stood in its way; 0 for others."""
+    tail, trip = chain_tails(shop), np.zeros(len(shop.count))
+    for own in np.flatnonzero(shop.kind == F):
+        after = shop.after[backward_of(shop, own)]
+        trip[own] = tail[own] - (0.0 if after == NONE else tail[after])
+    return trip
 
 
 def chain_tails(shop: Shop) -> np.ndarray:
@@ -139,14 +153,14 @@ def _choose(
             room -= shop.acquires[own]
     earliest = np.inf
     for own in shop.of_device[device]:
-        if ready[own] < earliest and _admitted(shop, own, held, room):
+        if ready[own] < earliest and _admitted(shop, rules, own, held, room):
             earliest = ready[own]
     earliest = max(earliest, free)
     chosen, best, start = NONE, -np.inf, np.inf
     if earliest == np.inf:
         return chosen, start
     for own in shop.of_device[device]:
-        if ready[own] <= earliest + rules.patience and _admitted(shop, own, held, room):
+        if ready[own] <= earliest + rules.patience and _admitted(shop, rules, own, held, room):
             wait = max(0.0, ready[own] - earliest)
             priority = rules.level[own] + rules.slope[own] * (shop.count[own] - 1 - begun[own]) - wait
             priority += rules.pressure[own] * held[own]
@@ -156,6 +170,6 @@ def _choose(
 
 
 @njit(cache=True, inline="always")
-def _admitted(shop: Shop, own: int, held: np.ndarray, room: float) -> bool:
-    """Whether memory lets the class's next operation start; what it has reserved needs no room."""
-    return shop.kind[own] != F or held[own] == 0 or shop.acquires[own] <= room
+def _admitted(shop: Shop, rules: Rules, own: int, held: np.ndarray, room: float) -> bool:
+    """Whether quota and memory let the class's next operation start; what it has reserved needs no room."""
+    return shop.kind[own] != F or held[own] == 0 or (held[own] < rules.quota[own] and shop.acquires[own] <= room)

@@ -12,7 +12,7 @@ from math import ceil, floor, gcd, lcm
 
 import numpy as np
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of
 from rlfuse.fusion.schedules.timing import starts
 
 FINEST = 10_000
@@ -89,10 +89,8 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
 
 
 def _last_use(shop: Shop, own: int) -> int:
-    """The class that ends what a forward class keeps: the same lane and device, the same place in its chain."""
-    lane = np.flatnonzero(shop.lane == shop.lane[own])
-    stages = int((shop.kind[lane] == F).sum())
-    backward = lane[0] + 2 * stages - 1 - (own - lane[0])
+    """The class that ends what a forward class keeps."""
+    backward = backward_of(shop, own)
     return int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
 
 

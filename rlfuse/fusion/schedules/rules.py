@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlfuse.fusion.schedules.list_scheduling import Rules, chain_tails, schedule
+from rlfuse.fusion.schedules.list_scheduling import Rules, chain_tails, round_trips, schedule
 from rlfuse.fusion.schedules.shop import B, F, Shop, W
 from rlfuse.fusion.schedules.timing import peak
 
@@ -20,7 +20,10 @@ KEPT = 6
 FRESH = 0.3
 """Share of draws that owe nothing to those before."""
 SHARED = 4
-"""Settings that all pipelines share; then come bias, slope and pressure of each."""
+"""Settings that all pipelines share; then come bias, slope, pressure of each, and a quota where backwards are
+whole: with W as a filler quotas gain nothing, and a larger space is searched more slowly."""
+NO_QUOTA = 5.0
+"""Quotas are exp(this) times what is in flight in a steady state."""
 
 
 class Found(NamedTuple):
@@ -44,6 +47,9 @@ class Draws:
         self.scale = float(self.tail.max())
         stages = np.bincount(shop.lane, shop.kind == F)
         self.work = np.bincount(shop.lane, shop.duration) / stages  # of a micro-batch on one device
+        busy = np.bincount(shop.device, shop.duration * shop.count)
+        self.in_flight = round_trips(shop) * shop.count / busy[shop.device]  # by Little's law, in a steady state
+        self.split = bool((shop.kind == W).any())
         self.upper = _upper_chunks(shop)
         self.best: list[Found] = []
         self.drawn = 0
@@ -89,13 +95,17 @@ class Draws:
         bias = np.zeros(lanes) if alike else rng.normal(0.0, rng.choice([0.1, 0.5]), lanes)
         slope = rng.choice([0.0, 1.0, rng.uniform(0.0, 2.0), rng.exponential(1.0)]) * spread
         pressure = rng.choice([0.0, rng.uniform(0.0, 0.3), rng.exponential(0.3)]) * spread
-        return np.concatenate([shared, bias, slope, pressure])
+        settings = [shared, bias, slope, pressure]
+        if not self.split:
+            quota = rng.choice([np.full(lanes, NO_QUOTA), np.full(lanes, rng.uniform(0, 2)), rng.uniform(0, 2, lanes)])
+            settings.append(quota)
+        return np.concatenate(settings)
 
     def _changed(self, settings: np.ndarray) -> np.ndarray:
         """A neighbour: one setting, some, or all of them moved."""
         rng, lanes, size = self.rng, self.lanes, len(settings)
-        sizes = np.repeat([0.15, 0.3, 0.1], lanes)
-        sizes = np.concatenate([[0.3, 0.5, 0.5 * self.shop.duration.mean(), 0.2], sizes])
+        sizes = np.repeat([0.15, 0.3, 0.1, 0.2], lanes)
+        sizes = np.concatenate([[0.3, 0.5, 0.5 * self.shop.duration.mean(), 0.2], sizes])[:size]
         moved = rng.random(size) < rng.choice([1.5 / size, 0.3, 1.0])
         moved[rng.integers(size)] = True
         changed = settings + moved * sizes * rng.normal(0.0, 1.0, size) * rng.choice([0.2, 1.0, 1.0])
@@ -105,13 +115,14 @@ class Draws:
 
     def _rules(self, settings: np.ndarray) -> Rules:
         backward, weights, patience, upper = settings[:SHARED]
-        bias, slope, pressure = settings[SHARED:].reshape(3, self.lanes)
+        bias, slope, pressure, *quota = settings[SHARED:].reshape(-1, self.lanes)
         shop = self.shop
         by_kind = np.zeros(3)
         by_kind[B], by_kind[W] = backward, weights
         level = self.tail + (bias[shop.lane] + by_kind[shop.kind] + upper * self.upper) * self.scale
         held = np.where(shop.kind == F, -pressure[shop.lane] * self.scale, 0.0)
-        return Rules(level, (slope * self.work)[shop.lane], held, float(patience))
+        quotas = np.exp(*quota)[shop.lane] * self.in_flight + 1.0 if quota else np.full(len(shop.count), np.inf)
+        return Rules(level, (slope * self.work)[shop.lane], held, quotas, float(patience))
 
 
 def _upper_chunks(shop: Shop) -> np.ndarray:

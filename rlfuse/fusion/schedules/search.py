@@ -5,12 +5,14 @@ Invariants: the result passed the independent check; it is never longer than the
 problem within its memory; the search stops at the lower bound. It is deterministic for a seed as long as the time limit
 doesn't cut it: every step is counted in draws and proposals, and the limit is looked at between them.
 
-Steps, each of them kept only where it is better (`method` names a prefix of them: `list`, `anneal`, `auto`):
+Steps, each of them kept only where it is better (`method` names a prefix of them: `list`, `improve`, `auto`):
 1. baselines that fit;
 2. list scheduling under the cap, rules improved by trying (`rules.py`);
-3. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T that
-   hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it doesn't,
-   their rules and more list schedules under the cap; again and again;
+3. again and again, until it brings no more:
+   a. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
+   b. if that brought nothing and a cap stands in the way: a target T between the bound and the best makespan; list
+      schedules of at most T that hold too much, the leanest of them annealed under the hard limit T until it fits
+      (`annealing.py`); where it doesn't, its rules under the cap;
 4. CP-SAT on small problems (`polish.py`).
 """
 
@@ -33,19 +35,25 @@ from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.rules import Draws, Found
 from rlfuse.fusion.schedules.schedule import Schedule, check, peaks, timed
 from rlfuse.fusion.schedules.shop import LOOSE, compiled, named, numbered
+from rlfuse.fusion.schedules.tabu import tabu
 from rlfuse.fusion.schedules.timing import makespan, peak
 
-Method = Literal["auto", "anneal", "list"]
-METHODS: tuple[Method, ...] = ("auto", "anneal", "list")
+Method = Literal["auto", "improve", "list"]
+METHODS: tuple[Method, ...] = ("auto", "improve", "list")
 DRAWS = 1200
 """List schedules under the cap at most, and until none of them ..."""
 PATIENCE = 200
 """... in so many was better."""
 TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)
 """Where in the gap between bound and best makespan step 3 aims, in turn."""
-ROUNDS = 30
-STARTS = 120
-"""List schedules for each target, from which annealing starts."""
+ROUNDS, STALE = 100, 12
+"""Of step 3 at most, and without any gain."""
+STARTS = 60
+"""List schedules before each tabu search, and again for each target, from which annealing starts."""
+STEPS, STEPS_OPERATIONS = 20_000, 60_000_000
+"""Of one tabu search: at most, and times operations, so that a search of many operations looks at the clock too."""
+TENURES = (20, 8, 60)
+"""Of tabu search, in turn: which is best differs."""
 WIDEST = 2.5
 """What the first of them may hold, over the cap."""
 STEP = 0.98
@@ -91,7 +99,9 @@ def warm_up() -> None:
     model = Model("model", 1, 2, forward=1.0, backward=2.0)
     shop = compiled(Problem(1, (model,)))
     order = Draws(shop, 0).draw(2.0, lambda makespan, peak: (makespan,)).order
-    anneal(shop, state_of(shop, order), makespan(shop, order), 1.0, 1, 1.0, 0.1, 0)
+    state, length = state_of(shop, order), makespan(shop, order)
+    anneal(shop, state, length, 1.0, 1, 1.0, 0.1, 0)
+    tabu(shop, state, length, float("inf"), 1, 1, 0)
 
 
 class _Hunt:
@@ -116,8 +126,8 @@ class _Hunt:
         share = 1.0
         if method == "auto" and self.problem.operations <= POLISHED:
             share -= min(POLISH_SHARE, POLISH_OPERATIONS / self.problem.operations)
-        if roomy and method != "list" and np.isfinite(self.limit):
-            self.anneal_towards_bound(share)
+        if roomy and method != "list":
+            self.improve(share)
         if method == "auto":
             self.polish()
         if self.order is None:
@@ -138,22 +148,41 @@ class _Hunt:
         found = self.draws.draw(self.limit, lambda makespan, peak: (makespan, peak), settings)
         return self.offer(found.order, "list scheduling")
 
-    def anneal_towards_bound(self, share: float) -> None:
+    def improve(self, share: float) -> None:
         """Step 3, in this share of the time."""
         draws = Draws(self.shop, self.seed + 1)
         failed: dict[float, int] = {}
+        improved = 0
         for turn in range(ROUNDS):
-            target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
-            if self.over(share) or failed.get(target, 0) > 2:
+            if self.over(share) or turn - improved >= STALE:
                 return
+            before = self.makespan
+            self.shorten(turn, share)
+            if self.makespan < before:
+                improved = turn
+                continue
+            target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
+            if np.isinf(self.limit) or failed.get(target, 0) > 2 or self.over(share):
+                continue
             if not self.anneal_to(target, draws, share, turn):
                 failed[target] = failed.get(target, 0) + 1
                 for lean in draws.best:
                     self.draw(lean.settings)
-                for _ in range(STARTS):
-                    if self.over(share):
-                        break
-                    self.draw()
+            improved = turn if self.makespan < before else improved
+
+    def shorten(self, turn: int, share: float) -> None:
+        """Step 3a."""
+        for _ in range(STARTS):
+            if self.over(share):
+                return
+            self.draw()
+        listed = self.draws.best
+        order = self.order if turn % 2 else listed[turn // 2 % len(listed)].order
+        steps = min(STEPS, STEPS_OPERATIONS // self.problem.operations)
+        tenure = TENURES[turn % len(TENURES)]
+        state = state_of(self.shop, order)
+        best, _ = tabu(self.shop, state, self.bound, self.limit, steps, tenure, self.seed * ROUNDS + turn)
+        self.offer(best, "tabu search")
 
     def anneal_to(self, target: float, draws: Draws, share: float, turn: int) -> bool:
         """Whether there is now a better schedule, if all goes well of at most this makespan."""

@@ -70,6 +70,13 @@ class Shop(NamedTuple):
         return len(self.class_of) // self.devices
 
 
+def backward_of(shop: Shop, own: int) -> int:
+    """The backward class of a forward class: of the same stage."""
+    lane = np.flatnonzero(shop.lane == shop.lane[own])
+    stages = int((shop.kind[lane] == F).sum())
+    return int(lane[0] + 2 * stages - 1 - (own - lane[0]))
+
+
 def lanes(problem: Problem) -> list[tuple[Model, int]]:
     """Every pipeline of every model."""
     return [(model, pipeline) for model in problem.models for pipeline in range(model.pipelines)]

@@ -58,6 +58,18 @@ def makespan(shop: Shop, order: np.ndarray) -> float:
 
 
 @njit(cache=True)
+def held_before(shop: Shop, order: np.ndarray) -> np.ndarray:
+    """Memory that a device holds before each place of its row: [devices, operations of each + 1]."""
+    devices, length = order.shape
+    held = np.zeros((devices, length + 1))
+    for device in range(devices):
+        for place in range(length):
+            own = shop.class_of[order[device, place]]
+            held[device, place + 1] = held[device, place] + shop.acquires[own] - shop.releases[own]
+    return held
+
+
+@njit(cache=True)
 def peak(shop: Shop, order: np.ndarray) -> float:
     """Most memory that a device holds at any time: it depends on the order alone."""
     most = 0.0

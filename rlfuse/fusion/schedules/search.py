@@ -9,10 +9,10 @@ Steps, each of them kept only where it is better (`method` names a prefix of the
 1. baselines that fit;
 2. list scheduling under the cap, rules improved by trying (`rules.py`);
 3. again and again, until it brings no more:
-   a. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
-   b. if that brought nothing and a cap stands in the way: a target T between the bound and the best makespan; list
-      schedules of at most T that hold too much, the leanest of them annealed under the hard limit T until it fits
-      (`annealing.py`); where it doesn't, its rules under the cap;
+   a. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T
+      that hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it
+      doesn't, its rules under the cap;
+   b. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
 4. CP-SAT on small problems (`polish.py`).
 """
 
@@ -154,24 +154,19 @@ class _Hunt:
         failed: dict[float, int] = {}
         improved = 0
         for turn in range(ROUNDS):
-            if self.over(share) or turn - improved >= STALE:
+            if self.over(share) or turn - improved > STALE:
                 return
             before = self.makespan
-            self.shorten(turn, share)
-            if self.makespan < before:
-                improved = turn
-                continue
-            target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
-            if np.isinf(self.limit) or failed.get(target, 0) > 2 or self.over(share):
-                continue
-            if not self.anneal_to(target, draws, share, turn):
+            target = self.bound + TARGETS[turn % len(TARGETS)] * (before - self.bound)
+            if np.isfinite(self.limit) and failed.get(target, 0) < 3 and not self.anneal_to(target, draws, share, turn):
                 failed[target] = failed.get(target, 0) + 1
                 for lean in draws.best:
                     self.draw(lean.settings)
+            self.shorten(turn, share)
             improved = turn if self.makespan < before else improved
 
     def shorten(self, turn: int, share: float) -> None:
-        """Step 3a."""
+        """Step 3b."""
         for _ in range(STARTS):
             if self.over(share):
                 return

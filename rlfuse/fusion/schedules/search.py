@@ -9,10 +9,10 @@ Steps, each of them kept only where it is better (`method` names a prefix of the
 1. baselines that fit;
 2. list scheduling under the cap, rules improved by trying (`rules.py`);
 3. again and again, until it brings no more:
-   a. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T
+   a. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
+   b. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T
       that hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it
       doesn't, its rules under the cap;
-   b. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
 4. CP-SAT on small problems (`polish.py`).
 """
 
@@ -157,16 +157,18 @@ class _Hunt:
             if self.over(share) or turn - improved > STALE:
                 return
             before = self.makespan
-            target = self.bound + TARGETS[turn % len(TARGETS)] * (before - self.bound)
+            self.shorten(turn, share)
+            target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
+            if self.over(share):
+                return
             if np.isfinite(self.limit) and failed.get(target, 0) < 3 and not self.anneal_to(target, draws, share, turn):
                 failed[target] = failed.get(target, 0) + 1
                 for lean in draws.best:
                     self.draw(lean.settings)
-            self.shorten(turn, share)
             improved = turn if self.makespan < before else improved
 
     def shorten(self, turn: int, share: float) -> None:
-        """Step 3b."""
+        """Step 3a."""
         for _ in range(STARTS):
             if self.over(share):
                 return
@@ -188,9 +190,9 @@ class _Hunt:
         state, largest = state_of(self.shop, leanest.order), float(self.shop.acquires.max())
         while (held := peak(self.shop, state.order)) > self.limit * (1 + LOOSE):
             goal = max(self.limit, STEP * held)
-            for attempt in range(len(COOLING)):
+            for attempt in range(min(len(COOLING), 1 + turn)):  # cheap at first, or it takes all of a short search
                 seed = (self.seed * ROUNDS + turn) * len(COOLING) + attempt
-                hot, cold = COOLING[attempt % len(COOLING)]
+                hot, cold = COOLING[attempt]
                 proposals = PROPOSALS * (1 + turn // len(TARGETS)) << attempt
                 left = anneal(self.shop, state, longest, goal, proposals, hot * largest, cold * largest, seed)
                 if left == 0 or self.over(share):

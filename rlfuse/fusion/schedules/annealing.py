@@ -36,6 +36,8 @@ def anneal(
     edge = EDGE * shop.acquires.max()
     before = held_before(shop, state.order)
     energy = _energy(shop, state, before, goal, edge)
+    if energy == 0 or length < 2:
+        return energy
     cooling = (cold / hot) ** (1.0 / max(1, proposals))
     temperature = hot
     for _ in range(proposals):

@@ -44,9 +44,10 @@ def fits(shop: Shop, limit: float) -> bool:
 
 
 def round_trips(shop: Shop) -> np.ndarray:
-    """Forward class -> time from its start to the end of its backward if nothing stood in its way; 0 for others."""
+    """Forward class -> time from its start to the end of its backward if nothing stood in its way, else 0."""
     tail, trip = chain_tails(shop), np.zeros(len(shop.count))
-    for own in np.flatnonzero(shop.kind == F):
+    trains = np.isin(shop.lane, shop.lane[shop.kind == B])
+    for own in np.flatnonzero(trains & (shop.kind == F)):
         after = shop.after[backward_of(shop, own)]
         trip[own] = tail[own] - (0.0 if after == NONE else tail[after])
     return trip

@@ -71,7 +71,7 @@ class Shop(NamedTuple):
 
 
 def backward_of(shop: Shop, own: int) -> int:
-    """The backward class of a forward class: of the same stage."""
+    """The backward class of a forward class, of a lane that has them: of the same stage."""
     lane = np.flatnonzero(shop.lane == shop.lane[own])
     stages = int((shop.kind[lane] == F).sum())
     return int(lane[0] + 2 * stages - 1 - (own - lane[0]))

@@ -195,7 +195,7 @@ def compute_score(
     answers = {Kind.COUNT.data_source: [str(count) for count in COUNTS], Kind.ORDER.data_source: list(COLOURS)}
     if truth not in answers.get(data_source, ()):
         raise ValueError(
-            f"data_source, ground_truth: got {data_source!r}, {ground_truth!r}; valid are rows that this task "
+            f"data_source and ground_truth: got {data_source!r}, {ground_truth!r}; valid are rows that this task "
             "wrote. Use another reward function for other data."
         )
     right = float(text == truth)

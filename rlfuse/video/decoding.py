@@ -98,7 +98,8 @@ class _Video:
             tick = self._tick(time)
             start = self._keyframe_before(tick)
             if held is None or (ahead is not None and start > 0 and self.timeline.keyframes[start] > ahead.pts):
-                frames, held, ahead = self._jump(start, tick)
+                held = None
+                frames, ahead = self._jump(start, tick)
             while ahead is not None and ahead.pts <= tick:
                 held, ahead = ahead, self._next(frames, time)
             held = held or ahead  # before the first frame it is the first
@@ -110,10 +111,8 @@ class _Video:
                 )
             yield held
 
-    def _jump(
-        self, start: int, tick: int
-    ) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None, av.VideoFrame | None]:
-        """Go to a keyframe, or an earlier one if it is presented after `tick`; (frames, None, the first of them)."""
+    def _jump(self, start: int, tick: int) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None]:
+        """Go to a keyframe, or an earlier one if it is presented after `tick`; its frame, and those that follow it."""
         while True:
             if start:
                 self._container.seek(self.timeline.keyframes[start], stream=self.stream)
@@ -123,7 +122,7 @@ class _Video:
             frames = self.frames()
             ahead = self._next(frames, self._seconds(tick))
             if start == 0 or (ahead is not None and ahead.pts <= tick):
-                return frames, None, ahead
+                return frames, ahead
             start -= 1
 
     def _open(self) -> None:

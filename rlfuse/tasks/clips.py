@@ -81,11 +81,15 @@ class Clips:
     kinds: tuple[Kind, ...] = tuple(Kind)
     shortest_s: float = 10.0
     longest_s: float = 600.0
+    most_events: int = 3
+    """In a clip; three are learned soonest, because then the share of a colour's frames tells its count."""
     seed: int = 1
 
     def __post_init__(self) -> None:
         if min(self.train, self.val) < 1 or not self.kinds:
             raise ValueError(f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; give one at least")
+        if self.most_events not in EVENTS:
+            raise ValueError(f"Clips: got most_events={self.most_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
         if not EVENTS[0] * PART_S <= self.shortest_s <= self.longest_s < math.inf:
             raise ValueError(
                 f"Clips: got shortest_s={self.shortest_s}, longest_s={self.longest_s}; valid are rising numbers from "
@@ -127,10 +131,10 @@ class Question:
     answer: str
 
 
-def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float) -> Scene:
+def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, most_events: int = EVENTS[-1]) -> Scene:
     """A scene whose length is log-uniform and whose asked colour comes 0 to 3 times, each as likely."""
     frames = round(math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s))) * FPS)
-    most = min(EVENTS[-1], int(frames / FPS / PART_S + 1e-6))
+    most = min(most_events, int(frames / FPS / PART_S + 1e-6))
     count = int(rng.integers(EVENTS[0], most + 1))
     asked, *others = rng.permutation(list(COLOURS)).tolist()
     times = int(rng.choice(COUNTS))
@@ -243,7 +247,8 @@ def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]
         rows: list[dict[str, Any]] = []
         for number in range(count):
             rng = np.random.default_rng((settings.seed, split == "val", number))
-            scene, video = draw_scene(rng, settings.shortest_s, settings.longest_s), f"clips/{split}_{number:05}.mp4"
+            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
+            video = f"clips/{split}_{number:05}.mp4"
             write_clip(scene, folder / video)
             for question in (ask(scene, kind, rng) for kind in settings.kinds):
                 rows.append(verl_row(question, scene, video, split, len(rows)))

@@ -14,7 +14,7 @@ from rlfuse.tasks.clips import COLOURS, FPS, Clips, Kind, ask, compute_score, dr
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
 
-SMALL = Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0)
+SMALL = Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, most_events=6)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,9 @@ def test_the_same_settings_give_the_same_task(written, tmp_path):
     again = [pq.read_table(file).to_pylist() for file in write_task(tmp_path, SMALL)]
     assert again == [train, val]
     (tmp_path / "other").mkdir()
-    other = write_task(tmp_path / "other", Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, seed=2))
+    other = write_task(
+        tmp_path / "other", Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, most_events=6, seed=2)
+    )
     assert pq.read_table(other[0]).to_pylist() != train
 
 
@@ -142,7 +144,9 @@ def test_rows_of_other_tasks_are_refused(source, truth):
         compute_score(source, "2", truth)
 
 
-@pytest.mark.parametrize("bad", [{"train": 0}, {"kinds": ()}, {"shortest_s": 5.0}, {"longest_s": math.inf}])
+@pytest.mark.parametrize(
+    "bad", [{"train": 0}, {"kinds": ()}, {"shortest_s": 5.0}, {"longest_s": math.inf}, {"most_events": 7}]
+)
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="Clips: got"):
         Clips(**bad)

@@ -1,0 +1,265 @@
+"""A long-video question task made of real mp4 files: coloured squares come and go, and are counted, ordered, located.
+
+Role: scenes, their files, questions with ground truths, the rule reward and verl-shaped parquet files. A clip of ten
+seconds to ten minutes shows a few events, one square at a time on a grey ground, with pauses between. About each clip
+are asked, for instance: `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`.
+Invariants:
+- a scene is a function of seed, split and number, so training and validation share no clip, however many are drawn;
+- whoever samples a frame a second, or `FRAMES_NEEDED` frames evenly, sees every event and every pause between two;
+- counts and colours are drawn evenly from four: who does not see the clip is right a quarter of the time;
+- rows name their files relative to the folder of the parquet file.
+Callers: whoever prepares the task calls `write_task`, reward workers call `compute_score`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlfuse.video.plan import TaskKind
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
+GROUND = (128, 128, 128)
+COUNTS = range(4)
+EVENTS = range(3, 7)
+EVENT_SHARE = (0.45, 0.6)
+"""An event's share of its part of the clip; all events have equal parts."""
+MARGIN = 0.15
+"""Share of the part that is pause on either side, at least."""
+PART_S = 10 / 3
+"""Shortest part: its event and the pause between two events then last a second."""
+FRAMES_NEEDED = 20
+"""Six parts of which 2 x MARGIN is pause: a twentieth of the clip."""
+FPS = 5
+"""Frames per second of the files: as many as the plan asks for to count."""
+SIDE, SQUARE = 56, 32
+"""Pixels of a frame and of the squares in it."""
+WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
+SIGNS = ("[", " second]", ".", *"0123456789")
+"""With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
+FOUND_IOU = 0.5
+"""An event counts as found if the answer overlaps it by so much."""
+
+_INTERVAL = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
+
+
+class Kind(StrEnum):
+    """What is asked."""
+
+    COUNT = "count"
+    ORDER = "order"
+    LOCATE = "locate"
+
+    @property
+    def data_source(self) -> str:
+        """One for each kind, so that each is validated and logged by itself."""
+        return f"clips_{self}"
+
+    @property
+    def task(self) -> TaskKind:
+        """How densely the clip is to be sampled."""
+        return {Kind.COUNT: TaskKind.MOTION, Kind.ORDER: TaskKind.GENERAL, Kind.LOCATE: TaskKind.DETAIL}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Clips:
+    """What is written."""
+
+    train: int = 64
+    val: int = 16
+    """Clips; each has one row for each kind."""
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    shortest_s: float = 10.0
+    longest_s: float = 600.0
+    most_events: int = 3
+    """In a clip; three are learned soonest, because then the share of a colour's frames tells its count."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.train, self.val) < 1 or not self.kinds:
+            raise ValueError(f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; give one at least")
+        if self.most_events not in EVENTS:
+            raise ValueError(f"Clips: got most_events={self.most_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
+        if not EVENTS[0] * PART_S <= self.shortest_s <= self.longest_s < math.inf:
+            raise ValueError(
+                f"Clips: got shortest_s={self.shortest_s}, longest_s={self.longest_s}; valid are rising numbers from "
+                f"{EVENTS[0] * PART_S:g} up, which {EVENTS[0]} events take"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A square that is shown from `start_s` to `end_s`."""
+
+    colour: str
+    start_s: float
+    end_s: float
+    corner: tuple[int, int]
+    """Pixels down and across."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What happens in a clip, in order."""
+
+    duration_s: float
+    events: tuple[Event, ...]
+    asked: str
+    """The colour that is counted."""
+
+    def count(self, colour: str) -> int:
+        """How many events have the colour."""
+        return sum(event.colour == colour for event in self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """About one clip."""
+
+    kind: Kind
+    text: str
+    answer: str
+
+
+def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, most_events: int = EVENTS[-1]) -> Scene:
+    """A scene whose length is log-uniform and whose asked colour comes 0 to 3 times, each as likely."""
+    frames = round(math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s))) * FPS)
+    most = min(most_events, int(frames / FPS / PART_S + 1e-6))
+    count = int(rng.integers(EVENTS[0], most + 1))
+    asked, *others = rng.permutation(list(COLOURS)).tolist()
+    times = int(rng.choice(COUNTS))
+    colours = rng.permutation([asked] * times + rng.choice(others, count - times).tolist())
+    part = frames / count
+    events = []
+    for place, colour in enumerate(colours.tolist()):
+        share = rng.uniform(*EVENT_SHARE)
+        start = math.ceil((place + rng.uniform(MARGIN, 1 - MARGIN - share)) * part)
+        end = start + math.floor(share * part)
+        corner = tuple(rng.integers(0, SIDE - SQUARE + 1, 2).tolist())
+        events.append(Event(colour, start / FPS, end / FPS, corner))
+    return Scene(frames / FPS, tuple(events), asked)
+
+
+def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
+    """A question of the kind."""
+    if kind is Kind.COUNT:
+        return Question(kind, f"how many {scene.asked} ?", str(scene.count(scene.asked)))
+    if kind is Kind.ORDER:
+        place, word = ((0, "first"), (-1, "last"))[rng.integers(2)]
+        return Question(kind, f"which is {word} ?", scene.events[place].colour)
+    colour = scene.events[rng.integers(len(scene.events))].colour
+    event = next(event for event in scene.events if event.colour == colour)
+    return Question(kind, f"when is {colour} first ?", f"{event.start_s:.1f} to {event.end_s:.1f}")
+
+
+def write_clip(scene: Scene, path: Path) -> None:
+    """The scene as H.264 in mp4, or MPEG-4 where PyAV was built without an H.264 encoder."""
+    ground = _picture(None)
+    pictures = [ground] * round(scene.duration_s * FPS)
+    for event in scene.events:
+        first, last = round(event.start_s * FPS), round(event.end_s * FPS)
+        pictures[first:last] = [_picture(event)] * (last - first)
+    codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=FPS, options={"preset": "veryfast"} if codec == "libx264" else {})
+        stream.width = stream.height = SIDE
+        stream.pix_fmt, stream.codec_context.gop_size = "yuv420p", 10 * FPS
+        stream.codec_context.thread_count = 1
+        for number, picture in enumerate(pictures):
+            picture.pts, picture.time_base = number, Fraction(1, FPS)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """verl-shaped reward: 1.0 for the right number or colour; for a place in time, the overlap with the event (IoU).
+
+    `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all.
+    """
+    text, truth = solution_str.strip(), str(ground_truth)
+    if data_source == Kind.LOCATE.data_source:
+        overlap = interval_iou(text, truth)
+        return {
+            "score": overlap or 0.0,
+            "acc": float((overlap or 0.0) >= FOUND_IOU),
+            "format": float(overlap is not None),
+        }
+    answers = {Kind.COUNT.data_source: [str(count) for count in COUNTS], Kind.ORDER.data_source: list(COLOURS)}
+    if truth not in answers.get(data_source, ()):
+        raise ValueError(
+            f"data_source and ground_truth: got {data_source!r}, {ground_truth!r}; valid are rows that this task "
+            "wrote. Use another reward function for other data."
+        )
+    right = float(text == truth)
+    return {"score": right, "acc": right, "format": float(text in answers[data_source])}
+
+
+def interval_iou(answer: str, truth: str) -> float | None:
+    """Seconds in both intervals over seconds in either; None where the answer is no interval."""
+    match, true = _INTERVAL.fullmatch(answer), _INTERVAL.fullmatch(truth)
+    if true is None:
+        raise ValueError(f"ground_truth: got {truth!r}; valid is an interval as in '3.2 to 5.0', in seconds")
+    if match is None:
+        return None
+    (start, end), (true_start, true_end) = map(float, match.groups()), map(float, true.groups())
+    if end < start:
+        return None
+    both = max(0.0, min(end, true_end) - max(start, true_start))
+    return both / (end - start + true_end - true_start - both)
+
+
+def verl_row(question: Question, scene: Scene, video: str, split: str, index: int) -> dict[str, Any]:
+    """The question as a row in verl's shape; `extra_info.task` is the plan's kind of task."""
+    return {
+        "data_source": question.kind.data_source,
+        "prompt": [{"role": "user", "content": f"<video> {question.text}"}],
+        "videos": [{"video": video}],
+        "ability": "video",
+        "reward_model": {"style": "rule", "ground_truth": question.answer},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "task": str(question.kind.task),
+            "duration_s": scene.duration_s,
+            "events": len(scene.events),
+        },
+    }
+
+
+def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]:
+    """Write `clips/*.mp4`, `train.parquet` and `val.parquet` into an existing folder; returns the parquet files."""
+    settings = settings or Clips()
+    (folder / "clips").mkdir()
+    files = []
+    for split, count in (("train", settings.train), ("val", settings.val)):
+        rows: list[dict[str, Any]] = []
+        for number in range(count):
+            rng = np.random.default_rng((settings.seed, split == "val", number))
+            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
+            video = f"clips/{split}_{number:05}.mp4"
+            write_clip(scene, folder / video)
+            for question in (ask(scene, kind, rng) for kind in settings.kinds):
+                rows.append(verl_row(question, scene, video, split, len(rows)))
+        files.append(folder / f"{split}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), files[-1])
+    return files[0], files[1]
+
+
+def _picture(event: Event | None) -> av.VideoFrame:
+    pixels = np.full((SIDE, SIDE, 3), GROUND, dtype=np.uint8)
+    if event:
+        down, across = event.corner
+        pixels[down : down + SQUARE, across : across + SQUARE] = COLOURS[event.colour]
+    return av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")

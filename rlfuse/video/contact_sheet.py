@@ -1,0 +1,191 @@
+"""One picture of what the model saw and said: its frames with their times, beside question, answer and reward.
+
+Role: `contact_sheet` is called for the few samples that a step logs; the image goes to wandb and, as PNG, to the run
+folder. Pure: it is given the decoded frames of the plan and opens nothing but its fonts.
+Invariants: frames are shown as the model got them, in their order and shape; what does not fit (frames beyond
+`MOST_FRAMES`, the middle of a long answer) is left out evenly and the picture says how much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from rlfuse.samples import Reward, RewardFailure
+from rlfuse.video.plan import VideoPlan
+
+MOST_FRAMES = 640
+GRID = (1120, 760)
+"""Pixels that frames are made to fill, about."""
+THUMB = range(60, 281)
+"""Pixels of a thumbnail's width: at the least a time can be read below it."""
+PANEL = 420
+GAP, MARGIN, LABEL = 6, 24, 15
+PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
+GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
+SMALL, NORMAL, LARGE = 11, 14, 30
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """What stands beside the frames."""
+
+    title: str
+    """Step and sample, for instance `step 12 · 12/3/0`."""
+    question: str
+    answer: str
+    truth: str = ""
+    reward: Reward | RewardFailure | None = None
+
+
+def contact_sheet(frames: np.ndarray, plan: VideoPlan, caption: Caption) -> Image.Image:
+    """The picture. `frames` are those of the plan: uint8 [frames, height, width, 3]."""
+    if frames.shape != (plan.frames, plan.height, plan.width, 3) or frames.dtype != np.uint8:
+        raise ValueError(
+            f"frames: got {frames.dtype} {frames.shape}; valid is uint8 "
+            f"{(plan.frames, plan.height, plan.width, 3)}, as decoded from this plan"
+        )
+    grid = _grid(frames, plan)
+    panel = _panel(plan, caption, len(grid.info["shown"]), grid.height)
+    height = 2 * MARGIN + max(grid.height, panel.height)
+    sheet = Image.new("RGB", (3 * MARGIN + grid.width + panel.width, height), PAPER)
+    sheet.paste(grid, (MARGIN, MARGIN))
+    sheet.paste(panel, (2 * MARGIN + grid.width, MARGIN))
+    return sheet
+
+
+def _grid(frames: np.ndarray, plan: VideoPlan) -> Image.Image:
+    """Thumbnails in rows, each with its time below."""
+    shown = np.linspace(0, plan.frames - 1, min(plan.frames, MOST_FRAMES)).round().astype(int)
+    width, height = _thumbnail(len(shown), plan.width / plan.height)
+    columns = max(1, min(len(shown), (GRID[0] + GAP) // (width + GAP)))
+    rows = math.ceil(len(shown) / columns)
+    across, down = width + GAP, height + LABEL + GAP
+    grid = Image.new("RGB", (columns * across - GAP, rows * down - GAP), PAPER)
+    draw = ImageDraw.Draw(grid)
+    for place, index in enumerate(shown):
+        left, top = place % columns * across, place // columns * down
+        # Small frames stay pixels that can be counted; large ones are smoothed.
+        method = Image.Resampling.NEAREST if width >= 2 * plan.width else Image.Resampling.LANCZOS
+        grid.paste(Image.fromarray(frames[index]).resize((width, height), method), (left, top))
+        draw.rectangle((left, top, left + width - 1, top + height - 1), outline=LINE)
+        middle = (left + width / 2, top + height + LABEL / 2 + 1)
+        draw.text(middle, f"{plan.times[index]:.1f} s", PALE, _font(SMALL), anchor="mm")
+    grid.info["shown"] = shown
+    return grid
+
+
+def _thumbnail(count: int, shape: float) -> tuple[int, int]:
+    """The largest width and height at which `count` thumbnails fill the grid, within `THUMB`."""
+    for width in reversed(THUMB):
+        height = max(1, round(width / shape))
+        columns, rows = (GRID[0] + GAP) // (width + GAP), (GRID[1] + GAP) // (height + LABEL + GAP)
+        if columns * rows >= count:
+            return width, height
+    return THUMB[0], max(1, round(THUMB[0] / shape))
+
+
+def _panel(plan: VideoPlan, caption: Caption, shown: int, height: int) -> Image.Image:
+    """Text from top to bottom: title, question, answer, truth, reward, and what the plan was."""
+    panel = _Column(Image.new("RGB", (PANEL, max(height, 420)), PAPER))
+    panel.text(caption.title, SMALL, PALE)
+    panel.part("Question", caption.question, 5)
+    room = panel.image.height - panel.top - 210
+    panel.part("Answer", caption.answer, max(3, room // _step(NORMAL)))
+    if caption.truth:
+        panel.part("Ground truth", caption.truth, 2)
+    panel.rule()
+    panel.text("Reward", SMALL, PALE)
+    _reward(panel, caption.reward)
+    seen = f"{plan.frames} frames of {plan.width} x {plan.height}, {plan.fps:.3g} a second"
+    patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
+    left_out = f" · {shown} of them shown" if shown < plan.frames else ""
+    panel.space(8)
+    panel.text(f"{seen}{left_out}", SMALL, PALE)
+    panel.text(f"{plan.tokens:,} visual tokens, {plan.tokens_per_frame} {patch}", SMALL, PALE)
+    return panel.image
+
+
+def _reward(panel: _Column, reward: Reward | RewardFailure | None) -> None:
+    if reward is None:
+        panel.text("(not scored)", NORMAL, PALE)
+    elif isinstance(reward, RewardFailure):
+        panel.text(f"failed: {reward.function}: {reward.message}", NORMAL, FAILED, lines=4)
+    else:
+        panel.text(f"{reward.value:.4g}", LARGE, GOOD if reward.value > 0 else BAD)
+        panel.text(" · ".join(f"{name} {part:.3g}" for name, part in reward.parts.items()), SMALL, PALE, lines=3)
+
+
+class _Column:
+    """Text down an image."""
+
+    def __init__(self, image: Image.Image):
+        self.image = image
+        self.top = 0
+        self._draw = ImageDraw.Draw(image)
+
+    def space(self, pixels: int) -> None:
+        self.top += pixels
+
+    def rule(self) -> None:
+        self.space(10)
+        self._draw.line([(0, self.top), (self.image.width, self.top)], LINE)
+        self.space(10)
+
+    def part(self, name: str, text: str, lines: int) -> None:
+        """A heading and its text."""
+        self.space(14)
+        self.text(name, SMALL, PALE)
+        self.text(text or "(empty)", NORMAL, INK if text else PALE, lines)
+
+    def text(self, text: str, size: int, colour: str, lines: int = 1) -> None:
+        for line in _fitted(_wrapped(text, size, self.image.width), lines):
+            self._draw.text((0, self.top), line, colour, _font(size))
+            self.space(_step(size))
+
+
+def _wrapped(text: str, size: int, width: int) -> list[str]:
+    """Lines no wider than `width`, broken between words, or within one that is wider by itself."""
+    length, lines = _font(size).getlength, []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split(" "):
+            if line and length(f"{line} {word}") > width:
+                lines.append(line)
+                line = word
+            else:
+                line = f"{line} {word}" if line else word
+            while length(line) > width:
+                cut = next(n for n in range(1, len(line)) if length(line[: n + 1]) > width)
+                lines.append(line[:cut])
+                line = line[cut:]
+        lines.append(line)
+    return lines
+
+
+def _fitted(lines: list[str], most: int) -> list[str]:
+    """The lines, or their beginning and end with how many are between."""
+    if len(lines) <= most:
+        return lines
+    if most < 3:
+        return [*lines[: most - 1], lines[most - 1][:-1] + "…"]
+    head = most // 2
+    tail = most - 1 - head
+    return [*lines[:head], f"… {len(lines) - head - tail} lines …", *lines[len(lines) - tail :]]
+
+
+def _step(size: int) -> int:
+    """Pixels from line to line."""
+    return round(size * 1.4)
+
+
+@lru_cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib and knows more scripts than Pillow's own."""
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

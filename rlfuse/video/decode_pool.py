@@ -1,0 +1,262 @@
+"""Decoding in processes of its own: bounded in time for each clip, in clips and bytes for all of them.
+
+Role: `DecodePool` is what everyone but a notebook decodes with: the run when it plans its clips, an encoder rank for
+the frames that it encodes. It may be pickled to another process, and has its own workers there.
+
+    stream(clips) --submitted while both bounds allow--> worker process, worker process, ...
+         ^------ results in order; asking for the next gives back the room of the one before ------'
+
+Invariants:
+- a clip is at most `timeout_s` in a worker. One that takes longer or crashes its process is a VideoError that names
+  it, the process is killed and replaced, and the other clips go on;
+- at most `max_clips` clips and `max_bytes` of frames are under way or not yet given back: a slow consumer pauses the
+  decoders. A clip larger than `max_bytes` on its own is a VideoError;
+- frames are written once, into memory that worker and consumer share and that no crash of either leaves behind;
+- no worker outlives the process that started it.
+Waits for workers, each bounded as above; an EngineError says that the pool itself is at fault. Used from one thread at
+a time. Workers are spawned, so a script that uses this needs `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from rlfuse.cluster.children import heed_children
+from rlfuse.engines.protocols import EngineError
+from rlfuse.video import decoding
+from rlfuse.video.errors import VideoError
+from rlfuse.video.plan import ClipFacts, VideoPlan
+
+START_S = 120.0
+"""For a new process to import PyAV, on a machine that is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Frames `first` to before `last` (to the end where None) of what a plan names in a file."""
+
+    path: str
+    plan: VideoPlan
+    first: int = 0
+    last: int | None = None
+    sample: str = ""
+    """Named in errors beside the file."""
+
+    def __post_init__(self) -> None:
+        if not self.plan.times[self.first : self.last]:
+            raise ValueError(f"Clip: frames {self.first} to {self.last} of {self.plan.frames}; ask for one at least")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of its decoded frames."""
+        return len(self.plan.times[self.first : self.last]), self.plan.height, self.plan.width, 3
+
+    @property
+    def bytes(self) -> int:
+        """Of its decoded frames."""
+        return int(np.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a worker is asked for: facts of a file, or frames of a shape."""
+
+    path: str
+    clip: Clip | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.clip.bytes if self.clip else 0
+
+    def __str__(self) -> str:
+        return f"{self.path} (sample {self.clip.sample})" if self.clip and self.clip.sample else self.path
+
+
+class _Shared:
+    """Pixels that another process writes. The memory has no name: it goes when nobody maps or holds it any more."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._file = os.memfd_create("frames")
+        os.ftruncate(self._file, int(np.prod(shape)))
+        self.pixels = np.frombuffer(mmap.mmap(self._file, 0), np.uint8).reshape(shape)
+
+    @property
+    def path(self) -> str:
+        """Where other processes open it, until `close`."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request under way."""
+
+    request: _Request
+    future: ProcessFuture
+    shared: _Shared | None = None
+
+    def release(self) -> None:
+        """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""
+        self.future.cancel()
+        if self.shared:
+            self.shared.close()
+
+
+@dataclass(slots=True)
+class DecodePool:
+    """Worker processes that decode. They start with the first clip; leave it as a context manager, or `close` it."""
+
+    workers: int = 1
+    timeout_s: float = 60.0
+    """For one clip, or the part of one that is asked for."""
+    max_clips: int = 4
+    max_bytes: int = 1 << 30
+    _pool: ProcessPool | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "timeout_s", "max_clips", "max_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"DecodePool.{name}: got {getattr(self, name)}; valid is a number above 0")
+
+    def __reduce__(self) -> tuple:
+        return DecodePool, (self.workers, self.timeout_s, self.max_clips, self.max_bytes)
+
+    def __enter__(self) -> DecodePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def probe(self, paths: Iterable[str]) -> Iterator[ClipFacts | VideoError]:
+        """The facts of each file, in order."""
+        return self._in_order(_Request(path) for path in paths)
+
+    def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:
+        """The frames of each clip, in order: uint8 [frames, height, width, 3]. Decodes ahead within the bounds."""
+        return self._in_order(_Request(clip.path, clip) for clip in clips)
+
+    def decode(self, path: str, plan: VideoPlan, first: int = 0, last: int | None = None) -> np.ndarray:
+        """The frames of one clip, or VideoError: `decoding.decode` in a worker."""
+        [frames] = self.stream([Clip(path, plan, first, last)])
+        if isinstance(frames, VideoError):
+            raise frames
+        return frames
+
+    def close(self) -> None:
+        """End the workers, whatever they do. A later call starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool:
+            pool.stop()
+            pool.join()
+
+    def _in_order(self, requests: Iterable[_Request]) -> Iterator[Any]:
+        requests, ahead, held = iter(requests), deque[_Call](), 0
+        upcoming = next(requests, None)
+        try:
+            while ahead or upcoming:
+                while (
+                    upcoming and len(ahead) < self.max_clips and (not ahead or held + upcoming.bytes <= self.max_bytes)
+                ):
+                    ahead.append(self._submit(upcoming))
+                    held += upcoming.bytes
+                    upcoming = next(requests, None)
+                result = self._result(ahead[0])
+                done = ahead.popleft()
+                done.release()
+                yield result
+                held -= done.request.bytes
+        finally:
+            for call in ahead:
+                call.release()
+
+    def _submit(self, request: _Request) -> _Call:
+        clip = request.clip
+        if clip is None:
+            return _Call(request, self._schedule(decoding.probe, request.path))
+        if clip.bytes > self.max_bytes:
+            future: ProcessFuture = ProcessFuture()
+            shape = " x ".join(map(str, clip.shape))
+            problem = f"its frames take {clip.bytes} bytes ({shape}), and the pool may hold {self.max_bytes}"
+            future.set_exception(VideoError(problem, "Raise max_bytes, or ask for the clip in parts"))
+            return _Call(request, future)
+        shared = _Shared(clip.shape)
+        return _Call(request, self._schedule(_decode_into, shared.path, clip), shared)
+
+    def _schedule(self, function: Callable[..., Any], *arguments: Any) -> ProcessFuture:
+        if self._pool is None:
+            heed_children()
+            if _ignores_children():
+                raise EngineError(
+                    "this process ignores SIGCHLD, as Ray's do, so a decode worker's end would not be seen: call "
+                    "rlfuse.cluster.children.heed_children() on its main thread first"
+                )
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPool(self.workers, initializer=_end_with_parent, context=context)
+        try:
+            return self._pool.schedule(function, arguments, timeout=self.timeout_s)
+        except RuntimeError as error:  # pebble's word for a broken pool
+            raise EngineError(f"the decode workers can't be used: {error}") from error
+
+    def _result(self, call: _Call) -> ClipFacts | np.ndarray | VideoError:
+        """Of the oldest call, which has a worker or is the next to get one."""
+        limit, future = self.timeout_s, call.future
+        try:
+            facts = future.result(START_S + limit)
+            return call.shared.pixels if call.shared else facts
+        except VideoError as error:
+            return error.of(str(call.request))
+        except TimeoutError:
+            if not future.done():
+                raise EngineError(f"no decode worker took {call.request} within {START_S + limit:g} s") from None
+            problem, remedy = (
+                f"took longer than {limit:g} s to read and was stopped",
+                "Raise timeout_s, or drop the row",
+            )
+        except ProcessExpired as error:
+            problem = f"crashed its decoder (exit code {error.exitcode})"
+            remedy = "Replace the file; at -9 the system ended it, which a lack of memory does too"
+        except BrokenProcessPool as error:
+            raise EngineError(f"the decode workers can't be used: {error}") from error
+        except Exception as error:
+            problem, remedy = f"can't be decoded ({type(error).__name__}: {error})", "Replace the file, or drop the row"
+        return VideoError(problem, remedy, str(call.request))
+
+
+def _decode_into(memory: str, clip: Clip) -> None:
+    """In a worker: decode into memory of the process that asks."""
+    with open(memory, "r+b") as file:
+        out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
+    decoding.decode(clip.path, clip.plan, clip.first, clip.last, out)
+
+
+def _ignores_children() -> bool:
+    """Asked of the kernel: Ray sets it where Python does not see it."""
+    [ignored] = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "SigIgn" in line)
+    return bool(int(ignored, 16) >> signal.SIGCHLD - 1 & 1)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the parent does, also in the middle of a file that never answers."""
+    parent = multiprocessing.parent_process().sentinel
+
+    def watch() -> None:
+        wait([parent])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()

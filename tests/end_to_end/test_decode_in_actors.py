@@ -1,0 +1,54 @@
+"""A decode pool inside a Ray actor, as an encoder rank has one: a file that hangs, and the rank killed."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import ray
+
+from rlfuse.cluster.children import heed_children
+from rlfuse.engines.protocols import EngineError
+from rlfuse.tasks.clips import draw_scene, write_clip
+from rlfuse.video.decode_pool import Clip, DecodePool
+from rlfuse.video.plan import FixedSampling, plan_video
+
+
+class Rank:
+    """Decodes on another thread than the main one."""
+
+    def __init__(self, pool: DecodePool, heeds: bool):
+        if heeds:
+            heed_children()
+        self._pool, self._thread = pool, ThreadPoolExecutor(1)
+
+    def decode(self, paths):
+        """Shape of each clip's frames or its error, and who decoded."""
+        return self._thread.submit(self._decode, paths).result(60)
+
+    def _decode(self, paths):
+        try:
+            [facts] = self._pool.probe(paths[:1])
+        except EngineError as error:
+            return str(error), []
+        plan = plan_video(facts, FixedSampling(8, 4))
+        results = [getattr(r, "shape", r) for r in self._pool.stream(Clip(path, plan) for path in paths)]
+        return results, [child.pid for child in psutil.Process().children()]
+
+
+def test_a_pool_in_an_actor(ray_cluster, tmp_path):
+    good, silent = tmp_path / "good.mp4", tmp_path / "silent.mp4"
+    write_clip(draw_scene(np.random.default_rng(0), 10.0, 12.0), good)
+    os.mkfifo(silent)
+    actor = ray.remote(Rank).options(num_cpus=0)
+    pool = DecodePool(timeout_s=1.0)
+    deaf, rank = actor.remote(pool, False), actor.remote(pool, True)
+    refusal, _ = ray.get(deaf.decode.remote([str(good)]), timeout=120)
+    assert "ignores SIGCHLD" in refusal
+    results, workers = ray.get(rank.decode.remote([str(good), str(silent), str(good)]), timeout=120)
+    assert results[0] == results[2] == (8, 56, 56, 3) and "took longer than 1 s" in str(results[1])
+    processes = [psutil.Process(pid) for pid in workers]
+    ray.kill(deaf)
+    ray.kill(rank)
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert processes and not alive

@@ -1,0 +1,178 @@
+"""Decoding in processes: hanging and crashing files, bounds in clips and bytes, and nothing left behind."""
+
+import errno
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from clip_files import numbers, plan_of, steady, write_video
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.video import decoding
+from rlfuse.video.decode_pool import Clip, DecodePool
+from rlfuse.video.errors import VideoError
+
+PLAN = plan_of(steady(6, 2))
+BYTES = 6 * 28 * 224 * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    write_video(folder / "good.mp4", steady(30))
+    os.mkfifo(folder / "silent.mp4")
+    (folder / "text.mp4").write_text("no video")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def good(folder):
+    return str(folder / "good.mp4")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with DecodePool(workers=2, timeout_s=1.0) as pool:
+        yield pool
+
+
+def opened_by_its_reader(pipe: Path) -> int:
+    """A descriptor to write to the pipe, once somebody is opening it to read."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO
+            time.sleep(0.01)
+    raise TimeoutError(f"nobody opened {pipe}")
+
+
+def test_results_come_in_order_and_equal_those_of_this_process(pool, good):
+    assert list(pool.probe([good] * 2)) == [decoding.probe(good)] * 2
+    clips = [Clip(good, PLAN, first) for first in (0, 3, 1, 5, 2, 4)]
+    list(pool.stream(clips))
+    open_before = len(os.listdir("/proc/self/fd"))
+    for clip, frames in zip(clips, pool.stream(clips), strict=True):
+        assert numbers(frames) == [0, 5, 10, 15, 20, 25][clip.first :]
+    del frames  # its mapping has a descriptor
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    whole = decoding.decode(good, PLAN)
+    assert np.array_equal(pool.decode(good, PLAN, 2, 5), whole[2:5])
+
+
+def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
+    names = ["good", "silent", "good", "text", "gone", "good"]
+    clips = [Clip(str(folder / f"{name}.mp4"), PLAN, sample=f"7/{i}/0") for i, name in enumerate(names)]
+    results = list(pool.stream(clips))
+    for place in (0, 2, 5):
+        assert numbers(results[place]) == [0, 5, 10, 15, 20, 25]
+    for place, problem in ((1, "took longer than 1 s"), (3, "can't be read as a video"), (4, "there is no such file")):
+        assert isinstance(results[place], VideoError)
+        assert str(results[place]).startswith(f"{clips[place].path} (sample 7/{place}/0): {problem}")
+    assert isinstance(next(pool.probe([str(folder / "silent.mp4")])), VideoError)
+    with pytest.raises(VideoError, match="no such file"):
+        pool.decode(str(folder / "gone.mp4"), PLAN)
+
+
+def test_a_crash_costs_only_its_sample(tmp_path, good):
+    os.mkfifo(tmp_path / "crash.mp4")
+    others = set(psutil.Process().children(recursive=True))
+    with DecodePool(timeout_s=60.0) as pool:
+        clips = [Clip(good, PLAN), Clip(str(tmp_path / "crash.mp4"), PLAN), Clip(good, PLAN)]
+        results = pool.stream(clips)
+        assert numbers(next(results))[-1] == 25
+        writer = opened_by_its_reader(tmp_path / "crash.mp4")
+        for worker in set(psutil.Process().children(recursive=True)) - others:
+            if "spawn_main" in " ".join(worker.cmdline()):
+                worker.send_signal(signal.SIGSEGV)
+        assert "crashed its decoder (exit code -11)" in str(next(results))
+        os.close(writer)
+        assert numbers(next(results))[-1] == 25
+
+
+@pytest.mark.parametrize(("bound", "value", "most"), [("max_bytes", 2 * BYTES, 2), ("max_clips", 3, 3)])
+def test_a_slow_consumer_pauses_the_decoders(pool, good, monkeypatch, bound, value, most):
+    monkeypatch.setattr(pool, bound, value)
+    taken = 0
+
+    def clips():
+        nonlocal taken
+        for _ in range(8):
+            taken += 1
+            yield Clip(good, PLAN)
+
+    for done, frames in enumerate(pool.stream(clips())):
+        assert frames.nbytes == BYTES
+        assert taken <= done + most + 1  # one is looked at and waits for room
+
+
+def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch):
+    monkeypatch.setattr(pool, "max_bytes", BYTES - 1)
+    error, part = pool.stream([Clip(good, PLAN), Clip(good, PLAN, 1)])
+    assert f"{BYTES} bytes (6 x 28 x 224 x 3), and the pool may hold {BYTES - 1}" in str(error)
+    assert len(part) == 5
+
+
+def test_a_pool_travels_as_its_settings(pool, good):
+    assert list(pool.probe([good]))
+    there = pickle.loads(pickle.dumps(pool))
+    assert (there.workers, there.timeout_s) == (2, 1.0)
+    assert numbers(there.decode(good, PLAN))[1] == 5
+    there.close()
+    there.close()
+
+
+def test_a_stream_given_up_leaves_the_pool_usable(pool, folder, good):
+    stream = pool.stream([Clip(good, PLAN), Clip(str(folder / "silent.mp4"), PLAN)])
+    next(stream)
+    stream.close()
+    assert numbers(pool.decode(good, PLAN))[1] == 5
+
+
+def test_workers_that_cant_start_are_no_fault_of_the_clip(good):
+    python = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable("/bin/false")
+    try:
+        with DecodePool() as pool, pytest.raises(EngineError, match="decode workers can't be used"):
+            pool.decode(good, PLAN)
+    finally:
+        multiprocessing.set_executable(python)
+
+
+def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path):
+    os.mkfifo(tmp_path / "silent.mp4")
+    program = f"""
+        from rlfuse.video.decode_pool import DecodePool
+        if __name__ == "__main__":
+            list(DecodePool(timeout_s=60.0).probe([{str(tmp_path / "silent.mp4")!r}]))
+    """
+    (tmp_path / "parent.py").write_text(textwrap.dedent(program))
+    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"])
+    writer = opened_by_its_reader(tmp_path / "silent.mp4")
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait(20)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    os.close(writer)
+    assert children and not alive
+
+
+@pytest.mark.parametrize("setting", ["workers", "timeout_s", "max_clips", "max_bytes"])
+def test_settings_are_checked(setting):
+    with pytest.raises(ValueError, match=rf"DecodePool.{setting}: got 0; valid"):
+        DecodePool(**{setting: 0})
+
+
+def test_an_empty_part_is_refused(good):
+    with pytest.raises(ValueError, match="frames 6 to None of 6"):
+        Clip(good, PLAN, 6)

@@ -1,0 +1,209 @@
+"""Embeddings of clips, one bf16 copy per node in shared memory.
+
+Role: `EmbeddingCache` is the book-keeper of one node, an actor that `store` speaks to. Nothing passes through it but
+on its way to another node: encoder ranks write rows straight into the file that `reserve` names, and whoever has the
+handle maps it.
+Invariants:
+- readers meet whole entries only: rows are written to `*.partial`, which `commit` renames;
+- the bytes reserved and committed never exceed `limit_bytes`; entries are dropped least recently used first, never one
+  that a holder (a step) still has. Dropping unlinks: who has mapped an entry keeps it until unmapped;
+- files of a run lie in a folder of its own, locked while the run lives and removed by `close`. What a killed run left
+  is removed by the next one on the node, which finds its folder unlocked;
+- with a disk tier every committed entry is copied there, and is not dropped from memory before.
+Waits for file systems only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.video.disk_tier import DiskTier
+from rlfuse.video.embedding import BF16, Embedding, write_bytes
+
+PREFIX = "rlfuse-embeddings-"
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class _Entry:
+    tokens: int
+    hidden: int
+    whole: bool = False
+    holders: set[str] = field(default_factory=set)
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.hidden * BF16
+
+
+class EmbeddingCache:
+    """The entries of one node. A `holder` is the name of whoever uses entries for a while, as a step does."""
+
+    def __init__(
+        self, limit_bytes: int, disk: str | None = None, disk_bytes: int | None = None, root: str = "/dev/shm"
+    ):
+        self.limit_bytes = limit_bytes
+        self.disk = DiskTier(disk, disk_bytes) if disk else None
+        remove_left_overs(Path(root))
+        self.folder, self._lock = _locked_folder(Path(root))
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._counts: Counter[str] = Counter()
+
+    def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:
+        """The entry, held for `holder`, from memory or the disk tier; None if it has to be encoded."""
+        entry = self._entries.get(key)
+        if entry is None and self.disk and self.disk.has(key):
+            path = self.reserve(key, tokens, hidden, holder)
+            if self.disk.load(key, self._entries[key].bytes, path):
+                self._counts["disk_hits"] += 1
+                return self._publish(key)
+            self.abandon(key)
+        if entry is None or not entry.whole:
+            return None
+        entry.holders.add(holder)
+        self._entries.move_to_end(key)
+        return self._handle(key)
+
+    def reserve(self, key: str, tokens: int, hidden: int, holder: str) -> str:
+        """Room for an entry that is about to be written, all of it claimed now; returns the file to write to."""
+        if key in self._entries:
+            raise EngineError(f"embedding {key} is in the cache or being written already; look it up first")
+        entry = _Entry(tokens, hidden, holders={holder})
+        self._make_room(entry.bytes)
+        path = self._partial(key)
+        try:
+            with open(path, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, entry.bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise EngineError(
+                f"{self.folder.parent} has no room for an embedding of {entry.bytes / MIB:.1f} MiB although the cache "
+                f"may hold {self.limit_bytes / MIB:.0f} MiB ({error}): lower the cache's limit or enlarge "
+                f"{self.folder.parent} (docker: --shm-size)"
+            ) from error
+        self._entries[key] = entry
+        return str(path)
+
+    def commit(self, key: str) -> Embedding:
+        """The entry is written: readers may have it, and so does the disk tier soon."""
+        handle = self._publish(key)
+        if self.disk:
+            self.disk.save(key, handle.path)
+        return handle
+
+    def abandon(self, key: str) -> None:
+        """Drop an entry, written or not."""
+        if self._entries.pop(key, None):
+            self._partial(key).unlink(missing_ok=True)
+            self._file(key).unlink(missing_ok=True)
+
+    def release(self, holder: str) -> None:
+        """`holder` is done with all that it held."""
+        for entry in self._entries.values():
+            entry.holders.discard(holder)
+
+    def read(self, key: str) -> np.ndarray:
+        """The bytes of an entry, whole or not, for another node."""
+        file = self._file(key) if self._entries[key].whole else self._partial(key)
+        return np.asarray(np.memmap(file, np.uint8, "r"))
+
+    def write(self, key: str, first: int, data: np.ndarray) -> None:
+        """Another node's bytes at row `first` of a reserved entry."""
+        write_bytes(str(self._partial(key)), first * self._entries[key].hidden * BF16, data)
+
+    def counters(self) -> dict[str, int]:
+        """`evicted`, `disk_hits` and `disk_failures` so far, and bytes now: of all entries, and of those held."""
+        return {
+            "evicted": self._counts["evicted"],
+            "disk_hits": self._counts["disk_hits"],
+            "disk_failures": self.disk.failures if self.disk else 0,
+            "bytes": self._bytes(),
+            "held_bytes": sum(entry.bytes for entry in self._entries.values() if entry.holders),
+        }
+
+    def problems(self) -> list[str]:
+        """What went wrong with the disk tier."""
+        return list(self.disk.problems) if self.disk else []
+
+    def close(self) -> None:
+        """Finish writing to disk and remove the folder; handles are of no use any more."""
+        if self.disk:
+            self.disk.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.bf16"
+
+    def _partial(self, key: str) -> Path:
+        return self.folder / f"{key}.partial"
+
+    def _handle(self, key: str) -> Embedding:
+        entry = self._entries[key]
+        return Embedding(key, str(self._file(key)), entry.tokens, entry.hidden)
+
+    def _publish(self, key: str) -> Embedding:
+        os.rename(self._partial(key), self._file(key))
+        self._entries[key].whole = True
+        self._entries.move_to_end(key)
+        return self._handle(key)
+
+    def _bytes(self) -> int:
+        return sum(entry.bytes for entry in self._entries.values())
+
+    def _make_room(self, needed: int) -> None:
+        idle = [key for key, entry in self._entries.items() if entry.whole and not entry.holders]
+        while self._bytes() + needed > self.limit_bytes and idle:
+            if self.disk:
+                self.disk.finish(idle[0])
+            self.abandon(idle.pop(0))
+            self._counts["evicted"] += 1
+        if (used := self._bytes()) + needed > self.limit_bytes:
+            holders = sorted({holder for entry in self._entries.values() for holder in entry.holders})
+            raise EngineError(
+                f"the embedding cache is full: {used / MIB:.1f} MiB are held by {', '.join(holders) or 'nobody'}, "
+                f"{needed / MIB:.1f} MiB more are needed, the limit is {self.limit_bytes / MIB:.1f} MiB per node. "
+                "Raise the limit, lower the videos of a step or their token budget, or release finished steps."
+            )
+
+
+def remove_left_overs(root: Path) -> list[Path]:
+    """Remove the folders of runs that no longer live; returns them."""
+    removed = []
+    for folder in root.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except BlockingIOError:  # its run lives
+            pass
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def _locked_folder(root: Path) -> tuple[Path, int]:
+    """A new folder and the descriptor that keeps it locked until this process ends."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # taken for a left-over before it was locked
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, descriptor
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""The driver's side of one encoder rank: starts its process, asks it, and starts another when it is lost.
+
+Role: used by `encoding` only.
+Invariants: every call is bounded in time and names rank and frames; a process that did not answer in time or died is
+replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. A part is
+blamed for a death only if it dies alone, with nothing being decoded ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError
+
+from rlfuse.cluster import remote
+from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.events import Span
+from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, FrameReader, Frames, Part, PartFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank lives: Ray's options for its actor, and a name for the memory it shares with other ranks."""
+
+    options: dict[str, Any]
+    memory: str = ""
+    """Empty: the Ray node."""
+
+
+class EncoderHandle:
+    """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs."""
+
+    def __init__(self, rank: int, place: Place, settings: EncoderSettings, frames: FrameReader, timeout_s: float):
+        self.name, self.rank, self.place = f"encoder/{rank}", rank, place
+        self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
+        self._actor: Any = None
+        self._updated: tuple[str, int] | None = None
+
+    @property
+    def memory(self) -> str:
+        """Name of the shared memory that it writes to."""
+        return self.place.memory or self.node
+
+    async def start(self) -> None:
+        """A process with the tower loaded, at the weights of the last update; or EngineError."""
+        self._actor = (
+            ray.remote(EncoderRank).options(**self.place.options).remote(self.rank, self.settings, self.frames)
+        )
+        self.version, self.shape, self.node = await self._ask("load its tower", "start")
+        if self._updated:
+            await self.update(*self._updated)
+
+    async def update(self, weights: str, updates: int) -> None:
+        """Newer weights of a trained tower."""
+        self._updated = (weights, updates)
+        self.version = await self._ask(f"load {weights}", "update", weights, updates)
+
+    async def encode(self, part: Part, upcoming: Frames | None) -> Encoded | PartFailure:
+        """One part; meanwhile what comes next begins to be decoded."""
+        try:
+            return await self._ask(f"encode {part.frames}", "encode", part, upcoming)
+        except EngineError as error:
+            self.close()
+            await self.start()
+            if upcoming and isinstance(error.__cause__, ActorDiedError):
+                return await self.encode(part, None)
+            return PartFailure(str(error))
+
+    async def drain(self) -> list[Span]:
+        """Spans since the last call."""
+        return await self._ask("hand over its spans", "drain")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    async def _ask(self, action: str, method: str, *arguments: Any) -> Any:
+        return await remote.call(getattr(self._actor, method).remote(*arguments), self.name, action, self.timeout_s)

@@ -1,0 +1,302 @@
+"""Sequence-parallel encoding: the clips of a batch over all ranks, each clip once, straight into the caches of nodes.
+
+Role: what a step calls before it rolls out and trains. It moves no pixel and no embedding itself.
+
+    encode(clips, holder) -- one batch at a time
+      keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
+      encoder/0: part, part, ... --rows--> /dev/shm of its node      one part is under way on each rank
+      encoder/1: part, part, ... --rows--> /dev/shm of its node
+      a clip's last part done -> committed -> handle
+
+A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there.
+Invariants:
+- embeddings equal those of the unsharded tower, bit by bit on equal devices: shards are cut where the tower allows;
+- a clip that is in a cache, or twice in a batch, is not encoded (again): `video/encode_once_factor` is 1;
+- a clip that can't be read, decoded or encoded is a `ClipFailure` that says why; the others go on. A rank that dies or
+  does not answer within `timeout_s` costs the clip it was at and is started anew;
+- what `encode` returned stays in memory until `release(holder)`.
+A rank that can't be started (again), or a cache that has no room or is lost, is an `EngineError` for the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.events import Span
+from rlfuse.video.embedding import Embedding, FramePlan, content_hash, embedding_key
+from rlfuse.video.encoder_handle import EncoderHandle, Place
+from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
+from rlfuse.video.sharding import Load, Run, cost, shard
+from rlfuse.video.store import CacheSettings, EmbeddingStore
+
+READERS = 4
+"""Files hashed at a time; fewer than the event loop has threads, so that none waits for one while its time runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video as a sample shows it; `id` names it in messages."""
+
+    id: str
+    path: str
+    plan: FramePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFailure:
+    """Why a clip has no embedding."""
+
+    clip: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Job:
+    """A clip that is looked up and, if missing, encoded."""
+
+    clip: Clip
+    key: str
+    tokens: int
+    home: str = ""
+    target: str = ""
+    reserved: set[tuple[str, str]] = field(default_factory=set)
+    """(memory, key) of entries begun and not finished: its own, and one for each part encoded away from home."""
+    left: int = 0
+    """Parts not yet stored."""
+    executed: int = 0
+    """Tokens that ranks computed for it."""
+    outcome: Embedding | ClipFailure | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Since the last `metrics`."""
+
+    hits: int = 0
+    misses: int = 0
+    failed: int = 0
+    executed: int = 0
+    unique: dict[str, int] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+    heaviest: int = 0
+    mean: float = 0.0
+
+
+class SequenceParallelEncoder:
+    """Encoder ranks at `places`, and the caches of their nodes.
+
+    `frames` decodes and is pickled to every rank; `environment` is that of the caches' processes.
+    """
+
+    def __init__(
+        self,
+        encoder: EncoderSettings,
+        cache: CacheSettings,
+        frames: FrameReader,
+        places: Sequence[Place],
+        timeout_s: float,
+        environment: dict[str, str] | None = None,
+    ):
+        if not places:
+            raise ValueError("places: at least one encoder rank is needed, got none")
+        self.timeout_s = timeout_s
+        self.frozen_only = cache.disk is not None
+        self.store = EmbeddingStore(cache, timeout_s, environment or {})
+        self.ranks = [EncoderHandle(i, place, encoder, frames, timeout_s) for i, place in enumerate(places)]
+        self._one_batch = asyncio.Lock()
+        self._reading = asyncio.Semaphore(READERS)
+        self._tally = _Tally()
+
+    async def start(self) -> None:
+        """Ranks with their towers, all the same, and the caches; or EngineError."""
+        await asyncio.gather(*(rank.start() for rank in self.ranks))
+        self._take_version()
+        self.shape = self.ranks[0].shape
+        await self.store.start({rank.memory: rank.node for rank in self.ranks})
+
+    async def encode(self, clips: Sequence[Clip], holder: str) -> list[Embedding | ClipFailure]:
+        """A handle or a failure for each clip, in order. Handles are held for `holder` until it is released."""
+        async with self._one_batch:
+            jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
+            unique = {job.key: job for job in jobs if isinstance(job, _Job)}
+            await asyncio.gather(*(self._look_up(job, holder) for job in unique.values()))
+            missing = [job for job in unique.values() if job.outcome is None]
+            self._tally.hits += len(unique) - len(missing)
+            self._tally.misses += len(missing)
+            try:
+                await self._encode(missing, holder)
+            finally:
+                left_over = [entry for job in missing for entry in job.reserved]
+                await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
+            results = [job if isinstance(job, ClipFailure) else _named(unique[job.key], job.clip) for job in jobs]
+            self._tally.failed += sum(isinstance(result, ClipFailure) for result in results)
+            return results
+
+    async def fetch(self, embedding: Embedding, memory: str, holder: str) -> Embedding:
+        """The same embedding on the node called `memory`: found there, or copied from where it is."""
+        return await self.store.fetch(embedding, memory, holder)
+
+    async def release(self, holder: str) -> None:
+        """`holder` is done: what only it held may be evicted."""
+        await self.store.release(holder)
+
+    async def update_tower(self, weights: str | Path, updates: int) -> None:
+        """All ranks take the weights of a trained tower; keys change with its version, so nothing stale is found."""
+        if self.frozen_only:
+            raise ValueError("the tower is trained, but the cache has a disk tier: leave it out, versions never recur")
+        async with self._one_batch:
+            await asyncio.gather(*(rank.update(str(weights), updates) for rank in self.ranks))
+            self._take_version()
+
+    async def drain(self) -> list[Span]:
+        """Spans of all ranks since the last call."""
+        return [span for spans in await asyncio.gather(*(rank.drain() for rank in self.ranks)) for span in spans]
+
+    async def metrics(self) -> dict[str, float]:
+        """`video/*` since the last call; bytes are of now, other figures of the caches since they began."""
+        tally, self._tally = self._tally, _Tally()
+        unique, asked = sum(tally.unique.values()), tally.hits + tally.misses
+        counts = await self.store.counters()
+        return {
+            "video/encode_once_factor": tally.executed / unique if unique else 1.0,
+            "video/encoded_tokens": float(tally.executed),
+            "video/failed_clips": float(tally.failed),
+            "video/shard_balance": tally.heaviest / tally.mean if tally.mean else 1.0,
+            **{f"video/{name}": tally.seconds[name] for name in ("decode_s", "decode_wait_s", "encode_s")},
+            "video/cache_hits": float(tally.hits),
+            "video/cache_misses": float(tally.misses),
+            "video/cache_hit_ratio": tally.hits / asked if asked else 1.0,
+            **{f"video/cache_{name}": float(count) for name, count in counts.items()},
+        }
+
+    async def close(self) -> None:
+        """Empty the caches, end all processes."""
+        for rank in self.ranks:
+            rank.close()
+        await self.store.close()
+
+    def _take_version(self) -> None:
+        first = self.ranks[0]
+        if wrong := [rank.name for rank in self.ranks if (rank.version, rank.shape) != (first.version, first.shape)]:
+            raise EngineError(f"{', '.join(wrong)} loaded another tower than {first.name}: give all nodes one model")
+        self.version = first.version
+
+    async def _job(self, clip: Clip) -> _Job | ClipFailure:
+        """The clip's key and token count; a failure if its file can't be read or the plan doesn't fit the tower."""
+        plan, shape = clip.plan, self.shape
+        try:
+            async with self._reading:
+                content = await asyncio.wait_for(asyncio.to_thread(content_hash, clip.path), self.timeout_s)
+            tokens = shape.units(len(plan.times)) * shape.unit_tokens(plan.height, plan.width)
+        except TimeoutError:
+            return ClipFailure(clip.id, f"clip {clip.id}: {clip.path} could not be read within {self.timeout_s:g} s")
+        except (OSError, ValueError) as error:
+            return ClipFailure(clip.id, f"clip {clip.id} ({clip.path}): {error}")
+        if not tokens or (plan.tokens, plan.temporal_patch) != (tokens, shape.temporal_patch):
+            return ClipFailure(
+                clip.id,
+                f"clip {clip.id} ({clip.path}): the plan expects {plan.tokens} tokens with temporal_patch="
+                f"{plan.temporal_patch}, the tower gives {tokens} with {shape.temporal_patch} for {len(plan.times)} "
+                f"frames of {plan.height}x{plan.width}: plan for this tower",
+            )
+        return _Job(clip, embedding_key(content, plan, self.version), tokens)
+
+    async def _look_up(self, job: _Job, holder: str) -> None:
+        job.outcome = await self.store.lookup(job.key, job.tokens, self.shape.hidden, holder)
+
+    async def _encode(self, jobs: list[_Job], holder: str) -> None:
+        """All jobs over all ranks; each has an outcome then."""
+        loads = [self._load(job.clip.plan) for job in jobs]
+        shards = shard(loads, len(self.ranks), self.shape.step)
+        costs = [cost(runs, loads) for runs in shards]
+        self._tally.heaviest += max(costs)
+        self._tally.mean += sum(costs) / len(costs)
+        self._choose_homes(jobs, shards)
+        for job in jobs:
+            job.target = await self._reserve(job, job.home, job.key, job.tokens, holder)
+        work = [
+            asyncio.create_task(self._serve(rank, runs, jobs, holder))
+            for rank, runs in zip(self.ranks, shards, strict=True)
+        ]
+        try:
+            await asyncio.gather(*work)
+        finally:
+            for task in work:
+                task.cancel()  # of no effect unless one failed
+            await asyncio.gather(*work, return_exceptions=True)
+
+    def _load(self, plan: FramePlan) -> Load:
+        patches = self.shape.unit_patches(plan.height, plan.width)
+        return Load(self.shape.units(len(plan.times)), self.shape.cost.unit(patches))
+
+    def _choose_homes(self, jobs: list[_Job], shards: list[list[Run]]) -> None:
+        units: list[Counter[str]] = [Counter() for _ in jobs]
+        for rank, runs in zip(self.ranks, shards, strict=True):
+            for run in runs:
+                units[run.clip][rank.memory] += run.units
+                jobs[run.clip].left += 1
+        for job, of_memory in zip(jobs, units, strict=True):
+            job.home = of_memory.most_common(1)[0][0]
+
+    async def _serve(self, rank: EncoderHandle, runs: list[Run], jobs: list[_Job], holder: str) -> None:
+        """One rank's shard, part by part; parts of clips that failed elsewhere meanwhile are skipped."""
+        for run, after in zip_longest(runs, runs[1:]):
+            job = jobs[run.clip]
+            if job.outcome is not None:
+                continue
+            upcoming = after and self._frames(after, jobs[after.clip])
+            first_row = run.first * self.shape.unit_tokens(job.clip.plan.height, job.clip.plan.width)
+            if rank.memory == job.home:
+                part = Part(self._frames(run, job), job.target, first_row)
+                self._note(job, await rank.encode(part, upcoming))
+            else:
+                await self._encode_away(rank, run, job, first_row, upcoming, holder)
+            if not job.left and job.outcome is None:
+                assert job.executed == job.tokens, f"clip {job.clip.id}: {job.executed} tokens, planned {job.tokens}"
+                job.outcome = await self.store.commit(job.home, job.key)
+                job.reserved.clear()
+                self._tally.executed += job.executed
+                self._tally.unique[job.key] = job.tokens
+
+    async def _encode_away(
+        self, rank: EncoderHandle, run: Run, job: _Job, first_row: int, upcoming: Frames | None, holder: str
+    ) -> None:
+        """A part into an entry of its own on the rank's node, and from there to the clip's home."""
+        entry = f"{job.key}-{run.first}"
+        tokens = run.units * self.shape.unit_tokens(job.clip.plan.height, job.clip.plan.width)
+        target = await self._reserve(job, rank.memory, entry, tokens, holder)
+        done = await rank.encode(Part(self._frames(run, job), target, 0), upcoming)
+        if isinstance(done, Encoded) and job.outcome is None:
+            await self.store.move(rank.memory, entry, job.home, job.key, first_row)
+            job.reserved.discard((rank.memory, entry))
+        self._note(job, done)
+
+    def _note(self, job: _Job, done: Encoded | PartFailure) -> None:
+        if isinstance(done, PartFailure):
+            job.outcome = job.outcome or ClipFailure(job.clip.id, done.message)
+            return
+        job.left -= 1
+        job.executed += done.tokens
+        self._tally.seconds.update(decode_s=done.decode_s, decode_wait_s=done.wait_s, encode_s=done.encode_s)
+
+    def _frames(self, run: Run, job: _Job) -> Frames:
+        plan, size = job.clip.plan, self.shape.temporal_patch
+        return Frames(job.clip.id, job.clip.path, plan, run.first * size, min(run.last * size, len(plan.times)))
+
+    async def _reserve(self, job: _Job, memory: str, key: str, tokens: int, holder: str) -> str:
+        target = await self.store.reserve(memory, key, tokens, self.shape.hidden, holder)
+        job.reserved.add((memory, key))
+        return target
+
+
+def _named(job: _Job, clip: Clip) -> Embedding | ClipFailure:
+    """The job's outcome; a failure under the id of this clip, which may be one of several with the same content."""
+    if isinstance(job.outcome, ClipFailure):
+        return ClipFailure(clip.id, job.outcome.message)
+    return job.outcome

@@ -1,0 +1,106 @@
+"""Which rank encodes which frames: contiguous shards of a batch of clips, cut only where the tower allows, balanced.
+
+Role: pure; `encoding` asks it once per batch. Clips are laid end to end in the order given and the line is cut into one
+run per rank, so there are at most ranks - 1 cuts whatever the clips' lengths and sizes.
+Units: a *unit* is one temporal patch (one frame for VideoLLaMA3, two for Qwen2.5-VL); no attention crosses its bounds.
+Clips are cut at multiples of `step` units, counted from the clip's start: the tower runs `step` units at a time, and a
+matrix product may differ in its last bits with the number of its rows (bf16 on a CPU: half of the embeddings do between
+one frame and two), so every unit must be run in the same company, whoever runs it. Then sharding changes no bit.
+Invariants: every unit is in exactly one shard, in order; the heaviest shard is as light as any contiguous cutting
+allows, and at most total / ranks + the heaviest step; ranks beyond the steps there are get nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Multiply-adds of the tower for one unit, from its patch count: projections and MLP are linear in it, attention
+    quadratic where it spans the unit (attention in windows of fixed size is linear)."""
+
+    per_patch: int
+    per_pair: int
+
+    def unit(self, patches: int) -> int:
+        """Cost of a unit of so many patches."""
+        return self.per_patch * patches + self.per_pair * patches * patches
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A clip as the sharding sees it."""
+
+    units: int
+    unit_cost: int
+    """Of each: all frames of a clip have one size."""
+
+    def __post_init__(self):
+        if self.units < 1 or self.unit_cost < 1:
+            raise ValueError(
+                f"a clip needs at least 1 unit of cost 1, got units={self.units}, unit_cost={self.unit_cost}; "
+                "leave clips without frames out of the batch"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Units `first` to `last` (exclusive) of the batch's clip number `clip`."""
+
+    clip: int
+    first: int
+    last: int
+
+    @property
+    def units(self) -> int:
+        return self.last - self.first
+
+
+def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
+    """One list of runs per rank, in the order of the clips; trailing ranks may be idle.
+
+    The limit searched for is the least load with which filling rank after rank needs no more than `ranks` of them. It
+    never exceeds total / ranks + heaviest step: a rank closed at that limit holds more than total / ranks, so if one
+    more than `ranks` were needed, those closed would hold more than the total.
+    """
+    if ranks < 1 or step < 1:
+        raise ValueError(f"ranks and step must be at least 1, got ranks={ranks}, step={step}")
+    if not loads:
+        return [[] for _ in range(ranks)]
+    total = sum(load.units * load.unit_cost for load in loads)
+    heaviest = max(min(step, load.units) * load.unit_cost for load in loads)
+    low, high = max(heaviest, -(-total // ranks)), total // ranks + heaviest
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(loads, middle, step)) <= ranks:
+            high = middle
+        else:
+            low = middle + 1
+    shards = _fill(loads, low, step)
+    return shards + [[] for _ in range(ranks - len(shards))]
+
+
+def cost(runs: Sequence[Run], loads: Sequence[Load]) -> int:
+    """Of one shard."""
+    return sum(run.units * loads[run.clip].unit_cost for run in runs)
+
+
+def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:
+    """Shards of at most `limit` (at least the heaviest step), each filled before the next is begun."""
+    shards: list[list[Run]] = [[]]
+    room = limit
+    for clip, load in enumerate(loads):
+        first = 0
+        while first < load.units:
+            fits = room // load.unit_cost
+            units = load.units - first if fits >= load.units - first else fits // step * step
+            if not units:
+                shards.append([])
+                room = limit
+                continue
+            shards[-1].append(Run(clip, first, first + units))
+            room -= units * load.unit_cost
+            first += units
+    return shards

@@ -1,0 +1,278 @@
+"""The visual part of a video model: frames in, embeddings in the text model's hidden size out.
+
+Role: what encoder ranks run, and what a trainer that also trains the tower runs with gradient. A tower is loaded alone:
+only its tensors are read from the checkpoint.
+Invariants:
+- the features are those of the Hugging Face model behind its own processor, pixel normalisation included; frames come
+  at the plan's size, so nothing is resized here, and no visual token is ever compressed away;
+- no attention crosses a *unit* (`temporal_patch` frames), and a clip is run `step` units at a time, counted from its
+  start. A clip cut at multiples of `cut` frames therefore gives the same bits as the whole clip on the same kind of
+  device, whoever runs the parts;
+- `version` names the weights, the normalisation and the precision: equal versions, equal embeddings.
+Towers whose features enter at several layers of the text model (Qwen3-VL) are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
+
+from rlfuse.video.sharding import CostModel
+
+PROCESSOR_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """How a tower cuts and counts frames; all that the driver needs of it."""
+
+    hidden: int
+    """Of the text model."""
+    patch: int
+    """Side in pixels."""
+    merge: int
+    """A token covers merge x merge patches."""
+    temporal_patch: int
+    """Frames of a unit."""
+    step: int
+    """Units that run at a time; more use a GPU better, at the price of coarser cuts."""
+    cost: CostModel
+
+    @property
+    def cut(self) -> int:
+        """Frames between two places where a clip may be cut."""
+        return self.step * self.temporal_patch
+
+    def units(self, frames: int) -> int:
+        """Units of a clip; the last may be incomplete."""
+        return -(-frames // self.temporal_patch)
+
+    def unit_patches(self, height: int, width: int) -> int:
+        """Patches of one unit; sides must be multiples of patch times merge (28 pixels)."""
+        side = self.patch * self.merge
+        if height < side or width < side or height % side or width % side:
+            raise ValueError(f"frames of {height}x{width} pixels: both sides must be positive multiples of {side}")
+        return (height // self.patch) * (width // self.patch)
+
+    def unit_tokens(self, height: int, width: int) -> int:
+        """Tokens of one unit."""
+        return self.unit_patches(height, width) // self.merge**2
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """What the model's processor does to pixels: (value * rescale - mean) / std per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+
+    @classmethod
+    def of(cls, folder: Path) -> Pixels:
+        """As the checkpoint's processor configuration says."""
+        settings = _processor_settings(folder)
+        try:
+            return cls(
+                tuple(settings["image_mean"]), tuple(settings["image_std"]), settings.get("rescale_factor", 1 / 255)
+            )
+        except KeyError as error:
+            raise ValueError(
+                f"{folder}: its processor configuration has no {error}, which the tower's input needs"
+            ) from None
+
+    def normalise(self, frames: torch.Tensor) -> torch.Tensor:
+        """uint8 [F, H, W, 3] -> float32 [F, 3, H, W], in the processor's own order of operations."""
+        mean, std = (
+            (torch.tensor(values, device=frames.device) * (1.0 / self.rescale))[:, None, None]
+            for values in (self.mean, self.std)
+        )
+        return frames.permute(0, 3, 1, 2).to(torch.float32).sub(mean).div_(std)
+
+
+class VideoLlama3Tower(torch.nn.Module):
+    """SigLIP-like encoder with 2-D RoPE and attention inside a frame, 2x2 down-sampling, two-layer projector."""
+
+    merge = 2
+    temporal_patch = 1
+    prefixes = ("vision_model.", "projector.")
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.vision_model = VideoLlama3VisionModel(config.vision_config)
+        self.projector = VideoLlama3Projector(config)
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """Every layer's attention spans the frame; the projector sees a quarter of the patches."""
+        vision, out = config.vision_config, config.text_config.hidden_size
+        width, layers = vision.hidden_size, vision.num_hidden_layers
+        linear = layers * (4 * width * width + 2 * width * vision.intermediate_size) + (width + out) * out // 4
+        return CostModel(linear, layers * 2 * width)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """[patches, 3 * 14 * 14] of one grid (units, rows, columns) -> [tokens, hidden]."""
+        seen = self.vision_model(patches, grid_thw=grid, merge_sizes=grid.new_tensor([self.merge]))
+        return self.projector(seen.last_hidden_state)
+
+
+class Qwen25VLTower(torch.nn.Module):
+    """Encoder of Qwen2.5-VL: units of two frames, attention in windows of a unit, in few layers over all of it."""
+
+    merge = 2
+    temporal_patch = 2
+    prefixes = ("visual.",)
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.visual = Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """Windows are of fixed size, so their attention counts per patch; the merger takes four patches at once."""
+        vision = config.vision_config
+        width, layers, full = vision.hidden_size, vision.depth, len(vision.fullatt_block_indexes)
+        window = (vision.window_size // vision.patch_size) ** 2
+        linear = layers * (4 * width * width + 3 * width * vision.intermediate_size)
+        linear += width * (4 * width + vision.out_hidden_size)
+        return CostModel(linear + (layers - full) * 2 * width * window, full * 2 * width)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """[patches, 3 * 2 * 14 * 14] of one grid (units, rows, columns) -> [tokens, hidden]."""
+        return self.visual(patches, grid_thw=grid).pooler_output
+
+
+CLASSES = {"video_llama_3": VideoLlama3Tower, "qwen2_5_vl": Qwen25VLTower}
+
+
+class Tower:
+    """One tower on one device."""
+
+    def __init__(
+        self, folder: str | Path, device: str = "cpu", dtype: str = "float32", step: int = 1, trainable: bool = False
+    ):
+        if step < 1:
+            raise ValueError(f"a tower runs at least 1 unit at a time, got step={step}")
+        folder = Path(folder)
+        config = _config(folder)
+        kind = CLASSES[config.model_type]
+        patch = config.vision_config.patch_size
+        self.device, self.dtype, self.trainable = device, getattr(torch, dtype), trainable
+        self.shape = TowerShape(
+            config.text_config.hidden_size, patch, kind.merge, kind.temporal_patch, step, kind.cost(config)
+        )
+        self.pixels = Pixels.of(folder)
+        self.module = _load(kind, config, folder, self.dtype).to(device).requires_grad_(trainable).eval()
+        self._weights = self._digest()
+        self._updates = 0
+
+    @property
+    def version(self) -> str:
+        """Hash of what the embeddings depend on besides the frames; `+n` once the weights were updated n times."""
+        return self._weights + (f"+{self._updates}" if self._updates else "")
+
+    def encode(self, frames: torch.Tensor) -> torch.Tensor:
+        """uint8 [F, H, W, 3] that begin at a legal cut -> [tokens, hidden] in the tower's precision, on its device.
+
+        An incomplete last unit is filled by repeating its last frame, as the processor does. With gradient only if the
+        tower is trainable.
+        """
+        if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
+            raise ValueError(f"frames must be uint8 [F >= 1, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+        self.shape.unit_patches(*frames.shape[1:3])
+        with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+            return torch.cat([self._run(part.to(self.device)) for part in frames.split(self.shape.cut)])
+
+    def update(self, weights: Path, updates: int) -> None:
+        """Take weights written by a trainer (safetensors, checkpoint names) as the tower after `updates` updates."""
+        self.module.load_state_dict({_own(name): tensor for name, tensor in load_file(weights).items()})
+        self._updates = updates
+
+    def _run(self, frames: torch.Tensor) -> torch.Tensor:
+        pixels = self.pixels.normalise(frames)
+        if missing := -len(pixels) % self.shape.temporal_patch:
+            pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])
+        patches, grid = self._patches(pixels)
+        return self.module(patches.to(self.dtype), grid)
+
+    def _patches(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[F, 3, H, W] -> ([patches, 3 * time * 14 * 14], grid [1, 3]); the patches of a token stand together."""
+        time, side, merge = self.shape.temporal_patch, self.shape.patch, self.shape.merge
+        count, channels, height, width = pixels.shape
+        units, rows, columns = count // time, height // side, width // side
+        split = pixels.reshape(units, time, channels, rows // merge, merge, side, columns // merge, merge, side)
+        unit, frame, channel, row, in_row, y, column, in_column, x = range(9)
+        ordered = split.permute(unit, row, column, in_row, in_column, channel, frame, y, x)
+        return ordered.flatten(5).flatten(0, 4), torch.tensor([[units, rows, columns]], device=pixels.device)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr((self.pixels, self.dtype, self.shape)).encode())
+        for name, tensor in sorted(self.module.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()[:32]
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"no model at {folder}: it has no config.json")
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type not in CLASSES:
+        raise ValueError(
+            f"{folder} is a {config.model_type} model; towers can be run alone for {', '.join(CLASSES)}. Others either "
+            "have no visual part or feed it into several layers of the text model."
+        )
+    return config
+
+
+def _processor_settings(folder: Path) -> dict:
+    """The video processor's settings, or the image processor's where there is only that one."""
+    whole = folder / "processor_config.json"
+    if whole.is_file() and "video_processor" in (nested := json.loads(whole.read_text())):
+        return nested["video_processor"]
+    for file in map(folder.joinpath, PROCESSOR_FILES):
+        if file.is_file():
+            return json.loads(file.read_text())
+    raise FileNotFoundError(
+        f"{folder} has no processor configuration ({', '.join((whole.name, *PROCESSOR_FILES))}): copy it from the "
+        "model it was trained from, it says how pixels are normalised"
+    )
+
+
+def _own(name: str) -> str:
+    """A checkpoint's name of a tensor as the tower's module has it; older checkpoints lack the leading `model.`."""
+    return name.removeprefix("model.")
+
+
+def _load(kind: type[torch.nn.Module], config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    module = kind(config).to(dtype)
+    found = {_own(name): tensor for name, tensor in _tensors(folder, kind.prefixes)}
+    wanted = module.state_dict().keys()
+    if found.keys() != wanted:
+        missing, extra = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
+        raise ValueError(
+            f"{folder}: its tower does not fit its config.json: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(extra)} unknown {extra[:3]}"
+        )
+    module.load_state_dict(found)
+    return module
+
+
+def _tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors whose own name begins with one of the prefixes; no other is read."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if _own(name).startswith(prefixes)]  # noqa: SIM118, not a mapping
+            yield from ((name, tensors.get_tensor(name)) for name in names)

@@ -1,0 +1,207 @@
+"""Clips over real encoder ranks: the bits of the unsharded tower, each clip once, failures isolated, two memories.
+
+Three ranks on two "nodes" (memories) of one machine: two share a cache, the third has another, so that a clip may be
+encoded on both sides. A clip's file says what happens to its frames; they are noise that its text seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlfuse.cluster.placement import worker_environment
+from rlfuse.engines.protocols import EngineError
+from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.video.embedding import Embedding
+from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
+from rlfuse.video.store import CacheSettings
+from rlfuse.video.towers import Tower
+
+TEXT_HIDDEN = 128
+LIMIT = 1 << 20
+
+
+def frame_reader():
+    """The decoder of these tests; made inside a function so that it is pickled by value."""
+
+    def frames(path, plan, first, last):
+        import os
+        import time
+        import zlib
+
+        import numpy as np
+
+        with open(path) as file:
+            text = file.read()
+        if text.startswith("hang") and last > 2:
+            time.sleep(600)
+        if text.startswith("die"):
+            os._exit(9)
+        if text.startswith("broken"):
+            raise RuntimeError("moov atom not found")
+        shape = (len(plan.times), plan.height, plan.width, 3)
+        noise = np.random.default_rng(zlib.crc32(text.encode())).integers(0, 256, shape, np.uint8)
+        return noise[first : last - text.startswith("short")]
+
+    return frames
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_small_video_llama3(tmp_path_factory.mktemp("models") / "video_llama3")
+
+
+@pytest.fixture(scope="module")
+async def encoder(ray_cluster, model):
+    environment = worker_environment("cpu")
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+    places = [Place(options, "left"), Place(options, "left"), Place(options, "right")]
+    settings = EncoderSettings(str(model), block_bytes=3 * 56 * 84 * 3, decode_timeout_s=2.0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        cache = CacheSettings(LIMIT, root=memory)
+        encoder = SequenceParallelEncoder(settings, cache, frame_reader(), places, 120.0, environment)
+        await encoder.start()
+        yield encoder
+        assert len(os.listdir(memory)) == 2
+        await encoder.close()
+        assert os.listdir(memory) == []
+
+
+@pytest.fixture
+def clip(tmp_path):
+    def make(name, frames, height=56, width=84, fps=1.0, text=None):
+        path = tmp_path / f"{name}.mp4"
+        path.write_text(text or f"{name} of {tmp_path}")
+        times = tuple(i / fps for i in range(frames))
+        seen = hashlib.sha256(repr((times, height, width)).encode()).hexdigest()
+        tokens = frames * height * width // 28**2
+        plan = SimpleNamespace(times=times, height=height, width=width, temporal_patch=1, tokens=tokens, hash=seen)
+        return Clip(name, str(path), plan)
+
+    return make
+
+
+def unsharded(tower, clip) -> torch.Tensor:
+    """What one process makes of the clip."""
+    frames = frame_reader()(clip.path, clip.plan, 0, len(clip.plan.times))
+    return tower.encode(torch.from_numpy(frames)).bfloat16()
+
+
+async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(encoder, model, clip):
+    clips = [
+        clip("long", 23),
+        clip("tall", 5, 112, 28, fps=2),
+        clip("image", 1, 28, 28),
+        clip("wide", 8, 28, 140, fps=5),
+    ]
+    again = clip("the long one again", 23, text=Path(clips[0].path).read_text())
+    await encoder.metrics()
+    handles = await encoder.encode([*clips, again], "step 1")
+    tower = Tower(model)
+    for handle, one in zip(handles, clips, strict=False):
+        assert (handle.tokens, handle.hidden) == (one.plan.tokens, TEXT_HIDDEN)
+        assert torch.equal(handle.read(), unsharded(tower, one))
+    assert handles[-1] == handles[0]
+    metrics = await encoder.metrics()
+    assert metrics["video/encode_once_factor"] == 1.0
+    assert metrics["video/encoded_tokens"] == sum(one.plan.tokens for one in clips)
+    assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (4, 0)
+    assert metrics["video/cache_bytes"] == sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
+    assert metrics["video/shard_balance"] < 1.2
+    spans = await encoder.drain()
+    assert {span.where for span in spans} == {"encoder/0", "encoder/1", "encoder/2"}
+    assert sum(span.tokens for span in spans) == metrics["video/encoded_tokens"]
+    # All of it again is found and not computed.
+    assert await encoder.encode(clips, "step 2") == handles[:-1]
+    metrics = await encoder.metrics()
+    assert (metrics["video/encoded_tokens"], metrics["video/cache_hits"]) == (0, 4)
+    assert await encoder.drain() == []
+
+
+async def test_a_clip_encoded_on_two_nodes_lies_whole_on_one_and_is_fetched_by_the_other(encoder, model, clip):
+    one = clip("shared", 9)
+    (handle,) = await encoder.encode([one], "fetching")
+    spans = await encoder.drain()
+    assert sorted((span.where, span.tokens) for span in spans) == [(f"encoder/{i}", 3 * 6) for i in range(3)]
+    assert torch.equal(handle.read(), unsharded(Tower(model), one))
+    folder = Path(handle.path).parent
+    there = await encoder.fetch(handle, "right", "fetching")
+    assert Path(there.path).parent != folder and torch.equal(there.read(), handle.read())
+    assert await encoder.fetch(handle, "left", "fetching") == handle
+    assert await encoder.drain() == []  # nothing was encoded for it
+    for node in (folder, Path(there.path).parent):  # nor did the part that was encoded away from home stay there
+        assert [file.name for file in node.glob(f"{handle.key}*")] == [f"{handle.key}.bf16"]
+
+
+async def test_more_ranks_than_frames(encoder, model, clip):
+    one = clip("pair", 2)
+    (handle,) = await encoder.encode([one], "pair")
+    assert torch.equal(handle.read(), unsharded(Tower(model), one))
+    assert len(await encoder.drain()) == 2
+
+
+async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, clip):
+    texts = {name: f"{name} {clip}" for name in ("broken", "hang", "die", "short")}
+    bad = {name: clip(name, 1 if name == "die" else 6, text=text) for name, text in texts.items()}  # one rank dies
+    missing = clip("missing", 3)
+    Path(missing.path).unlink()
+    unfit = clip("unfit", 3)
+    unfit.plan.tokens += 1
+    good = [clip(f"good {i}", 4) for i in range(3)]
+    batch = [good[0], bad["broken"], bad["hang"], good[1], bad["die"], missing, bad["short"], unfit, good[2]]
+    results = await encoder.encode(batch, "failures")
+    outcomes = dict(zip((one.id for one in batch), results, strict=True))
+    tower = Tower(model)
+    for one in good:
+        assert torch.equal(outcomes.pop(one.id).read(), unsharded(tower, one))
+    assert all(isinstance(outcome, ClipFailure) for outcome in outcomes.values())
+    for name, said in {
+        "broken": "moov atom not found",
+        "hang": "decoding frames .* took longer than 2 s",
+        "die": "encoder/. died while it was asked to encode frames",
+        "missing": "No such file",
+        "short": r"instead of uint8 \[\d, 56, 84, 3\]",
+        "unfit": "the plan expects 19 tokens .* the tower gives 18",
+    }.items():
+        assert re.search(said, outcomes[name].message) and f"clip {name}" in outcomes[name].message
+    metrics = await encoder.metrics()
+    assert (metrics["video/failed_clips"], metrics["video/encode_once_factor"]) == (6, 1.0)
+    # The ranks are as they were, and failed clips left nothing behind.
+    assert all(isinstance(one, Embedding) for one in await encoder.encode([clip("after", 6)], "failures"))
+    assert not list(Path((await encoder.encode(good[:1], "failures"))[0].path).parent.glob("*.partial"))
+
+
+async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):
+    for holder in ("step 1", "step 2", "fetching", "pair", "failures"):
+        await encoder.release(holder)
+    half = [clip(f"half {i}", 1, 28 * 40, 28 * 40) for i in range(2)]  # 1600 tokens, 400 KiB
+    (held,) = await encoder.encode(half[:1], "held")
+    too_large = clip("too large", 2, 28 * 40, 28 * 50)
+    with pytest.raises(EngineError, match="embedding cache is full"):
+        await encoder.encode([too_large, *half], "too much")
+    assert held.read().shape == (1600, TEXT_HIDDEN)
+    await encoder.release("held")
+    await encoder.release("too much")
+    assert isinstance((await encoder.encode(half[1:], "later"))[0], Embedding)
+    await encoder.release("later")
+
+
+async def test_a_trained_towers_clips_are_encoded_anew(encoder, model, clip, tmp_path):
+    one = clip("learned from", 4)
+    (before,) = await encoder.encode([one], "update")
+    trained = Tower(write_small_video_llama3(tmp_path / "trained", SmallModel(seed=5)))
+    save_file({f"model.{name}": tensor for name, tensor in trained.module.state_dict().items()}, tmp_path / "weights")
+    await encoder.update_tower(tmp_path / "weights", updates=1)
+    (after,) = await encoder.encode([one], "update")
+    assert after.key != before.key
+    assert torch.equal(after.read(), unsharded(trained, one))

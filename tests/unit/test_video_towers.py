@@ -1,0 +1,155 @@
+"""Towers run alone give the features of the whole Hugging Face model behind its own processor."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, VideoLlama3ForConditionalGeneration
+
+from rlfuse.video.checkpoints import VIDEO, SmallModel, byte_tokenizer, export_text_model, write_small_video_llama3
+from rlfuse.video.towers import Tower
+
+pytest.importorskip("torchvision", reason="the models' own processors need it")
+
+
+@pytest.fixture(scope="module")
+def video_llama3(tmp_path_factory):
+    return write_small_video_llama3(tmp_path_factory.mktemp("models") / "video_llama3")
+
+
+@pytest.fixture(scope="module")
+def qwen25_vl(tmp_path_factory):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLVideoProcessor
+
+    folder = tmp_path_factory.mktemp("models") / "qwen25_vl"
+    text = {
+        "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64,
+        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    Qwen2VLVideoProcessor().save_pretrained(folder)
+    return folder
+
+
+def frames(count, height=56, width=84, seed=0):
+    return torch.randint(0, 256, (count, height, width, 3), dtype=torch.uint8, generator=_generator(seed))
+
+
+def _generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def largest(difference: torch.Tensor) -> float:
+    return difference.abs().max().item()
+
+
+@torch.no_grad()
+def test_video_llama3_features_and_pixels_are_the_models(video_llama3):
+    from transformers import VideoLlama3VideoProcessor
+
+    clip, tower = frames(5), Tower(video_llama3)
+    processor = VideoLlama3VideoProcessor.from_pretrained(video_llama3)
+    inputs = processor(videos=[clip.permute(0, 3, 1, 2)], do_resize=False, return_tensors="pt")
+    patches, grid = tower._patches(tower.pixels.normalise(clip))
+    assert torch.equal(patches, inputs["pixel_values_videos"])
+    assert torch.equal(grid, inputs["video_grid_thw"])
+    model = VideoLlama3ForConditionalGeneration.from_pretrained(video_llama3)
+    names = {"pixel_values_videos", "video_grid_thw", "video_merge_sizes"}
+    expected = model.get_video_features(**{name: inputs[name] for name in names}).pooler_output[0]
+    features = tower.encode(clip)
+    assert features.shape == expected.shape == (5 * 2 * 3, tower.shape.hidden)
+    assert largest(features - expected) < 1e-5 < largest(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [4, 5])  # an odd clip's last frame is repeated
+def test_qwen25_vl_features_are_the_models(qwen25_vl, count):
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLVideoProcessor
+
+    clip = frames(count, 84, 112)  # windows of 2 x 2 tokens that do not fit evenly
+    inputs = Qwen2VLVideoProcessor.from_pretrained(qwen25_vl)(
+        videos=[clip.permute(0, 3, 1, 2)], do_resize=False, return_tensors="pt"
+    )
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen25_vl)
+    names = ("pixel_values_videos", "video_grid_thw")
+    expected = model.get_video_features(**{name: inputs[name] for name in names}).pooler_output[0]
+    features = Tower(qwen25_vl).encode(clip)
+    assert features.shape == expected.shape == (-(-count // 2) * 3 * 4, 64)
+    assert largest(features - expected) < 1e-5 < largest(expected)
+
+
+@pytest.mark.parametrize("model, step", [("video_llama3", 1), ("video_llama3", 3), ("qwen25_vl", 2)])
+def test_parts_cut_where_allowed_are_bitwise_the_whole(model, step, request):
+    tower, clip = Tower(request.getfixturevalue(model), step=step), frames(11, 140, 84)
+    whole, cut = tower.encode(clip), tower.shape.cut
+    for places in ([cut], [cut, 2 * cut], [cut * (10 // cut)]):
+        assert torch.equal(torch.cat([tower.encode(part) for part in clip.tensor_split(places)]), whole)
+
+
+def test_frozen_unless_trainable(video_llama3):
+    clip = frames(2)
+    assert not Tower(video_llama3).encode(clip).requires_grad
+    trained = Tower(video_llama3, trainable=True)
+    trained.encode(clip).sum().backward()
+    assert all(weight.grad is not None for weight in trained.module.projector.parameters())
+
+
+def test_version_follows_weights_precision_and_updates(video_llama3, tmp_path):
+    other = write_small_video_llama3(tmp_path / "other", SmallModel(seed=1))
+    versions = [Tower(video_llama3).version, Tower(other).version, Tower(video_llama3, dtype="bfloat16").version]
+    assert len(set(versions)) == 3
+    tower, new = Tower(video_llama3), Tower(other)
+    assert tower.version == versions[0]
+    save_file({f"model.{name}": tensor for name, tensor in new.module.state_dict().items()}, tmp_path / "new")
+    tower.update(tmp_path / "new", 7)
+    assert tower.version == versions[0] + "+7"
+    assert torch.equal(tower.encode(frames(1)), new.encode(frames(1)))
+
+
+@pytest.mark.parametrize("sizes", [SmallModel(tied=True), SmallModel(heads=8)])
+@torch.no_grad()
+def test_exported_text_part_is_the_models(sizes, tmp_path):
+    folder = write_small_video_llama3(tmp_path / "whole", sizes)
+    text = AutoModelForCausalLM.from_pretrained(export_text_model(folder, tmp_path / "text"))
+    assert (type(text).__name__, text.config.tie_word_embeddings) == ("Qwen2ForCausalLM", sizes.tied)
+    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
+    embeddings = torch.randn(1, 9, text.config.hidden_size, generator=_generator(0))
+    assert torch.equal(text(inputs_embeds=embeddings).logits, whole(inputs_embeds=embeddings).logits)
+    said = "[1.5 second] Größe\n?"
+    for tokenizer in map(AutoTokenizer.from_pretrained, (folder, tmp_path / "text")):
+        assert tokenizer.decode(tokenizer(said).input_ids) == said
+        assert tokenizer(f"a{VIDEO}").input_ids[-1] == whole.config.video_token_id
+
+
+def test_words_are_one_token_each():
+    tokenizer = byte_tokenizer(["yes", " second]"])
+    assert len(tokenizer("yes second]").input_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [(frames(0), "F >= 1"), (frames(1).float(), "uint8"), (frames(1, 30), "30x84 pixels.*multiples of 28")],
+)
+def test_frames_that_do_not_fit_are_refused(video_llama3, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Tower(video_llama3).encode(wrong)
+
+
+def test_folders_that_do_not_fit_are_refused(video_llama3, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        Tower(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"qwen2 model.*video_llama_3, qwen2_5_vl"):
+        Tower(tmp_path)
+    other = write_small_video_llama3(tmp_path / "other", SmallModel(tower_layers=1))
+    (other / "config.json").write_bytes((video_llama3 / "config.json").read_bytes())
+    with pytest.raises(ValueError, match="16 tensors missing"):
+        Tower(other)
+    (other / "video_preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no processor configuration"):
+        Tower(other)

@@ -12,9 +12,26 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from rlfuse.video.embedding import Embedding
+    from rlfuse.video.plan import VideoPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A prompt's clip: its plan, and where its embedding stands in the prompt. Travels as a handle, not as numbers."""
+
+    path: str
+    plan: VideoPlan
+    """The only source of the frames and of their count of tokens, for engine and trainer alike."""
+    positions: np.ndarray
+    """int32 [v], ascending: places of `Prompt.token_ids` that hold placeholders, one for each row of the embedding."""
+    embedding: Embedding | None = None
+    """Handle of bf16 [v, hidden] in the node's shared memory; None until the clip is encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,7 @@ class Prompt:
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
     """Every column of the row, handed to reward functions by name (`extra_info`, `answer`, ...)."""
+    video: Video | None = None
 
 
 @dataclass(frozen=True, slots=True)

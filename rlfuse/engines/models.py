@@ -18,6 +18,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from rlfuse.config.schema import ModelConfig
 from rlfuse.samples import Row
+from rlfuse.video.placeholders import exclude
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +139,16 @@ def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides
 
 
 def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
-    """Dropout off (PPO's ratio must be 1 before an update), activations recomputed if configured, its class noted."""
+    """Dropout off (PPO's ratio must be 1 before an update), activations recomputed if configured, its class noted.
+
+    Visual placeholders get no probability, as in the engine.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    exclude(model)
     model.config.architectures = [type(model).__name__]  # else a critic's checkpoint says it is a policy's
     return model
 
@@ -158,6 +163,8 @@ def packs_exactly(model: Callable, vocab_size: int, dtype: torch.dtype, device: 
     """Whether packed sequences get the logits they get when padded: false for models that ignore position restarts."""
     ids = np.arange(4, 16, dtype=np.int32) % vocab_size
     rows = [Row(ids[:3], ids[3:7]), Row(ids[:5], ids[5:12])]
-    packed, padded = (response_logits(model, collate(rows, way, device)).float() for way in (True, False))
+    packed, padded = (
+        response_logits(model, collate(rows, way, device)).float().nan_to_num(neginf=0.0) for way in (True, False)
+    )
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     return bool((packed - padded).abs().max() <= tolerance * (1 + padded.abs().max()))

@@ -10,6 +10,7 @@ Invariants:
 - each sample is a request of its own with its own seed, so neither the batch nor the engine changes what is sampled;
   samples handed over together run together and share their prompt's KV blocks;
 - log-probs are of the drawn tokens at the sampling temperature (of the truncated distribution if top_p / top_k cut);
+- a prompt's clip comes as a handle and becomes numbers here (`prompts`); no response holds a visual placeholder;
 - a sample that is evicted and goes on elsewhere gets the same tokens as if it had stayed: those that it has become the
   end of its prompt, `generators` places its generator, and by `migration` its KV cache may come along;
 - a response carries the version of the weights that drew its tokens. If weights changed underneath (the push pauses
@@ -59,6 +60,7 @@ class RolloutWorker:
         self._engine: Any = None
         self._tokenizer: Any = None
         self._errors: ErrorOutput | None = None
+        self._prompts: Any = None
         self._active: dict[str, asyncio.Task] = {}
         self._places: dict[str, str] = {}
         """Active sample -> where its KV cache would be put."""
@@ -80,6 +82,8 @@ class RolloutWorker:
         core: int | None = None,
     ) -> dict:
         """Build the engine inside the running loop; returns facts to log. See `RolloutHandle.start`."""
+        from rlfuse.engines.prompts import Prompts
+
         began, self._errors, self._device = time.perf_counter(), ErrorOutput(), device
         core = core if device == "cpu" else None
         try:
@@ -94,6 +98,8 @@ class RolloutWorker:
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
         self._limit = self._engine.model_config.max_model_len
+        batched_tokens = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
         kv_tokens = cache.num_gpu_blocks * cache.block_size
         self._meter = StepMeter(self._recorder, kv_tokens)
@@ -157,10 +163,12 @@ class RolloutWorker:
             raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
         for request in requests:
             if (length := len(request.prompt_ids)) >= self._limit:
+                visual = f" ({len(request.video.positions)} of them visual)" if request.video else ""
                 raise ValueError(
-                    f"sample {request.id} has {length} prompt tokens, the engine holds {self._limit} with the "
+                    f"sample {request.id} has {length} prompt tokens{visual}, the engine holds {self._limit} with the "
                     "response: raise data.max_prompt_length or shorten the prompt"
                 )
+            self._prompts.check(request.id, request.prompt_ids, request.video)
 
     async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response | Partial]:
         """One sample, from its prompt or what it came with, to its response or what it leaves with."""
@@ -174,9 +182,16 @@ class RolloutWorker:
                 room = min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
                 if room < 1:
                     return request.id, self._response(request.partial, "length")
-                parameters = sampling_params(request, sampling, room, self._kv_places(request))
-                async for output in self._engine.generate(request.prompt(), parameters, request.id):
+                places, ids = self._kv_places(request), request.ids()
+                parameters = sampling_params(request, sampling, room, places, self._prompts.logit_bias)
+                prompt = self._prompts.prompt(ids, request.video)
+                async for output in self._engine.generate(prompt, parameters, request.id):
                     final = output  # the only one: parameters ask for the final output
+                if final.prompt_token_ids != ids.tolist():
+                    raise EngineError(
+                        f"{self.name}: vLLM made {len(final.prompt_token_ids)} prompt tokens of the {len(ids)} of "
+                        f"sample {request.id}: its model and the video plan disagree"
+                    )
                 partial, reason = extend(request.partial, final, self._version, record)
                 if reason != "abort":
                     return request.id, self._response(partial, reason)

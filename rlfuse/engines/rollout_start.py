@@ -25,7 +25,7 @@ from rlfuse.engines import speculation
 from rlfuse.engines.protocols import EngineError, Sampling
 from rlfuse.engines.weights import MIB, resolve_transfer
 from rlfuse.observe.events import Recorder, Span
-from rlfuse.samples import Partial, Sample
+from rlfuse.samples import Partial, Sample, Video
 
 STEPS_PER_SPAN = 64
 
@@ -42,15 +42,16 @@ class Request:
     seed: int
     prompt_ids: np.ndarray
     partial: Partial
+    video: Video | None = None
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
         """What is left of the sample to do."""
-        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial)
+        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.video)
 
-    def prompt(self) -> dict[str, list[int]]:
-        """For vLLM: what the sample has so far."""
-        return {"prompt_token_ids": [*self.prompt_ids.tolist(), *self.partial.token_ids.tolist()]}
+    def ids(self) -> np.ndarray:
+        """int32: what the sample has so far."""
+        return np.concatenate([self.prompt_ids, self.partial.token_ids])
 
 
 def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
@@ -74,8 +75,15 @@ def engine_arguments(
     """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
 
     `tail_speculation`: draft while at most so many samples are decoded, see `speculation`; 0 never. Raises ValueError
-    where vLLM can't: with several pipeline stages or data-parallel ranks, or beside a `speculative_config`.
+    where vLLM can't: with several pipeline stages or data-parallel ranks, beside a `speculative_config`, or with a
+    model that has visual placeholders.
     """
+    from transformers import AutoConfig
+
+    from rlfuse.engines.prompts import prompt_arguments
+    from rlfuse.video.placeholders import placeholder_ids
+
+    served = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
@@ -106,8 +114,13 @@ def engine_arguments(
             f"fusion.tail_speculation={tail_speculation} doesn't go with rollout.engine_kwargs.{min(clash)}: "
             "drop one of them"
         )
+    if tail_speculation and placeholder_ids(served):
+        raise ValueError(
+            f"fusion.tail_speculation={tail_speculation} doesn't go with {model.path}: vLLM can't keep its visual "
+            "placeholders from being drawn while it drafts. Set it to 0"
+        )
     arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
-    return arguments | rollout.engine_kwargs
+    return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
 
 
 def build(
@@ -140,7 +153,9 @@ def build(
     return engine, None if "kv_transfer_config" in arguments else Shelf()
 
 
-def sampling_params(request: Request, sampling: Sampling, room: int, kv_places: dict[str, str]) -> Any:
+def sampling_params(
+    request: Request, sampling: Sampling, room: int, kv_places: dict[str, str], logit_bias: dict[int, float] | None
+) -> Any:
     """vLLM's SamplingParams for at most `room` more tokens of the request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -153,6 +168,7 @@ def sampling_params(request: Request, sampling: Sampling, room: int, kv_places: 
         top_k=sampling.top_k,
         max_tokens=room,
         seed=request.seed if sampling.temperature > 0 else None,
+        logit_bias=logit_bias,
         logprobs=0,  # of the drawn token alone
         detokenize=False,  # once at the end instead of after every token, and exactly as the tokenizer decodes
         output_kind=RequestOutputKind.FINAL_ONLY,

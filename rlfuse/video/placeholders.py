@@ -1,0 +1,34 @@
+"""Visual placeholder ids: they mark where a clip stands in a prompt, and no response may hold one.
+
+Role: engine and trainer take the same ids out of the same distribution, so that their log-probs agree. The engine adds
+-inf to those logits of every request, the trainer's output layer gives -inf for them (`exclude`): both renormalise over
+all other ids, at any temperature, and the output layer's rows of these ids get no gradient. Done for every sample of
+such a model, with a clip or without, because it's a property of the policy.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+FIELDS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+
+
+def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Ids that the model's configuration gives to visual placeholders; none for a model of text.
+
+    The text part of a video model keeps the fields `image_token_id` and `video_token_id` in its own configuration.
+    """
+    return tuple(sorted({value for name in FIELDS if isinstance(value := getattr(config, name, None), int)}))
+
+
+def exclude(model: PreTrainedModel) -> None:
+    """From now on the model's logits of its placeholders are -inf, and their gradient is zero."""
+    ids = placeholder_ids(model.config)
+    if not ids or not isinstance(head := model.get_output_embeddings(), torch.nn.Linear):
+        return  # a model of text, a value model, or a pipeline's stage without this layer
+
+    def fill(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill_(-1, torch.tensor(ids, device=logits.device), -torch.inf)
+
+    head.register_forward_hook(fill)

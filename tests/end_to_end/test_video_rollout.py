@@ -1,0 +1,267 @@
+"""A real engine on prompts with clips: the tokens and log-probs of the video model itself, shared prefixes, refusals.
+
+The model's output layer would choose visual placeholders most of the time: nothing but their exclusion prevents it.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from test_rollout import Exporter, HoldsModel, collect, drained, model_config, new_handle, settings
+from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
+
+from rlfuse.cluster.remote import call
+from rlfuse.engines.models import load_policy
+from rlfuse.engines.protocols import EngineError, Sampling
+from rlfuse.engines.rollout_start import engine_arguments
+from rlfuse.engines.weights import WeightPush
+from rlfuse.samples import Partial, Prompt, Sample, Video, sample_seed
+from rlfuse.video.checkpoints import IMAGE, VIDEO, export_text_model, write_small_video_llama3
+from rlfuse.video.embedding import Embedding, write_rows
+from rlfuse.video.plan import VideoPlan
+from rlfuse.video.prompt import VisualTokens, assemble
+
+GREEDY, WARM = Sampling(0.0, 1.0, -1, 40), Sampling(1.0, 1.0, -1, 40)
+PLAN = VideoPlan(tuple(map(float, range(10))), 56, 56, 1.0, 4)
+VISUAL = VisualTokens(VIDEO, (IMAGE,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The text part of a VideoLLaMA3, with input embeddings that bf16 holds exactly."""
+    whole, text = (path := tmp_path_factory.mktemp("video")) / "whole", path / "text"
+    write_small_video_llama3(whole)
+    model = VideoLlama3ForConditionalGeneration.from_pretrained(whole)
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    with torch.no_grad():
+        embedding.copy_(embedding.bfloat16())
+        head[[model.config.image_token_id, model.config.video_token_id]] *= 20
+    model.save_pretrained(whole)
+    return export_text_model(whole, text)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return VideoLlama3ForConditionalGeneration.from_pretrained(folder.parent / "whole", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+async def engine(ray_cluster, folder):
+    handle = new_handle(20)
+    await handle.start(model_config(folder), settings(), 512, "cpu")
+    yield handle
+    await handle.stop()
+    ray.kill(handle.actor)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster, folder):
+    actor = HoldsModel.remote(str(folder))
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Writes an embedding, as the cache does; returns its handle."""
+    at = tmp_path_factory.mktemp("embeddings")
+
+    def write(key: str, rows: torch.Tensor) -> Embedding:
+        (at / key).touch()
+        write_rows(str(at / key), 0, rows)
+        return Embedding(key, str(at / key), *rows.shape)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def ask(folder, clips):
+    """Samples of a question about one of several random clips of the same plan."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    seen: dict[int, Embedding] = {}
+
+    def make(clip: int, sibling: int = 0, question: str = "<video>what happens?") -> Sample:
+        if clip not in seen:
+            rows = torch.randn(PLAN.tokens, 128, generator=torch.Generator().manual_seed(clip))
+            seen[clip] = clips(f"clip-{clip}", rows)
+        prompt = assemble(tokenizer, question, [PLAN], VISUAL)
+        video = Video("clip.mp4", PLAN, prompt.positions[0], seen[clip])
+        asked = Prompt(clip, prompt.token_ids, question, (), "test", None, video=video)
+        return Sample(asked, 1, sibling, sample_seed(0, 1, clip, sibling))
+
+    return make
+
+
+def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
+    """Log-probs of the response by the video model itself, its placeholders excluded."""
+    ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()
+    start = len(sample.prompt.token_ids)
+    with torch.no_grad():
+        rows = model.get_input_embeddings()(ids)
+        if video := sample.prompt.video:
+            rows[torch.from_numpy(video.positions).long()] = video.embedding.read().float()
+        logits = model(inputs_embeds=rows[None]).logits[0, start - 1 : -1]
+    logits[:, [model.config.image_token_id, model.config.video_token_id]] = -torch.inf
+    return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0].numpy()
+
+
+async def cached_tokens(engine) -> dict[str, int]:
+    return {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(engine, "generate")}
+
+
+def tokens(responses) -> dict[str, list[int]]:
+    return {sample_id: response.token_ids.tolist() for sample_id, response in responses.items()}
+
+
+async def test_log_probs_are_those_of_the_video_model_and_of_the_trainer(engine, ask, folder, whole):
+    samples = [ask(clip, sibling) for clip in range(3) for sibling in range(2)]
+    responses = await collect(engine, samples, WARM)
+    trainer = load_policy(str(folder), model_config(folder), "cpu").eval()
+    for one in samples:
+        response = responses[one.id]
+        found = expected(whole, one, response.token_ids)
+        np.testing.assert_allclose(response.log_probs, found, atol=1e-4)
+        np.testing.assert_array_equal(found, expected(trainer, one, response.token_ids))
+    assert len({tuple(response.token_ids) for response in responses.values()}) == len(samples)
+
+
+async def test_placeholders_are_never_drawn_though_they_are_likeliest(engine, ask, whole):
+    forbidden = [whole.config.image_token_id, whole.config.video_token_id]
+    samples = [ask(10 + clip, sibling) for clip in range(4) for sibling in range(4)]
+    responses = await collect(engine, samples, WARM) | await collect(engine, [ask(14)], GREEDY)
+    assert not np.isin(np.concatenate([response.token_ids for response in responses.values()]), forbidden).any()
+    with torch.no_grad():
+        ids = torch.tensor(responses[samples[0].id].token_ids).long()
+        likeliest = whole(ids[None]).logits[0].argmax(-1)
+    assert np.isin(likeliest, forbidden).mean() > 0.3
+
+
+async def test_embeddings_of_words_are_those_words(engine, ask, clips, whole):
+    with_clip = ask(30)
+    video = with_clip.prompt.video
+    words = np.random.default_rng(0).integers(5, 200, PLAN.tokens).astype(np.int32)
+    rows = whole.get_input_embeddings().weight.detach()[torch.from_numpy(words).long()]
+    as_words = with_clip.prompt.token_ids.copy()
+    as_words[video.positions] = words
+    clip = replace(with_clip, prompt=replace(with_clip.prompt, video=replace(video, embedding=clips("words", rows))))
+    text = Sample(replace(with_clip.prompt, index=31, token_ids=as_words, video=None), 1, 0, with_clip.seed)
+    for sampling in (GREEDY, WARM):
+        responses = await collect(engine, [clip, text], sampling)
+        assert responses[clip.id].token_ids.tolist() == responses[text.id].token_ids.tolist()
+        np.testing.assert_allclose(responses[clip.id].log_probs, responses[text.id].log_probs, atol=1e-5)
+
+
+async def test_siblings_share_their_prefix_and_no_one_elses(engine, ask):
+    await engine.drain()
+    group, other = [ask(40, sibling) for sibling in range(4)], ask(41)
+    together = await collect(engine, [*group, other], WARM)
+    cached = await cached_tokens(engine)
+    whole_blocks = len(group[0].prompt.token_ids) // 32 * 32
+    assert sorted(cached[one.id] for one in group) == [0] + 3 * [whole_blocks]
+    assert cached[other.id] == 0
+    again = await collect(engine, [group[2]], WARM)
+    assert tokens(again)[group[2].id] == tokens(together)[group[2].id]
+    question = ask(40, 5, "<video>what happens next?")
+    await collect(engine, [question], WARM)
+    assert (await cached_tokens(engine))[question.id] >= 32 * 4  # the clip is the same, only the question is not
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+async def test_a_partial_goes_on_with_the_same_tokens(engine, ask, sampling):
+    samples = [ask(50, sibling) for sibling in range(3)]
+    stayed = await collect(engine, samples, sampling)
+    partials = {
+        one.id: Partial(stayed[one.id].token_ids[:n], stayed[one.id].log_probs[:n], 0)
+        for one, n in zip(samples, (0, 7, 33), strict=True)
+    }
+    moved = {sample_id: result async for sample_id, result in engine.generate(samples, sampling, partials)}
+    assert tokens(moved) == tokens(stayed)
+    for one in samples:
+        np.testing.assert_allclose(moved[one.id].log_probs, stayed[one.id].log_probs, atol=1e-5)
+
+
+async def test_kv_caches_travel_with_clips(engine, ask, trainer):
+    one, other, long = ask(60), ask(61), Sampling(0.0, 1.0, -1, 200)
+    stayed = await collect(engine, [one, other], long)
+    await engine.drain()
+    taking = asyncio.create_task(collect(engine, [one], long))
+    while not await drained(engine, "decode"):
+        await asyncio.sleep(0.002)
+    await engine.evict([one.id], "kv")
+    partial = (await taking)[one.id]
+    assert isinstance(partial, Partial) and partial.kv_key
+    sync = WeightPush(Exporter(trainer, 1 << 20), [engine], bucket_mb=1)
+    await sync.push(0)  # the same weights: only prefixes are forgotten
+    await engine.drain()
+    moved = {key: result async for key, result in engine.generate([one, other], long, {one.id: partial})}
+    assert tokens(moved) == tokens(stayed)
+    cached = await cached_tokens(engine)
+    assert cached[one.id] > len(one.prompt.token_ids) - 32 and cached[other.id] == 0
+
+
+# New weights -----------------------------------------------------------------------------------------------------
+
+
+async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder, trainer):
+    sync = WeightPush(Exporter(trainer, 1 << 20), [engine], bucket_mb=1)
+    model = load_policy(str(folder), model_config(folder), "cpu").eval()
+    one, running = ask(70), ask(71)
+    before = await collect(engine, [one], GREEDY)
+
+    taking = asyncio.create_task(collect(engine, [running], Sampling(1.0, 1.0, -1, 250)))
+    while (await engine.load()).running == 0:
+        await asyncio.sleep(0.002)
+    await sync.push(1)  # equal weights: what is in flight begins anew, and is the same
+    response = (await taking)[running.id]
+    np.testing.assert_allclose(response.log_probs, expected(model, running, response.token_ids), atol=1e-4)
+
+    await call(trainer.change.remote(0.9), "trainer", "change", 60)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    await sync.push(2)
+    await engine.drain()
+    after = await collect(engine, [one], GREEDY)
+    assert (await cached_tokens(engine))[one.id] == 0
+    assert tokens(after) != tokens(before)
+    np.testing.assert_allclose(after[one.id].log_probs, expected(model, one, after[one.id].token_ids), atol=1e-4)
+
+
+# Refusals --------------------------------------------------------------------------------------------------------
+
+
+def changed(sample: Sample, **fields) -> Sample:
+    video = sample.prompt.video
+    return replace(sample, prompt=replace(sample.prompt, video=replace(video, **fields)))
+
+
+async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, clips):
+    one = ask(80)
+    long = ask(80, 0, "<video>" + "x" * 400)
+    size = len(long.prompt.token_ids)
+    narrow = clips("narrow", torch.zeros(PLAN.tokens, 64))
+    short = clips("short", torch.zeros(39, 128))
+    broken = clips("broken", torch.full((PLAN.tokens, 128), torch.nan))
+    gone = replace(one.prompt.video.embedding, path="/nowhere")
+    bare = replace(one, prompt=replace(one.prompt, video=None))
+    for refused, reason in (
+        (long, rf"{size} prompt tokens \(40 of them visual\), the engine holds 512"),
+        (changed(one, embedding=None), "clip.mp4 has no embedding yet"),
+        (changed(one, embedding=narrow), "of width 64, the model's is 128"),
+        (changed(one, embedding=short), "embedding of 39 tokens, a plan of 40 at 40 places, and a prompt with 40"),
+        (changed(one, positions=one.prompt.video.positions[1:]), "a plan of 40 at 39 places"),
+        (changed(one, embedding=gone), "is not at /nowhere"),
+        (changed(one, embedding=broken), r"the embedding of clip.mp4 \(broken\) holds NaN"),
+        (bare, "40 visual placeholders in its prompt but no video"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            await collect(engine, [refused], GREEDY)
+    assert len(await collect(engine, [one], GREEDY)) == 1
+
+
+def test_drafting_is_refused_where_placeholders_could_be_drawn(folder):
+    with pytest.raises(ValueError, match=r"tail_speculation=2 doesn't go with .*placeholders"):
+        engine_arguments(model_config(folder), settings(), 512, "cpu", tail_speculation=2)

@@ -1,0 +1,104 @@
+"""Which models take a clip's embeddings, how, and why others don't; placeholders have no probability in the trainer."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    VideoLlama3Config,
+)
+
+from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.models import packs_exactly, trainer_ready
+from rlfuse.engines.prompts import Prompts, prompt_arguments
+from rlfuse.samples import Video
+from rlfuse.video.embedding import Embedding
+from rlfuse.video.handover import Refusal, Route, hand_over
+from rlfuse.video.placeholders import placeholder_ids
+from rlfuse.video.plan import Geometry, VideoPlan
+
+PAIRS = Geometry(temporal_patch=2)
+AT_TWO = VideoPlan((0.0, 0.5, 1.0, 1.5), 28, 56, 2.0, 2, PAIRS, timestamps=False)
+TEXT = Qwen2Config(image_token_id=5, video_token_id=6)
+
+
+@pytest.mark.parametrize(
+    "config, plan, route",
+    [
+        (TEXT, replace(AT_TWO, geometry=Geometry(), timestamps=True), Route.PROMPT_EMBEDS),
+        (Qwen2_5_VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
+        (Qwen2_5_VLConfig(), None, Route.VIDEO_EMBEDS),
+        (Qwen2VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
+    ],
+)
+def test_the_way_into_the_engine(config, plan, route):
+    assert hand_over(config, plan) is route
+
+
+@pytest.mark.parametrize(
+    "config, plan, reason",
+    [
+        (Qwen2Config(), AT_TWO, "no visual placeholder.*image_token_id"),
+        (VideoLlama3Config(), AT_TWO, "text part of a video_llama_3 model: export it"),
+        (Qwen2_5_VLConfig(), replace(AT_TWO, timestamps=True), "where qwen2_5_vl has one.*timestamps=False"),
+        (Qwen2VLConfig(), replace(AT_TWO, timestamps=True), "timestamps=False"),
+        (Qwen3VLConfig(), AT_TWO, "qwen3_vl feeds several layers"),
+        (LlavaConfig(), AT_TWO, "llava is not known to be exact.*qwen2_5_vl"),
+    ],
+)
+def test_what_is_not_exact_is_refused_with_the_reason(config, plan, reason):
+    refusal = hand_over(config, plan)
+    assert isinstance(refusal, Refusal) and re.search(reason, refusal.reason)
+
+
+def test_engine_arguments_follow_the_way():
+    assert prompt_arguments(Qwen2Config(), 512) == {}
+    assert prompt_arguments(TEXT, 512) == {"enable_prompt_embeds": True}
+    assert prompt_arguments(Qwen2_5_VLConfig(), 9000)["max_num_batched_tokens"] == 9000
+    assert prompt_arguments(VideoLlama3Config(), 512) == {}
+    prompts, video = Prompts(VideoLlama3Config(), 512), Video("clip.mp4", AT_TWO, np.arange(4))
+    with pytest.raises(ValueError, match=r"sample 1/2/3: clip\.mp4 can't go to vLLM: .*text part of a video_llama_3"):
+        prompts.check("1/2/3", np.full(4, 151656), video)
+
+
+def test_a_clip_that_the_engine_can_not_take_in_one_step_is_refused():
+    video = Video(
+        "clip.mp4", AT_TWO, np.arange(4), Embedding("key", "/nowhere", 4, Qwen2_5_VLConfig().text_config.hidden_size)
+    )
+    ids = np.full(4, Qwen2_5_VLConfig().video_token_id)
+    Prompts(Qwen2_5_VLConfig(), 4).check("1/2/3", ids, video)
+    with pytest.raises(
+        ValueError, match=r"4 visual tokens, the engine takes at most 3 in a step: raise .*batched_tokens"
+    ):
+        Prompts(Qwen2_5_VLConfig(), 3).check("1/2/3", ids, video)
+
+
+def test_placeholders_have_no_probability_and_no_gradient_in_the_trainer():
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Qwen2Config(**sizes, num_key_value_heads=1, image_token_id=38, video_token_id=39)
+    assert placeholder_ids(config) == (38, 39)
+    model = trainer_ready(Qwen2ForCausalLM(config), ModelConfig(path="", enable_gradient_checkpointing=False))
+    probabilities = model(torch.arange(6)[None]).logits.softmax(-1)
+    assert torch.equal(probabilities[..., 38:], torch.zeros(1, 6, 2))
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 6))
+    probabilities[..., :3].sum().backward()
+    gradient = model.lm_head.weight.grad
+    assert not gradient[38:].any() and gradient[:38].any()
+    assert packs_exactly(model, 40, torch.float32, "cpu")
+
+
+def test_value_models_of_such_a_policy_are_left_alone():
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Qwen2Config(**sizes, num_key_value_heads=1, image_token_id=38, num_labels=1)
+    settings = ModelConfig(path="", enable_gradient_checkpointing=False)
+    values = trainer_ready(Qwen2ForTokenClassification(config), settings)(torch.arange(6)[None]).logits
+    assert values.shape == (1, 6, 1) and values.isfinite().all()

@@ -94,6 +94,7 @@ def export_text_model(folder: str | Path, out: str | Path) -> Path:
         raise ValueError(f"{folder}: the text part is a {config.model_type}; only Qwen2's stands alone")
     # The whole model's word is final where the two configurations differ: it decided how the weights were saved.
     config.tie_word_embeddings = whole.config.tie_word_embeddings
+    config.image_token_id, config.video_token_id = whole.config.image_token_id, whole.config.video_token_id
     text = Qwen2ForCausalLM(config).to(whole.dtype)
     text.model, text.lm_head = whole.model.language_model, whole.lm_head
     text.generation_config = whole.generation_config

@@ -82,7 +82,7 @@ class Clips:
     shortest_s: float = 10.0
     longest_s: float = 600.0
     most_events: int = 3
-    """In a clip; three are learned soonest, because then the share of a colour's frames tells its count."""
+    """In a clip; with three, the share of a colour's frames tells its count."""
     seed: int = 1
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A decode pool inside a Ray actor, as an encoder rank has one: a file that hangs, and the rank killed."""
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -40,6 +41,7 @@ def test_a_pool_in_an_actor(ray_cluster, tmp_path):
     good, silent = tmp_path / "good.mp4", tmp_path / "silent.mp4"
     write_clip(draw_scene(np.random.default_rng(0), 10.0, 12.0), good)
     os.mkfifo(silent)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import tests
     actor = ray.remote(Rank).options(num_cpus=0)
     pool = DecodePool(timeout_s=1.0)
     deaf, rank = actor.remote(pool, False), actor.remote(pool, True)

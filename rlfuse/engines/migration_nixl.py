@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +52,8 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
         self.side_channel_host, self.side_channel_port = "localhost", get_open_port()
         self._held: dict[str, tuple[str, float]] = {}
         """Ended request -> (base, when its blocks have waited enough)."""
-        self._claimed: dict[str, tuple[str, dict[str, Any]]] = {}
-        """Request -> (base, what `.tokens` said), from the question for matched tokens until this step is scheduled."""
+        self._claimed: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
+        """Request -> (`.loading`, `.tokens`, what that said): asked for, but this step isn't scheduled to its end."""
         self._loading: dict[str, Path] = {}
 
     # Leaving -------------------------------------------------------------------------------------------------------
@@ -113,24 +114,25 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
         except FileNotFoundError:  # taken already (the request was preempted since), or taken back
             loading.unlink(missing_ok=True)
             return 0, False
-        self._claimed[request.request_id] = base, source
+        self._claimed[request.request_id] = loading, ready, source
         return count, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params or {}
         if num_external_tokens:
-            _, source = self._claimed.pop(request.request_id)
+            self._loading[request.request_id], _, source = self._claimed.pop(request.request_id)
             [remote] = source["remote_block_ids"]
             count = (request.num_tokens - 1) // self.block_size  # as many as there are here
             params |= source | {"remote_block_ids": (remote[:count],)}
             super().update_state_after_alloc(request, blocks, num_external_tokens)
-            self._loading[request.request_id] = Path(f"{params['save']}.loading")
         elif "load" in params:
             withdraw(params["load"])  # the engine has more of it in its own prefix cache
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        for base, source in self._claimed.values():  # there was no room for it in this step
-            Path(f"{base}.tokens").write_text(json.dumps(source))
+        for loading, ready, source in self._claimed.values():  # there was no room for it in this step
+            loading.unlink()
+            with suppress(FileNotFoundError):  # that engine has stopped
+                ready.write_text(json.dumps(source))
         self._claimed.clear()
         for started in scheduler_output.scheduled_new_reqs:
             if loading := self._loading.pop(started.req_id, None):

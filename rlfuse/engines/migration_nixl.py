@@ -50,6 +50,7 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.side_channel_host, self.side_channel_port = "localhost", get_open_port()
+        self._kv_lease_duration = LEASE_S
         self._held: dict[str, tuple[str, float]] = {}
         """Ended request -> (base, when its blocks have waited enough)."""
         self._claimed: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
@@ -101,7 +102,7 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params or {}
-        if not (base := params.get("load")):
+        if not (base := params.get("load")) or request.request_id in self._loading:  # the latter: its transfer failed
             return 0, False
         loading, ready = Path(f"{params['save']}.loading"), Path(f"{base}.tokens")
         try:

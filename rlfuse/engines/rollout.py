@@ -200,6 +200,7 @@ class RolloutWorker:
             self._active.pop(request.id, None)
             if place := self._places.pop(request.id, None):
                 self._shelf.leave(place)
+            if self._shelf is not None:
                 self._shelf.drop(request.partial.kv_key)
 
     def _response(self, partial: Partial, reason: str) -> Response:

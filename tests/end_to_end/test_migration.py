@@ -248,6 +248,7 @@ async def test_moving_takes_effect_at_once(engines, carry, record_property):
             break
         seconds.append(time.perf_counter() - began)
         await stream.aclose()
+    assert not left_over()  # nor of those at their limit already, which had nothing to load
     record_property("seconds", seconds)
     print(f"{carry}: {[round(1000 * one) for one in seconds]} ms from evict to a new token elsewhere")
     assert len(seconds) == 5
@@ -309,3 +310,15 @@ async def test_an_engine_keeps_to_its_core(engines, tiny_model):
     with pytest.raises(EngineError, match=r"core=999: this host has cores 0 to"):
         await other.start(model_config(tiny_model), settings(), 64, "cpu", core=999)
     ray.kill(other.actor)
+
+
+@through(NIXL)
+async def test_a_source_that_was_killed_is_not_waited_for(engines):
+    first, second = engines
+    samples, expected = await long_ones(first, 520, 3)
+    partials = await begun(first, samples, WARM, 20, "kv")
+    for child in psutil.Process(await pid_of(first)).children(recursive=True):
+        child.kill()
+    await second.drain()
+    assert_same(await generate(second, samples, WARM, partials), expected)
+    assert not [file for shelf in shelves() for file in shelf.glob("*.tokens")]

@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "rollout.name": ("vllm",),
     "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
+    "rollout.kv_transfer": ("auto", "shm", "nixl"),
     "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
     "algorithm.kl_penalty": KL_ESTIMATORS,
     "algorithm.old_log_probs": ("trainer", "engine"),
@@ -249,6 +250,9 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
     if config.rollout.weight_transfer in ("nccl", "ipc") and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
+    if config.rollout.kv_transfer == "nixl" and facts.nixl is False:
+        remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
+        yield _problem(config, "rollout.kv_transfer", "needs the package nixl, which is not installed", remedy)
 
 
 def _pipelines(config: Config, facts: Facts) -> Iterator[str]:

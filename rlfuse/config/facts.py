@@ -32,6 +32,8 @@ class Facts:
     """Top-level packages of reward functions that Python does not find."""
     cuda: bool | None = None
     """Whether workers will have GPUs."""
+    nixl: bool | None = None
+    """Whether NIXL is installed."""
 
 
 def read_facts(config: Config) -> Facts:
@@ -54,7 +56,13 @@ def read_facts(config: Config) -> Facts:
         missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
         unknown_modules=frozenset(_unknown_modules(config.reward.functions)),
         cuda=_cuda(config),
+        nixl=nixl_installed(),
     )
+
+
+def nixl_installed() -> bool:
+    """Whether vLLM's NIXL connector has what it needs."""
+    return importlib.util.find_spec("nixl") is not None
 
 
 def reward_file(function: str) -> str | None:

@@ -88,6 +88,9 @@ class RolloutConfig:
     """Most sequences that an engine decodes at once."""
     weight_transfer: str = "auto"
     """How new weights reach the engines: auto (shm on CPU hosts, ipc on GPUs) | shm | nccl | ipc."""
+    kv_transfer: str = "auto"
+    """How the KV cache of a sample that moves reaches its new engine: auto (nixl on GPUs where it is installed, else
+    shm) | shm | nixl."""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

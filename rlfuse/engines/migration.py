@@ -14,12 +14,14 @@ inside the engine: one object in the scheduler's process, one in every rank.
 Invariants:
 - only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
 - a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
+- new weights take back what the old ones computed (`settle`), so that no waiting request loads it later;
 - whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
 - nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
   one starts (it is locked while its engine lives).
 
-Not NIXL: it would pull from GPU to GPU without a copy on the host, but the engine that is left has to pin the blocks
-until they were pulled. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+`migration_nixl` is the other connector, `rollout.kv_transfer` chooses: it reads from GPU to GPU without a copy on the
+host, but the engine that is left pins the blocks until they were read. Places, keys and when they are void are the
+same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
 """
 
 from __future__ import annotations
@@ -48,13 +50,19 @@ from vllm.distributed.parallel_state import get_world_group
 ROOT = Path("/dev/shm")
 PREFIX = "rlfuse-kv-"
 SAVE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 30.0
 
 
-def connector_arguments() -> dict[str, Any]:
-    """vLLM's KVTransferConfig for this connector."""
+def connector_arguments(transfer: str) -> dict[str, Any]:
+    """vLLM's KVTransferConfig for `shm`, which is the connector of this module, or `nixl`."""
+    name, module = MigrationConnector.__name__, __name__
+    if transfer == "nixl":
+        from rlfuse.engines import migration_nixl
+
+        name, module = migration_nixl.NixlMigrationConnector.__name__, migration_nixl.__name__
     return {
-        "kv_connector": MigrationConnector.__name__,
-        "kv_connector_module_path": __name__,
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
@@ -64,6 +72,15 @@ def remove(base: str) -> None:
     """All files of one KV cache."""
     for file in Path(base).parent.glob(f"{Path(base).name}.*"):
         file.unlink(missing_ok=True)
+
+
+def withdraw(base: str) -> None:
+    """Nobody is to take this KV cache from now on; one that is taken is left to its taker."""
+    try:
+        Path(f"{base}.tokens").unlink()
+    except FileNotFoundError:
+        return
+    remove(base)
 
 
 class Shelf:
@@ -77,6 +94,8 @@ class Shelf:
             self._lock = lock(self.folder)
         self._names = itertools.count()
         self._wanted: set[str] = set()
+        self._coming: set[str] = set()
+        """Keys of caches that this engine's active requests may take."""
 
     def place(self) -> str:
         """Where a request's KV cache would be, should it be wanted."""
@@ -110,17 +129,31 @@ class Shelf:
         saving.unlink(missing_ok=True)
         return f"{version}@{base}" if Path(f"{base}.tokens").exists() else None
 
-    @staticmethod
-    def usable(key: str | None, version: int) -> str | None:
-        """Where the KV cache of this key lies, on any shelf, if weights of this version computed it."""
+    def expect(self, key: str | None, version: int) -> str | None:
+        """Where the KV cache of this key lies, on any shelf, if weights of this version computed it. Then `drop` it."""
         computed_with, _, base = (key or "").partition("@")
-        return base if base and int(computed_with) == version else None
+        if not base or int(computed_with) != version:
+            return None
+        self._coming.add(key)
+        return base
 
-    @staticmethod
-    def drop(key: str | None) -> None:
+    def drop(self, key: str | None) -> None:
         """The KV cache of this key is needed no more, on whichever shelf it is."""
         if key:
-            remove(key.partition("@")[2])
+            self._coming.discard(key)
+            withdraw(key.partition("@")[2])
+
+    async def settle(self) -> None:
+        """Before weights change: take back what the old ones computed, wait for what is being read already."""
+        for key in [*self._coming]:
+            self.drop(key)
+        for file in self.folder.glob("*.tokens"):
+            withdraw(str(file.with_suffix("")))
+        for _ in range(int(SETTLE_TIMEOUT_S / 0.001)):
+            if not any(self.folder.glob("*.loading")):
+                return
+            await asyncio.sleep(0.001)
+        raise TimeoutError(f"KV caches were not read from other engines within {SETTLE_TIMEOUT_S:.0f} s: {self.folder}")
 
     def close(self) -> None:
         """Remove the folder."""

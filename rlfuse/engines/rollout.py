@@ -90,7 +90,7 @@ class RolloutWorker:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
-                self._engine, self._shelf = build(arguments, rollout.weight_transfer, device, self._note)
+                self._engine, self._shelf = build(arguments, rollout, device, self._note)
                 bind(core)
         except Exception as error:
             why = self._errors.reason() or str(error)
@@ -200,6 +200,7 @@ class RolloutWorker:
             self._active.pop(request.id, None)
             if place := self._places.pop(request.id, None):
                 self._shelf.leave(place)
+            if self._shelf is not None:
                 self._shelf.drop(request.partial.kv_key)
 
     def _response(self, partial: Partial, reason: str) -> Response:
@@ -230,7 +231,7 @@ class RolloutWorker:
         if self._shelf is None:
             return {}
         self._places[request.id] = self._shelf.place()
-        load = self._shelf.usable(request.partial.kv_key, self._version)
+        load = self._shelf.expect(request.partial.kv_key, self._version)
         return {"save": self._places[request.id]} | ({"load": load} if load else {})
 
     async def _kv_key(self, sample_id: str) -> str | None:
@@ -283,6 +284,8 @@ class RolloutWorker:
         with self._engine_alive():
             self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
             self._meter.pause()
+            if self._shelf is not None:
+                await self._shelf.settle()
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             await self._engine.start_weight_update()
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from rlfuse.config.facts import nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines import speculation
 from rlfuse.engines.protocols import EngineError, Sampling
@@ -123,8 +124,19 @@ def engine_arguments(
     return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
 
 
+def resolve_kv_transfer(setting: str, device: str) -> str:
+    """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
+    if setting == "auto":
+        return "nixl" if device == "cuda" and nixl_installed() else "shm"
+    if setting not in ("shm", "nixl"):
+        raise ValueError(f"rollout.kv_transfer={setting!r}: choose auto, shm or nixl")
+    if setting == "nixl" and not nixl_installed():
+        raise ValueError("rollout.kv_transfer=nixl: the package nixl is not installed; install it, or choose shm")
+    return setting
+
+
 def build(
-    arguments: dict[str, Any], weight_transfer: str, device: str, on_step: Callable[[Any, Any], None]
+    arguments: dict[str, Any], rollout: RolloutConfig, device: str, on_step: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
     """vLLM's AsyncLLM, and the shelf for KV caches that leave it (None if the arguments bring another connector).
 
@@ -147,8 +159,11 @@ def build(
 
     if unknown := set(arguments) - {field.name for field in fields(AsyncEngineArgs)}:
         raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
-    transfer = WeightTransferConfig(backend=resolve_transfer(weight_transfer, device))
-    ours = {"weight_transfer_config": transfer, "kv_transfer_config": KVTransferConfig(**connector_arguments())}
+    connector = connector_arguments(resolve_kv_transfer(rollout.kv_transfer, device))
+    ours = {
+        "weight_transfer_config": WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device)),
+        "kv_transfer_config": KVTransferConfig(**connector),
+    }
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(ours | arguments)), stat_loggers=[Probe])
     return engine, None if "kv_transfer_config" in arguments else Shelf()
 

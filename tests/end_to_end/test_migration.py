@@ -13,6 +13,7 @@ import pytest
 import ray
 from test_rollout import collect, drained, model_config, new_handle, pid_of, sample, settings
 
+from rlfuse.config.facts import nixl_installed
 from rlfuse.engines.protocols import EngineError, Load, Sampling
 from rlfuse.samples import Partial, Response
 
@@ -21,18 +22,25 @@ WARM = Sampling(1.0, 1.0, -1, 120)
 CUT = Sampling(0.8, 0.9, 20, 120)
 LAST_CORE = (os.cpu_count() or 1) - 1
 STALE = Path("/dev/shm/rlfuse-kv-stale")
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="the package nixl isn't installed"))
+
+
+def through(*transfers):
+    """A test runs with engines whose KV caches travel so, one after the other; each pair starts once."""
+    return pytest.mark.parametrize("engines", transfers, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-async def engines(ray_cluster, tiny_model):
-    """Two, of which the second prefills in small chunks and is bound to a core."""
+async def engines(request, ray_cluster, tiny_model):
+    """Two, of which the second prefills in small chunks and is bound to a core; `request.param`: how caches travel."""
     STALE.mkdir(exist_ok=True)
     for name in ("lock", "3.0"):
         (STALE / name).touch()
     handles = [new_handle(4), new_handle(5)]
-    chunks = settings(engine_kwargs={"max_num_batched_tokens": 64})
+    plain = settings(kv_transfer=request.param)
+    chunks = settings(kv_transfer=request.param, engine_kwargs={"max_num_batched_tokens": 64})
     await asyncio.gather(
-        handles[0].start(model_config(tiny_model), settings(), 512, "cpu"),
+        handles[0].start(model_config(tiny_model), plain, 512, "cpu"),
         handles[1].start(model_config(tiny_model), chunks, 512, "cpu", core=LAST_CORE),
     )
     yield handles
@@ -47,7 +55,12 @@ def shelves() -> list[Path]:
 
 
 def left_over() -> list[Path]:
-    return [file for shelf in shelves() for file in shelf.iterdir() if file.name != "lock"]
+    """Files of KV caches, once a source has had the time to hear that its blocks were read."""
+    for _ in range(100):
+        if not (files := [file for shelf in shelves() for file in shelf.iterdir() if file.name != "lock"]):
+            break
+        time.sleep(0.01)
+    return files
 
 
 def assert_same(results, expected):
@@ -95,6 +108,7 @@ async def long_ones(engine, index: int, count: int):
 
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, CUT], ids=["greedy", "warm", "cut"])
+@through("shm", NIXL)
 async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, carry):
     samples = [sample(100 + i, length=20 + i) for i in range(20)]  # 16 run, 4 wait
     expected = await collect(engines[0], samples, sampling)
@@ -112,6 +126,7 @@ async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, ca
     assert partials and not left_over()
 
 
+@through("shm", NIXL)
 async def test_a_kv_cache_joins_what_the_engine_has_of_it(engines):
     first, second = engines
     long, expected = await long_ones(first, 600, 1)
@@ -121,6 +136,7 @@ async def test_a_kv_cache_joins_what_the_engine_has_of_it(engines):
     assert_same(await generate(second, long, WARM, partials), expected)
 
 
+@through("shm", NIXL)
 async def test_waiting_samples_and_those_at_their_limit(engines):
     first, second = engines
     samples = [sample(130 + i, length=20) for i in range(20)]
@@ -140,6 +156,7 @@ async def test_waiting_samples_and_those_at_their_limit(engines):
     assert await second.load() == Load(0, 0, 0.0)
 
 
+@through("shm", NIXL)
 async def test_samples_that_finish_while_they_are_evicted(engines):
     samples = [sample(160 + i, length=20) for i in range(16)]
     sampling = replace(WARM, max_tokens=12)
@@ -158,12 +175,14 @@ async def test_samples_that_finish_while_they_are_evicted(engines):
     assert finished and not left_over()
 
 
+@through("shm", NIXL)
 async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
     first, second = engines
     samples, expected = await long_ones(first, 200, 4)
     partials = await begun(first, samples, WARM, 40, "kv")
     assert all(partial.kv_key for partial in partials.values())
-    assert len([file for file in left_over() if file.suffix == ".tokens"]) == len(partials)
+    ready = [file for shelf in shelves() for file in shelf.glob("*.tokens")]
+    assert len(ready) == len(partials)
     await second.drain()
     assert_same(await generate(second, samples, WARM, partials), expected)
     for span in await drained(second, "generate"):
@@ -175,12 +194,13 @@ async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
     assert not left_over()
 
 
+@through("shm", NIXL)
 async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
     first, second = engines
     samples, expected = await long_ones(first, 230, 3)
     partials = await begun(first, samples, WARM, 20, "kv")
     keys = [partials[one.id].kv_key for one in samples]
-    Path(f"{keys[0].partition('@')[2]}.0").unlink()
+    Path(f"{keys[0].partition('@')[2]}.0").unlink(missing_ok=True)  # with nixl there is no such file: it is taken
     for file in Path(keys[1].partition("@")[2]).parent.glob(f"{Path(keys[1]).name}.*"):
         file.unlink()
     partials[samples[2].id] = replace(partials[samples[2].id], kv_key="7@" + keys[2].partition("@")[2])
@@ -191,7 +211,26 @@ async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
     assert not left_over() and STALE not in shelves()
 
 
+@through("shm", NIXL)
+async def test_new_weights_take_back_what_the_old_ones_computed(engines):
+    first, second = engines
+    samples, expected = await long_ones(first, 500, 3)
+    partials = await begun(first, samples, WARM, 20, "kv")
+    assert all(partial.kv_key for partial in partials.values())
+    began = time.perf_counter()
+    await asyncio.gather(*(engine.begin_update() for engine in engines))
+    held = time.perf_counter() - began
+    assert not left_over()  # with nixl: nor blocks of the engine, which would have kept the update waiting
+    for engine in engines:
+        await engine.finish_update(0)
+    print(f"{1000 * held:.0f} ms to pause")
+    await second.drain()
+    assert_same(await generate(second, samples, WARM, partials), expected)
+    assert {span.attributes["cached_tokens"] for span in await drained(second, "generate")} == {0}
+
+
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
+@through("shm", NIXL)
 async def test_moving_takes_effect_at_once(engines, carry, record_property):
     first, second = engines
     seconds = []
@@ -209,11 +248,13 @@ async def test_moving_takes_effect_at_once(engines, carry, record_property):
             break
         seconds.append(time.perf_counter() - began)
         await stream.aclose()
+    assert not left_over()  # nor of those at their limit already, which had nothing to load
     record_property("seconds", seconds)
     print(f"{carry}: {[round(1000 * one) for one in seconds]} ms from evict to a new token elsewhere")
     assert len(seconds) == 5
 
 
+@through("shm")
 async def test_decoding_is_recorded_in_stretches(engines):
     engine = engines[0]
     while await engine.load() != Load(0, 0, 0.0):  # of earlier tests
@@ -238,6 +279,7 @@ async def test_decoding_is_recorded_in_stretches(engines):
     assert wall / 100 < sum(span.seconds for span in stretches) < wall - 0.4  # not the time between the two
 
 
+@through("shm")
 async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     engine = engines[0]
     one = sample(420)
@@ -256,6 +298,7 @@ async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     assert_same(await generate(engine, [one], WARM), expected)
 
 
+@through("shm")
 async def test_an_engine_keeps_to_its_core(engines, tiny_model):
     for handle, cores in zip(engines, (set(os.sched_getaffinity(0)), {LAST_CORE}), strict=True):
         actor = psutil.Process(await pid_of(handle))
@@ -267,3 +310,15 @@ async def test_an_engine_keeps_to_its_core(engines, tiny_model):
     with pytest.raises(EngineError, match=r"core=999: this host has cores 0 to"):
         await other.start(model_config(tiny_model), settings(), 64, "cpu", core=999)
     ray.kill(other.actor)
+
+
+@through(NIXL)
+async def test_a_source_that_was_killed_is_not_waited_for(engines):
+    first, second = engines
+    samples, expected = await long_ones(first, 520, 3)
+    partials = await begun(first, samples, WARM, 20, "kv")
+    for child in psutil.Process(await pid_of(first)).children(recursive=True):
+        child.kill()
+    await second.drain()
+    assert_same(await generate(second, samples, WARM, partials), expected)
+    assert not [file for shelf in shelves() for file in shelf.glob("*.tokens")]

@@ -56,6 +56,7 @@ def test_the_defaults_are_sound():
         ({"model__path": ""}, ["model.path: is required"]),
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
         ({"rollout__weight_transfer": "nccl"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
+        ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
         ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),
@@ -82,7 +83,7 @@ def test_the_defaults_are_sound():
 )
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
     missing = frozenset({"absent.py", "absent.parquet", "atuo"})
-    facts = Facts(1024, 16, missing=missing, unknown_modules=frozenset({"absent_package"}), cuda=False)
+    facts = Facts(1024, 16, missing=missing, unknown_modules=frozenset({"absent_package"}), cuda=False, nixl=False)
     problems = check(sound(**changes), facts)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems[0]

@@ -42,7 +42,7 @@ def good(folder):
 
 @pytest.fixture(scope="module")
 def pool():
-    with DecodePool(workers=2, timeout_s=1.0) as pool:
+    with DecodePool(workers=2, timeout_s=3.0) as pool:
         yield pool
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
     results = list(pool.stream(clips))
     for place in (0, 2, 5):
         assert numbers(results[place]) == [0, 5, 10, 15, 20, 25]
-    for place, problem in ((1, "took longer than 1 s"), (3, "can't be read as a video"), (4, "there is no such file")):
+    for place, problem in ((1, "took longer than 3 s"), (3, "can't be read as a video"), (4, "there is no such file")):
         assert isinstance(results[place], VideoError)
         assert str(results[place]).startswith(f"{clips[place].path} (sample 7/{place}/0): {problem}")
     assert isinstance(next(pool.probe([str(folder / "silent.mp4")])), VideoError)
@@ -127,7 +127,7 @@ def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch
 def test_a_pool_travels_as_its_settings(pool, good):
     assert list(pool.probe([good]))
     there = pickle.loads(pickle.dumps(pool))
-    assert (there.workers, there.timeout_s) == (2, 1.0)
+    assert (there.workers, there.timeout_s) == (2, 3.0)
     assert numbers(there.decode(good, PLAN))[1] == 5
     there.close()
     there.close()
@@ -148,7 +148,7 @@ def test_workers_that_cant_start_are_no_fault_of_the_clip(good, monkeypatch):
     try:
         with (
             DecodePool(timeout_s=1.0) as pool,
-            pytest.raises(EngineError, match="no decode worker|decode workers can't"),
+            pytest.raises(EngineError, match="decode worker"),
         ):
             pool.decode(good, PLAN)
     finally:

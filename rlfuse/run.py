@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.engines.weights import WeightPush, resolve_transfer
 from rlfuse.fusion.costs import Costs
@@ -51,6 +51,8 @@ from rlfuse.simulate.learning import CALL_S, Learning
 
 TOKEN_BYTES = 8
 """A finished sample holds its token and the engine's log-prob of it."""
+NIXL_BYTES_PER_S = 1e10
+"""Until a run has measured it: less than any link between GPUs of a host."""
 
 
 Drive = Callable[[Controller, int], Awaitable[None]]
@@ -118,7 +120,7 @@ async def _run(
         fusion, data = config.fusion, config.data
         selection = Selection(fusion.data, fusion.excess, data.train_batch_size, prompts)
         tuning = Tuning(
-            _starting_costs(config, min(fact["kv_tokens"] for fact in engine_facts), slots),
+            _starting_costs(config, engine_facts, slots),
             Lengths(data.max_response_length),
             _settings(config, trainer),
             Learning(config, len(rollouts)),
@@ -177,18 +179,26 @@ def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHand
     ]
 
 
-def _starting_costs(config: Config, kv_tokens: int, slots: placement.Slots) -> Costs:
-    """What policies go by until the run has measured its own. KV caches travel on one CPU host only."""
-    shared = slots.device == "cpu" and config.trainer.nnodes == 1
+def _starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: placement.Slots) -> Costs:
+    """What policies go by until the run has measured its own; `facts`: of each engine."""
     return Costs(
-        kv_bytes_per_token=config.rollout.kv_cache_memory_mb * 2**20 / kv_tokens,
-        link_bytes_per_s=placement.shared_memory_speed() if shared else 0.0,
+        kv_bytes_per_token=facts[0]["kv_bytes_per_token"],
+        link_bytes_per_s=_link_speed(config, slots.device),
         max_sequences=config.rollout.max_num_seqs,
-        kv_tokens=kv_tokens,
+        kv_tokens=min(fact["kv_tokens"] for fact in facts),
         max_tokens=config.data.max_response_length,
         score_call_s=CALL_S,
         train_call_s=CALL_S,
     )
+
+
+def _link_speed(config: Config, device: str) -> float:
+    """Bytes per second between engines of one host; 0: KV caches do not travel."""
+    if config.trainer.nnodes > 1:
+        return 0.0
+    if resolve_kv_transfer(config.rollout.kv_transfer, device) == "nixl":
+        return NIXL_BYTES_PER_S
+    return placement.shared_memory_speed() if device == "cpu" else 0.0
 
 
 def _settings(config: Config, trainer: TrainerGroup | PipelineTrainer) -> Settings:

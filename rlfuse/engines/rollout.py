@@ -43,6 +43,7 @@ from rlfuse.engines.rollout_start import (
     extend,
     memory_hint,
     sampling_params,
+    token_bytes,
 )
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Partial, Response
@@ -103,7 +104,8 @@ class RolloutWorker:
         cache = self._engine.vllm_config.cache_config
         kv_tokens = cache.num_gpu_blocks * cache.block_size
         self._meter = StepMeter(self._recorder, kv_tokens)
-        return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens}
+        bytes_per_token = token_bytes(self._engine.vllm_config)
+        return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 
     def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """vLLM calls this after every engine step."""

@@ -37,7 +37,7 @@ class RolloutHandle:
         tail_speculation: int = 0,
         core: int | None = None,
     ) -> dict:
-        """Start the engine; returns {start_s, kv_tokens}.
+        """Start the engine; returns {start_s, kv_tokens, kv_bytes_per_token}.
 
         `max_model_len`: the longest prompt plus the longest response, in tokens. `tail_speculation`: draft tokens ahead
         while at most so many samples are left, 0 never. `core`: of a CPU host, to bind all the engine's threads to.

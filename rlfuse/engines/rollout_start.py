@@ -124,6 +124,13 @@ def engine_arguments(
     return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
 
 
+def token_bytes(vllm_config: Any) -> int:
+    """Bytes that a token's keys and values take in all ranks of the engine together."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    rank = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return 2 * rank * parallel.world_size * model.dtype.itemsize
+
+
 def resolve_kv_transfer(setting: str, device: str) -> str:
     """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
     if setting == "auto":

@@ -44,7 +44,7 @@ def model_config(path) -> ModelConfig:
 async def engine(ray_cluster, tiny_model):
     handle = new_handle(0)
     facts = await handle.start(model_config(tiny_model), settings(), 512, "cpu")
-    assert facts["kv_tokens"] == 32 * 1024  # 32 MiB of 1 KiB per token
+    assert facts["kv_tokens"] * facts["kv_bytes_per_token"] == 32 << 20 and facts["kv_bytes_per_token"] == 1024
     yield handle
 
 

@@ -126,8 +126,21 @@ class Sample:
 
     def row(self, *names: str) -> Row:
         """The part that a trainer rank needs, with the named per-token arrays."""
-        tensors = {name: self.tensors[name] for name in names}
-        return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id)
+        tensors, video = {name: self.tensors[name] for name in names}, self.prompt.video
+        if video is not None and video.embedding is None:
+            raise ValueError(f"sample {self.id}: its clip {video.path} is not encoded; encode it before any pass.")
+        visual = () if video is None else (Visual(video.positions, video.embedding),)
+        return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id, visual)
+
+
+@dataclass(frozen=True, slots=True)
+class Visual:
+    """Embeddings that stand in a row's prompt instead of its placeholders' own."""
+
+    positions: np.ndarray
+    """int32 [v], ascending."""
+    source: Embedding
+    """Of v rows; mapped, so that what is not looked at is not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +151,16 @@ class Row:
     response_ids: np.ndarray
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     id: str = ""
+    visual: tuple[Visual, ...] = ()
 
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
+        """Rows with the same key have the same prompt, embeddings included."""
+        return self.prompt_ids.tobytes(), tuple(visual.source.key for visual in self.visual)
 
 
 @dataclass(slots=True)
@@ -173,3 +192,5 @@ class MicroBatch:
     rows: tuple[Row, ...]
     weight: float = 1.0
     """0 for a filler: collectives need equal counts on all ranks, so a rank may repeat a row that must not count."""
+    degree: int = 1
+    """So many consecutive ranks hold slices of it; all of them get it."""

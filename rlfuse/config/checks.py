@@ -62,7 +62,7 @@ KEYS_BY_RANGE = {
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
     "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
-    "fusion.credit_samples training.pipeline_parallel_size",
+    "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
     "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
     "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
@@ -95,6 +95,7 @@ def check(config: Config, facts: Facts) -> list[str]:
         _fusion,
         _devices,
         _pipelines,
+        _slices,
         _reward,
         _resume,
     )
@@ -269,6 +270,25 @@ def _pipelines(config: Config, facts: Facts) -> Iterator[str]:
     if facts.cuda and config.rollout.weight_transfer != "shm":
         valid = "stages hand their weights over through shared memory"
         yield _problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=shm")
+
+
+def _slices(config: Config, facts: Facts) -> Iterator[str]:
+    degree, name, slots = (
+        config.training.ulysses_sequence_parallel_size,
+        "training.ulysses_sequence_parallel_size",
+        config.slots,
+    )
+    if degree <= 1 or slots < 1:
+        return
+    heads = facts.attention_heads
+    common = math.gcd(slots, heads) if heads else slots
+    if degree & (degree - 1) or common % degree:
+        of = f" and the {heads} attention heads of {config.model.path}" if heads else ""
+        valid = f"must be a power of two that divides the {slots} slots{of}"
+        yield _problem(config, name, valid, f"set {name}={min(common & -common, 1 << degree.bit_length() - 1)}")
+    if config.training.pipeline_parallel_size > 1:
+        valid = "needs whole models on the ranks, so training.pipeline_parallel_size=1"
+        yield _problem(config, name, valid, "set one of the two to 1")
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:

@@ -276,10 +276,12 @@ class FusionConfig:
 
 @dataclass
 class TrainingConfig:
-    """Pipelines of trainer ranks; one stage of each model per rank."""
+    """How models and long sequences are cut over trainer ranks."""
 
     pipeline_parallel_size: int = 1
     """Stages of actor, critic and reference; divides the slots, the rest is data parallelism. 1: no pipeline."""
+    ulysses_sequence_parallel_size: int = 1
+    """Most ranks that a sequence is cut over; a power of two. What each batch needs is chosen by length. 1: none."""
     split_backward: bool = False
     """Gradients of weights apart from those of inputs, as fillers of bubbles."""
     activation_memory: float | None = 1.5

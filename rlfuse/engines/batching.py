@@ -8,6 +8,7 @@ the token budget unless it is one sequence that is longer than the budget by its
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 
@@ -22,20 +23,23 @@ def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def pack(lengths: Sequence[int], token_budget: int, max_sequences: int | None = None) -> list[list[int]]:
-    """Indices per micro-batch: first-fit decreasing under the token budget (and sequence limit)."""
+def pack(
+    lengths: Sequence[int], token_budget: int, max_sequences: int | None = None, sequences: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices per micro-batch: first-fit decreasing under the token budget (and sequence limit).
+
+    `sequences`: how many each index stands for; one by default.
+    """
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: list[list[float]] = []  # tokens and sequences that still fit
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for b, free in enumerate(room):
-            if lengths[index] <= free and (max_sequences is None or len(bins[b]) < max_sequences):
-                break
-        else:
-            b = len(bins)
+        size = lengths[index], sequences[index] if sequences else 1
+        b = next((b for b, free in enumerate(room) if size[0] <= free[0] and size[1] <= free[1]), len(bins))
+        if b == len(bins):
             bins.append([])
-            room.append(token_budget)
+            room.append([token_budget, max_sequences or math.inf])
         bins[b].append(index)
-        room[b] -= lengths[index]
+        room[b] = [left - taken for left, taken in zip(room[b], size, strict=True)]
     return bins
 
 

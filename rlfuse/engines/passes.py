@@ -12,16 +12,17 @@ import torch
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.config.schema import Config
-from rlfuse.engines.models import Batch, response_logits, response_values
+from rlfuse.engines.batches import Batch
+from rlfuse.engines.models import response_logits, response_values
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss and detached diagnostics of a micro-batch, all of them sums."""
 
 
 def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [R] of the response tokens at the sampling temperature, and the [R, V] logits they came from."""
+    """float32 [R] of the response tokens at the sampling temperature, and the [r, V] logits of this rank's."""
     logits = response_logits(model, batch).float() / config.rollout.temperature
-    return log_probs_from_logits(logits, batch.targets), logits
+    return batch.whole(log_probs_from_logits(logits, batch.targets)), logits
 
 
 def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
@@ -29,7 +30,7 @@ def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
     settings, longest = config.actor, config.data.max_response_length
     found, logits = log_probs(config, model, batch)
     with torch.set_grad_enabled(bool(settings.entropy_coeff)):
-        entropy = entropy_from_logits(logits)
+        entropy = batch.whole(entropy_from_logits(logits))
     return actor_objective(settings, batch.matrix(found), batch.matrix(entropy), batch.mask, batch.tensors, longest)
 
 

@@ -1,8 +1,9 @@
 """All trainer ranks as one: the driver's side of training, scoring by the policy, critic and reference.
 
 Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors. Decides
-(purely, in `batching`) which row goes to which rank and micro-batch, and puts the answers back in the order of the
-rows. A rollout slot spans `rollout.tensor_model_parallel_size` ranks.
+(purely, in `degrees`) which row goes to which ranks and micro-batch, and puts the answers back in the order of the
+rows. A long row is cut over several ranks where that is needed or sooner done. A rollout slot spans
+`rollout.tensor_model_parallel_size` ranks.
 
     controller --rows--> TrainerGroup --micro-batches--> rank 0 .. rank N-1   (collectives among the ranks)
 
@@ -28,7 +29,7 @@ from rlfuse.algorithms.objectives import means
 from rlfuse.cluster.placement import SHARE, Slots
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
-from rlfuse.engines.batching import micro_batches
+from rlfuse.engines.degrees import Costs, Share, alone, legal, plan, together
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.observe.events import Span
@@ -44,6 +45,7 @@ class TrainerGroup:
 
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         self.config, self.ranks = config, list(ranks)
+        self.costs, self.shares_prompts = Costs(), False
         self._turns = _Turns()
         self._accumulated: dict[str, list[int]] = {"actor": [], "critic": []}  # response tokens of each row
 
@@ -58,31 +60,37 @@ class TrainerGroup:
         from rlfuse.engines.training import TrainerRank  # imports DeepSpeed: only when ranks are started
 
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
-        return group, (await group._all("setup", "load its models", optimizer_steps))[0]
+        facts = (await group._all("setup", "load its models", optimizer_steps))[0]
+        group.costs, group.shares_prompts = facts.pop("costs"), facts.pop("shares_prompts")
+        return group, facts
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: ZeRO 3 gathers weights from all of them."""
-        return self.config.actor.zero_stage == 3
+        """Whether passes need all ranks together: ZeRO 3 gathers weights from them, and rows may be cut over them."""
+        return self.config.actor.zero_stage == 3 or self._largest > 1
 
     @property
     def lockstep_backward(self) -> bool:
-        """Whether gradients need all ranks together: ZeRO 2 and 3 reduce them in every backward."""
-        return self.config.actor.zero_stage >= 2
+        """Whether gradients do: ZeRO 2 and 3 reduce them in every backward, and rows may be cut."""
+        return self.config.actor.zero_stage >= 2 or self._largest > 1
+
+    @property
+    def _largest(self) -> int:
+        return self.config.training.ulysses_sequence_parallel_size
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3."""
+        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3, or with a row that must be cut."""
         return await self._score("log_probs", f"compute log-probs of the {model}", rows, slot, model)
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3."""
+        """float32 [T] per row, in order. ValueError as `log_probs`."""
         return await self._score("values", "compute values", rows, slot)
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
-        """Add the rows' gradient of the summed loss. ValueError for a single slot under ZeRO 2 and 3."""
-        plan = self._plan(rows, slot, self.lockstep_backward)
+        """Add the rows' gradient of the summed loss. ValueError for one slot under ZeRO 2 and 3, or as `log_probs`."""
+        shares = self._plan(rows, slot, least_stage=2)
         self._accumulated[model] += [len(row.response_ids) for row in rows]  # a step from now on waits for them
-        await self._send("accumulate", f"accumulate gradients of the {model}", slot, plan, rows, model)
+        await self._send("accumulate", f"accumulate gradients of the {model}", slot, shares, rows, model)
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
@@ -106,29 +114,35 @@ class TrainerGroup:
     async def _score(
         self, method: str, action: str, rows: Sequence[Row], slot: int | None, *arguments: Any
     ) -> list[np.ndarray]:
-        plan = self._plan(rows, slot, self.lockstep)
-        answers = await self._send(method, action, slot, plan, rows, *arguments)
+        shares = self._plan(rows, slot, least_stage=3)
+        answers = await self._send(method, action, slot, shares, rows, *arguments)
         results: list[Any] = [None] * len(rows)
-        for bins, parts in zip(plan, answers, strict=True):
-            for bin, arrays in zip(bins, parts, strict=True):
-                for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
+        for mine, parts in zip(shares, answers, strict=True):
+            for share, arrays in zip(mine, parts, strict=True):
+                # A filler's answer has no index; of ranks with slices of the same rows one answers.
+                for index, array in zip(share.rows, arrays, strict=False):
                     results[index] = array
         return results
 
-    def _plan(self, rows: Sequence[Row], slot: int | None, lockstep: bool) -> list[list[list[int]]]:
-        actor = self.config.actor
+    def _plan(self, rows: Sequence[Row], slot: int | None, least_stage: int) -> list[list[Share]]:
+        """By rank; `least_stage`: of ZeRO, from which on all ranks run as many micro-batches of this pass."""
+        actor, lockstep = self.config.actor, self.config.actor.zero_stage >= least_stage
+        budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         if lockstep and slot is not None:
             raise ValueError(
                 f"actor.zero_stage={actor.zero_stage} needs all ranks in this pass, slot {slot} alone would wait for "
                 "them for ever: ask without a slot, or lower the stage."
             )
-        return micro_batches(
-            [row.tokens for row in rows],
-            len(self._ranks(slot)),
-            actor.ppo_max_token_len_per_gpu,
-            actor.ppo_micro_batch_size_per_gpu,
-            lockstep,
-        )
+        longest = max(row.tokens for row in rows)
+        if self._largest > 1 and slot is not None and longest > budget:
+            raise ValueError(
+                f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
+                f"{slot} alone can't: ask without a slot."
+            )
+        ranks, degrees = len(self._ranks(slot)), legal(self._largest) if slot is None else (1,)
+        shared = self.shares_prompts
+        units = together(rows, budget * degrees[-1], ranks, most) if shared else alone(rows)
+        return plan(units, ranks, budget, degrees, self.costs, most, lockstep)
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
@@ -206,10 +220,10 @@ class TrainerGroup:
         return range(len(self.ranks)) if slot is None else range(slot * width, (slot + 1) * width)
 
     async def _send(
-        self, method: str, action: str, slot: int | None, plan: list[list[list[int]]], rows: Sequence[Row], *first: Any
+        self, method: str, action: str, slot: int | None, shares: list[list[Share]], rows: Sequence[Row], *first: Any
     ) -> list[Any]:
         """A call with micro-batches of `rows`; the ranks' answers."""
-        batches = dict(zip(self._ranks(slot), fill(plan, rows), strict=True))
+        batches = dict(zip(self._ranks(slot), fill(shares, rows), strict=True))
         return await self._call(method, action, slot, lambda rank: (*first, batches[rank]))
 
     async def _all(self, method: str, action: str, *arguments: Any) -> list[Any]:
@@ -304,7 +318,13 @@ def check_settled(accumulated: Mapping[str, Sequence[int]], done: str) -> None:
             )
 
 
-def fill(plan: list[list[list[int]]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
-    """The plan with its rows; an empty micro-batch repeats the shortest row at weight 0."""
+def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
+    """The shares with their rows; one without repeats the shortest row at weight 0."""
     filler = MicroBatch((min(rows, key=lambda row: row.tokens),), weight=0.0)
-    return [[MicroBatch(tuple(rows[i] for i in bin)) if bin else filler for bin in bins] for bins in plan]
+    return [
+        [
+            MicroBatch(tuple(rows[i] for i in share.rows), degree=share.degree) if share.rows else filler
+            for share in mine
+        ]
+        for mine in shares
+    ]

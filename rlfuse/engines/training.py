@@ -2,17 +2,21 @@
 
 Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
 under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
-cluster.timeout_s. All else this rank does alone, whatever the others do meanwhile.
+cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens (`sequence_parallel`).
+All else this rank does alone, whatever the others do meanwhile.
 Invariants:
 - gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
   any split into ranks, calls and micro-batches, in any order, gives one gradient;
 - in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
+- ranks with slices of a micro-batch all compute its whole loss, each the gradient through its own tokens; the first of
+  them alone counts its diagnostics and answers with its scores;
 - gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,17 @@ import numpy as np
 import torch
 
 from rlfuse.engines import weights_device
+from rlfuse.engines.attention import lays_out
+from rlfuse.engines.batches import Batch, collate
+from rlfuse.engines.degrees import Costs
 from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import (
-    Batch,
-    collate,
     has_value_head,
     load_critic,
     load_policy,
     packs_exactly,
     response_values,
+    splits_exactly,
 )
 from rlfuse.engines.optimizing import (
     freeze,
@@ -39,12 +45,26 @@ from rlfuse.engines.optimizing import (
     zero_value_head,
 )
 from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
+from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
+from rlfuse.engines.sequence_parallel import Part, SequenceParallel, measured_costs
 from rlfuse.samples import MicroBatch
+
+_CUT = (
+    "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
+    "slices; set it to 1"
+)
 
 
 class TrainerRank(Rank):
     """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks, all of them and those of each sequence-parallel group."""
+        super().join(host, port)
+        limit = timedelta(seconds=self.config.cluster.timeout_s)
+        largest = self.config.training.ulysses_sequence_parallel_size
+        self.parallel = SequenceParallel(self.rank, self.world, largest, limit)
 
     def setup(self, optimizer_steps: int) -> dict[str, Any]:
         """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log."""
@@ -72,16 +92,38 @@ class TrainerRank(Rank):
         self.packed = config.model.use_remove_padding and packs_exactly(
             self.engines["actor"], vocabulary, policy.dtype, self.device
         )
-        return {
+        self.shares = self.packed and all(lays_out(getattr(each, "module", each)) for each in self.engines.values())
+        facts = {
             "packed": self.packed,
             "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
             "peak_flops": matmul_rate(policy.dtype, self.device),
         }
+        return facts | {"shares_prompts": self.shares, "costs": self._split(facts)}
+
+    def _split(self, facts: dict[str, Any]) -> Costs:
+        """What sequence parallelism costs here; EngineError if a model of this rank does not allow it."""
+        largest = self.config.training.ulysses_sequence_parallel_size
+        if largest == 1:
+            return Costs()
+        key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
+        for name, engine in self.engines.items():
+            module = getattr(engine, "module", engine)
+            if (heads := module.config.get_text_config().num_attention_heads) % largest:
+                raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
+            if not lays_out(module):
+                raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
+        text, dtype = actor.module.config.get_text_config(), actor.module.dtype
+        if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
+            raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
+        return measured_costs(text, facts["parameters"], facts["peak_flops"], dtype.itemsize, part, self.device)
 
     # Passes without gradients ------------------------------------------------------------------------------------
 
     def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature."""
+        """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature.
+
+        None of a micro-batch that another rank answers for.
+        """
         kind = "old_log_prob" if model == "actor" else "ref"
         return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch)[0])
 
@@ -100,9 +142,12 @@ class TrainerRank(Rank):
         engine, results = self.engines[model], []
         engine.eval()
         for micro_batch in micro_batches:
-            with self._span(kind, micro_batch, "finished samples"):
-                batch = collate(micro_batch.rows, self.packed, self.device)
-                results.append(batch.split(function(engine, batch)))
+            part = self.parallel.part(micro_batch.degree)
+            with self._span(kind, micro_batch, "finished samples") as span:
+                batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares)
+                span.attributes["run"] = batch.inputs["input_ids"].numel()
+                scores = batch.split(function(engine, batch))
+                results.append(scores if _first(part) else [])
         return results
 
     # Updates -----------------------------------------------------------------------------------------------------
@@ -113,13 +158,15 @@ class TrainerRank(Rank):
         totals = self.sums.setdefault(model, {})
         engine.train()
         for micro_batch in micro_batches:
-            batch = collate(micro_batch.rows, self.packed, self.device)
+            part = self.parallel.part(micro_batch.degree)
+            batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares)
             with self._span("forward", micro_batch, f"update_{model}", model=model):
                 loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):
                 engine.backward(loss * micro_batch.weight, scale_wrt_gas=False)
+            counted = micro_batch.weight * _first(part)
             for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value.double() * micro_batch.weight
+                totals[name] = totals.get(name, 0.0) + value.double() * counted
 
     def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
@@ -188,11 +235,16 @@ class TrainerRank(Rank):
     # Events ------------------------------------------------------------------------------------------------------
 
     def _span(self, kind: str, micro_batch: MicroBatch, cause: str, **attributes: Any):
-        rows = micro_batch.rows if micro_batch.weight else ()
+        rows, degree = micro_batch.rows if micro_batch.weight else (), micro_batch.degree
+        tokens = sum(row.tokens for row in rows)
         return self.recorder.span(
             kind,
             cause=cause,
             samples=tuple(row.id for row in rows),
-            tokens=sum(row.tokens for row in rows),
-            attributes=attributes,
+            tokens=len(range(self.rank % degree, tokens, degree)),  # this rank's share, to one token
+            attributes=attributes | {"degree": degree},
         )
+
+
+def _first(part: Part | None) -> bool:
+    return part is None or part.index == 0

@@ -142,6 +142,7 @@ class Journal:
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values[f"fusion/{label(self.config.fusion.data, self.config.fusion.tail_speculation)}"] = 1.0
+        values |= figures.repetition(spans, board.samples)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
         return values | {name: sum(v) / len(v) for name, v in self._notes.items()}

@@ -6,7 +6,7 @@ Role: the journal calls these once a step. Seconds come from the spans alone, so
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,22 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
             np.mean([len(sample.response.token_ids) for sample in samples])
         )
     return metrics
+
+
+def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
+    """perf/tokens_run_over_unique of the passes without gradients: 1 where every prompt ran once for all its answers.
+
+    Padding up to the degree of sequence parallelism counts as run.
+    """
+    run = unique = 0
+    for kind in ("old_log_prob", "ref", "values"):
+        ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
+        mine = [span for span in ran if samples.keys() >= set(span.samples)]
+        run += sum(span.attributes["run"] for span in mine)
+        scored = [samples[name] for name in {name for span in mine for name in span.samples}]
+        prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in scored}
+        unique += sum(prompts.values()) + sum(len(sample.response.token_ids) for sample in scored)
+    return {"perf/tokens_run_over_unique": run / unique} if unique else {}
 
 
 TIMED = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")

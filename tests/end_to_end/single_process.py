@@ -13,8 +13,9 @@ from transformers import (
 
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.config.schema import Config
+from rlfuse.engines.batches import collate
 from rlfuse.engines.batching import numbered
-from rlfuse.engines.models import collate, load_critic, load_policy, response_values
+from rlfuse.engines.models import load_critic, load_policy, response_values
 from rlfuse.engines.optimizing import zero_value_head
 from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.trainer import step_metrics

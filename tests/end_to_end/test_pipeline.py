@@ -19,7 +19,8 @@ from single_process import BATCHES, FAMILIES, VOCABULARY, ThreeSteps, lengths, m
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.models import collate, has_value_head, load_policy
+from rlfuse.engines.batches import collate
+from rlfuse.engines.models import has_value_head, load_policy
 from rlfuse.engines.passes import actor_loss, log_probs
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.protocols import EngineError

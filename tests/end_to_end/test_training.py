@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 import ray
 import torch
+from trainer_probe import LR, VOCABULARY, Probe, distance, lengths, make_rows, settings
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.algorithms.losses import AGG_MODES
-from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.trainer import TrainerGroup
-from rlfuse.samples import Row
-
-VOCABULARY, LR, BETA = 60, 1e-3, 0.9
 
 
 @pytest.fixture(scope="module")
@@ -33,37 +29,6 @@ def policy_folder(tmp_path_factory):
         )
     ).save_pretrained(folder)  # fmt: skip
     return str(folder)
-
-
-def make_rows(count=7, seed=3):
-    """Ragged rows with everything that the two losses read."""
-    rng = np.random.default_rng(seed)
-
-    def row(i):
-        prompt, response = (rng.integers(3, VOCABULARY, rng.integers(2, most)).astype(np.int32) for most in (8, 24))
-        draw = lambda loc: rng.normal(loc, 0.3, len(response)).astype(np.float32)  # noqa: E731
-        tensors = {"old_log_probs": draw(-4), "advantages": draw(0), "ref_log_probs": draw(-4)}
-        return Row(prompt, response, tensors | {"values": draw(0), "returns": draw(0.2)}, id=str(i))
-
-    return [row(i) for i in range(count)]
-
-
-def lengths(rows):
-    return [len(row.response_ids) for row in rows]
-
-
-def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0):
-    config = Config()
-    config.model.path, config.model.dtype = folder, dtype
-    config.data.max_response_length = 32
-    config.trainer.n_gpus_per_node = 2
-    config.cluster.timeout_s = 300
-    actor = config.actor
-    actor.zero_stage, actor.loss_agg_mode = zero_stage, mode
-    actor.grad_clip, actor.ppo_max_token_len_per_gpu = clip, budget
-    actor.optim.lr = config.critic.optim.lr = LR
-    actor.optim.weight_decay, actor.use_kl_loss, actor.kl_loss_coef, actor.entropy_coeff = 0.0, True, 0.1, 0.01
-    return config
 
 
 def reference(config, rows):
@@ -92,40 +57,6 @@ def reference(config, rows):
     }[mode]()
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-class Probe(TrainerGroup):
-    """Reads the gradient of the first AdamW step out of its first moment: (1 - beta1) * gradient, at any ZeRO stage."""
-
-    async def gradients(self, model="actor"):
-        def read(rank, model):
-            from deepspeed.utils import safe_get_full_optimizer_state
-
-            engine = rank.engines[model]
-            state = engine.optimizer.state if not hasattr(engine.optimizer, "bit16_groups") else None
-            names = dict(engine.module.named_parameters())
-            if rank.config.actor.zero_stage == 0:
-                return {name: state[p]["exp_avg"] / (1 - BETA) for name, p in names.items()}
-            return {name: safe_get_full_optimizer_state(p, "exp_avg") / (1 - BETA) for name, p in names.items()}
-
-        calls = [rank.__ray_call__.remote(read, model) for rank in self.ranks]
-        return (await asyncio.gather(*calls))[0]
-
-    async def take(self, config):
-        """Load fresh models under another configuration, in the same processes: starting those is what costs."""
-
-        def reload(rank, config):
-            rank.config = config
-            rank.setup(10)
-
-        self.config = config
-        self._accumulated = {"actor": [], "critic": []}
-        await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
-        return self
-
-    async def update(self, model, rows):
-        await self.accumulate(model, rows)
-        return await self.step(model, lengths(rows))
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +93,6 @@ async def in_pieces(group, model, rows):
 
     await asyncio.gather(group.accumulate(model, rows[3:4], slot=0), slot_1())
     await group.accumulate(model, rows[:3])
-
-
-def distance(found, expected):
-    """Of two gradients, relative to the second one's norm."""
-    assert found.keys() == expected.keys()
-    one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("split", [on_one_slot, in_pieces])

@@ -78,6 +78,22 @@ def test_the_defaults_are_sound():
             ["decides itself which groups", "max_num_gen_batches=0"],
         ),
         ({"fusion__credit_samples": 0}, ["must be 1 or more, or null"]),
+        (
+            {"training__ulysses_sequence_parallel_size": 4, "trainer__n_gpus_per_node": 2},
+            ["must be a power of two that divides the 2 slots and the 16 attention heads", "size=2"],
+        ),
+        (
+            {"training__ulysses_sequence_parallel_size": 3, "trainer__n_gpus_per_node": 12},
+            ["size=3: must be a power of two that divides the 12 slots and the 16", "size=2"],
+        ),
+        (
+            {
+                "training__ulysses_sequence_parallel_size": 2,
+                "training__pipeline_parallel_size": 2,
+                "trainer__n_gpus_per_node": 2,
+            },
+            ["training.pipeline_parallel_size=1"],
+        ),
         ({"fusion__policy": "streem"}, ["did you mean stream?"]),
     ],
 )

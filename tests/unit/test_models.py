@@ -1,11 +1,20 @@
 """Packed, padded and one-by-one forward passes give the same numbers."""
 
+import copy
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
@@ -13,8 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlfuse.engines.models import collate, packs_exactly, response_logits, response_values
-from rlfuse.samples import Row
+from rlfuse.engines.attention import lay_out, lays_out
+from rlfuse.engines.batches import collate
+from rlfuse.engines.models import packs_exactly, response_logits, response_values
+from rlfuse.samples import Row, Visual
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -81,3 +92,103 @@ def test_matrix_and_split_follow_rows():
     torch.testing.assert_close(
         batch.tensors["values"][batch.mask], torch.from_numpy(np.concatenate([r.tensors["values"] for r in rows()]))
     )
+
+
+def siblings(seed=1):
+    """Groups of 3, 1 and 2 answers to a prompt each."""
+    rng = np.random.default_rng(seed)
+    ids = lambda most: rng.integers(3, 64, rng.integers(1, most)).astype(np.int32)  # noqa: E731
+    return [Row(prompt, ids(20), {}) for n in (3, 1, 2) for prompt in [ids(30)] for _ in range(n)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_one_prompt_serves_all_its_answers(window):
+    """Logits and gradients, also where layers see no more than a window."""
+    torch.manual_seed(0)
+    sliding = {} if window is None else dict(use_sliding_window=True, sliding_window=window, max_window_layers=1)
+    plain = Qwen2ForCausalLM(Qwen2Config(**SMALL, **sliding))
+    model = lay_out(copy.deepcopy(plain))
+    assert lays_out(model) and not lays_out(plain)
+    batch = siblings()
+    alone = []
+    for row in batch:
+        ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
+        alone.append(plain(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1])
+    expected = torch.cat(alone)
+    expected.sin().sum().backward()
+    unique = sum(len(batch[i].prompt_ids) for i in (0, 3, 4)) + sum(len(row.response_ids) for row in batch)
+    for packed, shared in ((True, True), (True, False), (False, False)):
+        inputs = collate(batch, packed, shared=shared)
+        assert not shared or inputs.inputs["input_ids"].numel() == unique
+        found = response_logits(model, inputs)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        model.zero_grad()
+        found.sin().sum().backward()
+        for name, parameter in model.named_parameters():
+            wanted = plain.get_parameter(name).grad
+            assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@dataclass
+class Clip:
+    """Embeddings of a clip."""
+
+    key: str
+    rows: torch.Tensor
+
+    def read(self):
+        return self.rows
+
+
+@pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
+def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
+    """Placeholders stand where they were; other embeddings give other logits, and only prompts of one clip are one."""
+    torch.manual_seed(0)
+    model = lay_out(Qwen2ForCausalLM(Qwen2Config(**SMALL)).eval())
+    table, batch, at = model.get_input_embeddings().weight.detach(), siblings(), np.array([1, 2, 3, 5])
+    batch = [row for row in batch if len(row.prompt_ids) > 6]
+
+    def shown(row, change=0.0):
+        ids = row.prompt_ids.copy()
+        ids[at] = 0
+        clip = Clip(f"{row.prompt_ids.tobytes()}{change}", table[row.prompt_ids[at]] + change)
+        return replace(row, prompt_ids=ids, visual=(Visual(at.astype(np.int32), clip),))
+
+    with torch.no_grad():
+        expected = response_logits(model, collate(batch, **way))
+        found = response_logits(model, collate([shown(row) for row in batch], **way))
+        mixed = response_logits(model, collate([shown(batch[0]), shown(batch[0], 1.0)], **way))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    one, other = mixed.chunk(2)
+    torch.testing.assert_close(one, expected[: len(one)], atol=1e-5, rtol=0)
+    assert (one - other).abs().max() > 0.01
+    wide = replace(batch[0], visual=(Visual(at.astype(np.int32), Clip("wide", torch.zeros(4, 8))),))
+    with pytest.raises(ValueError, match=r"shape \[4, 8\] for 4 positions.*hidden size 32"):
+        response_logits(model, collate([wide], **way))
+
+
+@pytest.mark.parametrize(
+    "model_class, config, packs",
+    [
+        (BloomForCausalLM, BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), True),
+        (Gemma2ForCausalLM, Gemma2Config(**SMALL), True),
+        (MambaForCausalLM, MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4), False),
+    ],
+)
+def test_models_that_take_no_layout_keep_their_attention(model_class, config, packs):
+    torch.manual_seed(0)
+    model = lay_out(model_class(config).eval())
+    assert not lays_out(model) and packs_exactly(model, 64, torch.float32, "cpu") == packs
+    with torch.no_grad():
+        padded = response_logits(model, collate(rows(), packed=False))
+        alone = [response_logits(model, collate([row], packed=False)) for row in rows()]
+    torch.testing.assert_close(padded, torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_what_a_layout_would_not_say_is_refused():
+    model = lay_out(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="Positions restart within a row, and no `layout`"):
+        model(input_ids=ids, position_ids=torch.tensor([[0, 1, 0]]))
+    with pytest.raises(ValueError, match="attention mask would not be heeded"):
+        model(input_ids=ids, attention_mask=ids)

@@ -10,6 +10,7 @@ from rlfuse.observe.metrics import (
     covered,
     failure_metrics,
     fusion_metrics,
+    repetition,
     sample_metrics,
     time_metrics,
     utilisation,
@@ -52,6 +53,21 @@ def test_sample_metrics_by_hand():
     returns = np.array([1, 1] + [0] * 6 + [0.5] * 8)
     errors = np.array([0.5, 0] + [0] * 6 + [0] * 8)
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - errors.var() / returns.var())
+
+
+def test_a_prompt_that_runs_for_every_answer_is_seen():
+    samples = {each.id: each for each in (sample(0, 0, 2, None), sample(0, 1, 6, None), sample(1, 0, 4, None))}
+    assert repetition([Span("ref", "driver", 0, 1, samples=tuple(samples))], samples) == {}
+
+    def ran(kind, run, *names, where="trainer/0"):
+        return Span(kind, where, 0, 1, samples=names, attributes={"run": run})
+
+    once = [ran("ref", 12, "1/0/0", "1/0/1"), ran("ref", 8, "1/1/0"), ran("values", 8, "1/1/0")]
+    assert repetition(once, samples) == {"perf/tokens_run_over_unique": 1.0}
+    slices = [ran("ref", 6, "1/0/0", "1/0/1", where=f"trainer/{rank}") for rank in (0, 1)]
+    assert repetition(slices, samples) == {"perf/tokens_run_over_unique": 1.0}
+    again = [ran("ref", 6, "1/0/0"), ran("ref", 10, "1/0/1")]
+    assert repetition(again, samples) == {"perf/tokens_run_over_unique": 16 / 12}
 
 
 def test_validation_prefers_acc_and_keeps_sources_apart():

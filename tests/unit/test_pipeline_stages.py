@@ -162,9 +162,9 @@ def two_stages(path, packed=True, checkpointing=False):
     return stages
 
 
-@pytest.mark.parametrize("packed, positions", [(True, 3 + 5), (False, 2 * (5 + 1))])
+@pytest.mark.parametrize("packed, positions", [(True, 3 + 5), (False, 2 * 8)])
 def test_the_head_sees_only_positions_that_predict_responses(tiny_policy, packed, positions):
-    """21 tokens; padded rows have one more position each than the longest response."""
+    """21 tokens; padded rows have the positions of all of them."""
     (first, last), seen = two_stages(tiny_policy, packed), []
     last.model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape))
     for training in (False, True):

@@ -28,6 +28,7 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
 from rlfuse.engines.batching import micro_batches, numbered
+from rlfuse.engines.degrees import Share
 from rlfuse.engines.pipeline.executor import Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.protocols import EngineError
@@ -151,8 +152,8 @@ class PipelineGroup:
         batches: dict[str, list[list[MicroBatch]]] = {}
         first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
         for name, (plan, rows) in (*trained.items(), *scored.items()):
-            before = batches.get(name, [[]] * len(plan))
-            batches[name] = [[*some, *more] for some, more in zip(before, fill(plan, rows), strict=True)]
+            before, shares = batches.get(name, [[]] * len(plan)), [[Share(tuple(bin)) for bin in bins] for bins in plan]
+            batches[name] = [[*some, *more] for some, more in zip(before, fill(shares, rows), strict=True)]
 
         def arguments(rank: int) -> tuple[Any, ...]:
             work = {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.models import Batch, collate, response_values
+from rlfuse.engines.batches import Batch, collate
+from rlfuse.engines.models import response_values
 from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.partition import Part
@@ -111,6 +112,8 @@ class Stage:
     def _batch(self, micro_batch: int) -> Batch:
         if micro_batch not in self._batches:
             rows = self.micro_batches[micro_batch].rows
+            if any(row.visual for row in rows):
+                raise NotImplementedError("Pipelines train text only: set training.pipeline_parallel_size=1 for video.")
             self._batches[micro_batch] = collate(rows, self.packed, self.device)
         return self._batches[micro_batch]
 

@@ -1,0 +1,176 @@
+"""The attention of trained and scored models: who sees whom is said by a layout, never by a mask of all token pairs.
+
+Role: `lay_out` gives a Hugging Face model this attention; `batches.collate` puts a `Layout` among the model's inputs,
+and transformers hands it down to every layer. A layout cuts the batch's tokens into segments: causal within, and
+possibly behind a prefix of earlier tokens that several segments share. So packed rows cost no work across rows, one
+prompt serves all its answers, and a sequence-parallel rank attends to whole sequences with some of the heads.
+Invariants: the segments cover all tokens in order; memory is linear in the tokens; models whose code can't take a
+layout (no attention interface; chunked, linear or soft-capped attention) keep their own attention and never see one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "rlfuse"
+_BLOCK = 512  # queries per masked call: a block's mask has this many rows, however long the prefix is
+_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [start, stop) of the flattened batch; each sees those before it here, and all of `prefix`."""
+
+    start: int
+    stop: int
+    prefix: tuple[int, int] | None = None
+    """[start, stop) of earlier tokens that stand before the segment's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who sees whom in one batch."""
+
+    segments: tuple[Segment, ...]
+    spread: Callable[..., Tensor] | None = None
+    """Where this rank holds a slice of the tokens: `attend` over all ranks of the slices."""
+
+
+def lay_out(model: PreTrainedModel) -> PreTrainedModel:
+    """Have `model` attend by layouts; where it can't, it keeps its attention and a layout is kept from it."""
+    text = model.config.get_text_config()
+    plain = set(getattr(text, "layer_types", None) or _KINDS) <= _KINDS and not getattr(
+        text, "attn_logit_softcapping", None
+    )
+    if model.is_backend_compatible() and plain:
+        model.set_attn_implementation(NAME)
+    else:
+        for module in (model, model.base_model):
+            module.register_forward_pre_hook(_without_layout, with_kwargs=True)
+    return model
+
+
+def lays_out(model: PreTrainedModel) -> bool:
+    """Whether `model` attends by layouts."""
+    return model.config.get_text_config()._attn_implementation == NAME
+
+
+def _without_layout(_: torch.nn.Module, positional: tuple, named: dict) -> tuple[tuple, dict]:
+    return positional, {name: value for name, value in named.items() if name != "layout"}
+
+
+def _forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    layout: Layout | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: [B, heads, tokens, d] each -> [B, tokens, heads, d]."""
+    layout = layout or _whole_rows(query.shape, others.get("position_ids"))
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
+        raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(unknown)}, which no layout knows.")
+    over = layout.spread or attend
+    return over(*(x.transpose(1, 2) for x in (query, key, value)), layout.segments, scaling, sliding_window), None
+
+
+def _whole_rows(shape: torch.Size, positions: Tensor | None) -> Layout:
+    """Of inputs that no one collated: every row of [B, heads, tokens, d] is one sequence."""
+    if positions is not None and (positions.diff() != 1).any():
+        raise ValueError("Positions restart within a row, and no `layout` says who sees whom: collate the batch.")
+    rows, tokens = shape[0], shape[2]
+    return Layout(tuple(Segment(row * tokens, (row + 1) * tokens) for row in range(rows)))
+
+
+def _no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
+    if attention_mask is not None:
+        raise ValueError("This model attends by a layout, an attention mask would not be heeded: leave it out.")
+
+
+AttentionInterface.register(NAME, _forward)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None, window: int | None
+) -> Tensor:
+    """[B, tokens, heads, d] each, tokens flattened as the segments count them -> the same shape as `query`.
+
+    `window`: a token sees so many tokens, itself included; None: all. Heads of `key` divide those of `query`.
+    """
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
+    run = _varlen if query.is_cuda and query.dtype != torch.float32 else _by_segment
+    return run(*flat, segments, scale, window).view(*query.shape[:3], value.shape[-1])
+
+
+def _by_segment(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None, window: int | None
+) -> Tensor:
+    outputs = []
+    for segment in segments:
+        q, k, v = (x[segment.start : segment.stop] for x in (query, key, value))
+        if segment.prefix is None and (window is None or len(q) <= window):
+            outputs.append(_attention(q, k, v, None, scale))
+            continue
+        if segment.prefix is not None:
+            k, v = (torch.cat((x[slice(*segment.prefix)], own)) for x, own in ((key, k), (value, v)))
+        before = len(k) - len(q)
+        for start in range(0, len(q), _BLOCK):
+            stop = min(start + _BLOCK, len(q))
+            first = 0 if window is None else max(0, before + start + 1 - window)
+            rows = torch.arange(before + start, before + stop, device=q.device)[:, None]
+            columns = torch.arange(first, before + stop, device=q.device)[None]
+            mask = columns <= rows if window is None else (columns <= rows) & (columns > rows - window)
+            seen = slice(first, before + stop)
+            outputs.append(_attention(q[start:stop], k[seen], v[seen], mask, scale))
+    return torch.cat(outputs)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Causal unless there is a mask; [tokens, heads, d]."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    result = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return result[0].transpose(0, 1)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None, window: int | None
+) -> Tensor:
+    """All segments in one call of flash attention, which aligns its causal mask to the last query and the last key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    queries, keys, longest, seen, columns = _offsets(segments, query.device)
+    if columns is not None:
+        key, value = key[columns], value[columns]
+    sizes = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, queries, keys, longest, seen, scale=scale, window_size=sizes, enable_gqa=True)
+
+
+@lru_cache(maxsize=4)
+def _offsets(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
+    """Cumulative queries and keys, their longest, and with prefixes which token each key is. Once for all layers."""
+    own = torch.tensor([segment.stop - segment.start for segment in segments])
+    prefixes = torch.tensor([s.prefix[1] - s.prefix[0] if s.prefix else 0 for s in segments])
+    columns = None
+    if prefixes.any():
+        spans = [span for s in segments for span in (s.prefix or (0, 0), (s.start, s.stop))]
+        columns = torch.cat([torch.arange(*span) for span in spans]).to(device)
+
+    def cumulative(lengths: Tensor) -> Tensor:
+        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+
+    seen = own + prefixes
+    return cumulative(own), cumulative(seen), int(own.max()), int(seen.max()), columns

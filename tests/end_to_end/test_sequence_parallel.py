@@ -1,0 +1,190 @@
+"""Sequences cut over four real ranks: every pass, gradient and step is that of whole sequences on one rank each."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from pipelines import Anywhere
+from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, settings
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlfuse.engines.degrees import Costs
+from rlfuse.samples import Visual
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four query heads and two for keys and values: degree 4 has to repeat those."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("policy")
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def cut(folder, budget, largest=4, stage=1, mode="token-mean", **more):
+    config = settings(folder, stage, mode, budget=budget, **more)
+    config.trainer.n_gpus_per_node, config.training.ulysses_sequence_parallel_size = 4, largest
+    return config
+
+
+@pytest.fixture(scope="module")
+async def group(folder, slots):
+    config = cut(folder, budget=64)
+    group = (await Probe.start(config, Anywhere(slots.group, 4, "cpu"), optimizer_steps=10))[0]
+    assert group.costs.pair > 0 and group.costs.exchange > 0 and group.costs.start > 0
+    group.costs = Costs(start=1e9)  # as many ranks as a row needs and no more
+    yield group
+    for rank in group.ranks:
+        ray.kill(rank)
+
+
+def long_rows(tokens, seed=0):
+    """Rows of these lengths; the response is at the end, at most half of it."""
+    rng = np.random.default_rng(seed)
+
+    def cut_to(row, size):
+        kept = slice(0, size // 2)
+        response, tensors = row.response_ids[kept], {name: array[kept] for name, array in row.tensors.items()}
+        prompt = rng.integers(3, VOCABULARY, size - len(response)).astype(np.int32)
+        return replace(row, prompt_ids=prompt, response_ids=response, tensors=tensors)
+
+    return [cut_to(row, size) for row, size in zip(make_rows(len(tokens), seed), tokens, strict=True)]
+
+
+async def everything(group, rows):
+    """What all passes, the gradients and the steps of both models give, and the degrees that they ran at."""
+    await group.drain()
+    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    metrics = await group.update("critic", rows) | await group.update("actor", rows)
+    gradients = [await group.gradients(model) for model in ("critic", "actor")]
+    scores += [await group.values(rows), await group.log_probs("actor", rows)]
+    return scores, metrics, gradients, await group.drain()
+
+
+def assert_same(found, expected, rows):
+    for have, want in zip(found[0], expected[0], strict=True):
+        assert [len(each) for each in have] == lengths(rows)
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=0)
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    for have, want in zip(found[2], expected[2], strict=True):
+        assert distance(have, want) < 1e-5
+    for kind in ("old_log_prob", "ref", "values", "forward", "backward"):
+        tokens, wanted = (sum(span.tokens for span in part[3] if span.kind == kind) for part in (found, expected))
+        assert tokens == wanted > 0
+
+
+LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5, 10]}
+"""Odd ones that a budget of 20 cuts over two ranks, over four, and (1) over four, two and none."""
+
+
+@pytest.mark.parametrize(
+    "degrees, stage, mode, packed",
+    [
+        ({2}, 0, "token-mean", True),
+        ({4}, 1, "seq-mean-token-mean", False),
+        ({1, 2, 4}, 1, "token-mean", True),
+        ({1, 2, 4}, 3, "gspo", True),
+    ],
+)
+async def test_slices_give_what_whole_rows_give(group, folder, degrees, stage, mode, packed):
+    """Losses of tokens and of whole responses, packed and padded, with activations recomputed where padded."""
+    rows, results = long_rows(LENGTHS[min(degrees)]), []
+    for largest in (1, 4):
+        config = cut(folder, 20, largest, stage, "seq-mean-token-mean" if mode == "gspo" else mode)
+        config.actor.loss_mode = "gspo" if mode == "gspo" else "vanilla"
+        config.model.use_remove_padding = packed
+        config.model.enable_gradient_checkpointing = not packed
+        await group.take(config)
+        results.append(await everything(group, rows))
+    assert_same(results[1], results[0], rows)
+    assert {span.attributes["degree"] for span in results[1][3] if span.kind == "ref"} == degrees
+
+
+async def test_a_prompt_runs_once_for_all_its_answers(group, folder):
+    """Alone on its rank and cut over ranks: the numbers of answers that run by themselves, and as many tokens as are.
+
+    Gradients too: those of the answers meet in the one prompt.
+    """
+    prompts = [row.prompt_ids for row in long_rows([45, 50, 48, 44], seed=5)]
+    rows = [replace(row, prompt_ids=prompts[i % 4]) for i, row in enumerate(make_rows(20, seed=6))]
+    unique = sum(map(len, prompts)) + sum(lengths(rows))
+    await group.take(cut(folder, budget=100, largest=1))
+    group.shares_prompts = False
+    await asyncio.gather(
+        *(rank.__ray_call__.remote(lambda rank: setattr(rank, "shares", False)) for rank in group.ranks)
+    )
+    expected = await everything(group, rows)
+    group.shares_prompts = True
+    for budget, largest in ((1000, 1), (100, 4)):
+        await group.take(cut(folder, budget, largest))
+        found = await everything(group, rows)
+        assert_same(found, expected, rows)
+        ran = sum(span.attributes["run"] for span in found[3] if span.kind == "ref")
+        assert unique <= ran < unique + 4 * len(prompts)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Embeddings in a file."""
+
+    key: str
+    path: str
+    tokens: int
+
+    def read(self):
+        return torch.from_file(self.path, size=self.tokens * 32, dtype=torch.float32).view(self.tokens, 32)
+
+
+async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path):
+    """The model's own embeddings from files, behind placeholders: all is as with the tokens, at every degree."""
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__))  # ranks can't import from tests
+    table = Qwen2ForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach()
+    rows, shown = long_rows([77, 31, 40, 9]), []
+    for row in rows:
+        ids, at = row.prompt_ids.copy(), np.arange(1, len(row.prompt_ids) - 1, dtype=np.int32)
+        table[row.prompt_ids[at]].numpy().tofile(tmp_path / row.id)
+        ids[at] = 0
+        source = Mapped(row.id, str(tmp_path / row.id), len(at))
+        shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source),)))
+    await group.take(cut(folder, budget=20))
+    expected = [await group.log_probs("ref", rows), await group.values(rows)]
+    await group.accumulate("actor", rows)
+    norm = (await group.step("actor", lengths(rows)))["actor/grad_norm"]
+    await group.take(cut(folder, budget=20))
+    for have, want in zip([await group.log_probs("ref", shown), await group.values(shown)], expected, strict=True):
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=0)
+    await group.accumulate("actor", shown)
+    found = (await group.step("actor", lengths(shown)))["actor/grad_norm"]
+    assert 0 < found < norm  # the tokens that placeholders stand for no longer train the embedding
+
+
+async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, tmp_path):
+    rows = long_rows([77, 31, 9, 11])
+    await group.take(cut(folder, 20, clip=1.0))
+    await group.update("actor", rows)
+    await group.save(tmp_path / "checkpoint")
+    expected = [await group.update("actor", rows), await group.log_probs("actor", rows)]
+    await group.take(cut(folder, 20, clip=1.0))
+    await group.load(tmp_path / "checkpoint")
+    np.testing.assert_equal([await group.update("actor", rows), await group.log_probs("actor", rows)], expected)
+
+
+async def test_a_slot_alone_takes_whole_rows_only(group, folder):
+    short, long = long_rows([9, 77])
+    await group.take(cut(folder, budget=20))
+    assert group.lockstep and group.lockstep_backward
+    scores = await asyncio.gather(*(group.log_probs("actor", [short], slot) for slot in range(4)))
+    for one, other in itertools.pairwise(scores):
+        np.testing.assert_equal(one, other)
+    with pytest.raises(ValueError, match=r"77 tokens must be cut over ranks .*len_per_gpu=20.*slot 2 alone"):
+        await group.log_probs("actor", [long], slot=2)

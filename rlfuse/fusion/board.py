@@ -14,10 +14,10 @@ stays cheap to decide on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from rlfuse.fusion.backlog import Backlog
 from rlfuse.fusion.decisions import (
     ON_WEIGHTS,
     Accumulate,
@@ -71,9 +71,8 @@ class Board:
         self.partials: dict[str, Partial] = dict(draw.partials) if draw else {}
         self.batches = 0
         self._of: dict[str, int] = {}
-        self._unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
-        self._backlog, self._oldest = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, now)
-        self._scoring: dict[str, int] = dict.fromkeys(kinds, 0)
+        self._backlog = Backlog(kinds, now)
+        self._slot_kinds = sum(kind != "reward" for kind in kinds)
         self._passes_left = dict.fromkeys(kinds, 0)
         self._lacking: list[dict[str, int]] = []  # per group: samples not generated yet, and without each kind of score
         self._complete: list[int] = []
@@ -119,10 +118,6 @@ class Board:
             if self._of[sample.id] not in self._left:
                 self._note_finished(sample, now)
 
-    @property
-    def _slot_kinds(self) -> int:
-        return sum(kind != "reward" for kind in self.kinds)
-
     # What happens: generation ----------------------------------------------------------------------------------------
 
     def start(self, decision: Decision, now: float) -> None:
@@ -166,7 +161,7 @@ class Board:
         self._open -= 1
         self._to_score += self._slot_kinds * (sample.tokens - sum(self.fleet.expected(group)))
         for kind in self.needed:
-            self._note_unscored(kind, {sample.id: sample.tokens}, now)
+            self._backlog.add(kind, {sample.id: sample.tokens}, now)
         if self._deferral.kinds:
             self._deferral.finish(sample.id, group, sample.tokens)
         self._settle(group, GENERATION)
@@ -174,13 +169,6 @@ class Board:
             self._whole.append(group)
             if len(self._whole) == self._enough:
                 self._leave_the_rest()
-
-    def _note_unscored(self, kind: str, samples: Mapping[str, int], now: float) -> None:
-        """Finished samples, with their tokens, are to be scored now."""
-        if not self._unscored[kind]:
-            self._oldest[kind] = now
-        self._unscored[kind].update(samples)
-        self._backlog[kind] += sum(samples.values())
 
     def _leave_the_rest(self) -> None:
         """Enough groups are finished: the step ends without the others."""
@@ -190,10 +178,10 @@ class Board:
         for group in self._left:
             lacking, names = self._lacking[group], [sample.id for sample in self.groups[group].samples]
             self._open -= lacking[GENERATION]
-            for kind, unscored in self._unscored.items():
+            for kind in self.kinds:
                 self._passes_left[kind] -= lacking[kind]
-                self._backlog[kind] -= sum(unscored.pop(name, 0) for name in names)
-        self._to_score = float(sum(tokens for kind, tokens in self._backlog.items() if kind != "reward"))
+                self._backlog.drop(kind, names)
+        self._to_score = float(sum(tokens for kind, tokens in self._backlog.tokens.items() if kind != "reward"))
         if late:
             self._divide()
             for model, held_back in self._held_back.items():
@@ -231,12 +219,11 @@ class Board:
     # What happens: scoring and training ------------------------------------------------------------------------------
 
     def _start_scoring(self, kind: str, names: Iterable[str]) -> None:
-        self._scoring[kind] += 1
+        self._backlog.begin(kind)
         for name in names:
             tokens = self._deferral.take(kind, name, self._of[name])
             if tokens is None:
-                tokens = self._unscored[kind].pop(name)
-                self._backlog[kind] -= tokens
+                tokens = self._backlog.take(kind, name)
             if kind != "reward":
                 self._to_score -= tokens
 
@@ -246,8 +233,7 @@ class Board:
         self.fleet.release(*self._slots(decision))
 
     def _end_scoring(self, kind: str, names: Iterable[str], now: float) -> None:
-        self._scoring[kind] -= 1
-        self._oldest[kind] = now
+        self._backlog.end(kind, now)
         for name in names:
             if (group := self._of[name]) in self._left:
                 continue
@@ -331,7 +317,7 @@ class Board:
         """What a policy may know; O(1), but for the plan that now and then is due."""
         fleet, costs = self.fleet, self.fleet.costs
         for kind, samples in self._deferral.due():
-            self._note_unscored(kind, samples, now)
+            self._backlog.add(kind, samples, now)
         to_score = max(0.0, self._to_score)
         to_train = sum(max(0.0, ledger.left_tokens) for ledger in self.ledgers.values())
         fleet.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
@@ -343,13 +329,13 @@ class Board:
             shortest_first=fleet.shortest_first,
             deadline=fleet.deadline,
             unfinished=self._open,
-            unscored=self._unscored,
+            unscored=self._backlog.unscored,
             deferred=self._deferral.waiting,
-            backlog=self._backlog,
-            oldest=self._oldest,
+            backlog=self._backlog.tokens,
+            oldest=self._backlog.oldest,
             ready={model: ledger.ready for model, ledger in self.ledgers.items()},
             steppable=[model for model, ledger in self.ledgers.items() if self._steppable(model, ledger)],
-            scoring=frozenset(kind for kind, calls in self._scoring.items() if calls),
+            scoring=self._backlog.under_way(),
             to_score=to_score,
             to_train=to_train,
             flying=fleet.flying,
@@ -368,7 +354,8 @@ class Board:
     @property
     def all_scored(self) -> bool:
         """Every sample is generated and has every score it needs; calls for samples that were left are over, too."""
-        return self._open == 0 and not any(self._passes_left[kind] or self._scoring[kind] for kind in self.needed)
+        left = any(self._passes_left[kind] for kind in self.needed)
+        return self._open == 0 and not left and not self._backlog.under_way(self.needed)
 
     @property
     def trainers(self) -> list[int]:
@@ -378,7 +365,7 @@ class Board:
     @property
     def quiet(self) -> bool:
         """Nothing is under way."""
-        return not self.fleet.flying and not self.fleet.busy and not any(self._scoring.values())
+        return not self.fleet.flying and not self.fleet.busy and not self._backlog.under_way()
 
     @property
     def done(self) -> bool:

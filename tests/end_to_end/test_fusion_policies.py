@@ -1,13 +1,8 @@
 """Every policy on real engines from the same weights: when, never what; and what the opt-in ones change."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from test_job import REWARD
+from driven_job import drive
 
 EXACT = ("stream", "stream with credits", "rlhfuse", "adaptive", "adaptive with KV caches")
 BATCH, N = 8, 4
@@ -16,37 +11,17 @@ BATCH, N = 8, 4
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
     """case -> what its steps did; a GRPO job with reference and importance correction."""
-    folder = tmp_path_factory.mktemp("fused")
-    (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "x"} for i in range(64)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "algorithm": "grpo",
-        "model.path": tiny_model,
-        "model.dtype": "float32",
-        "data.train_files": f"[{folder}/train.jsonl]",
-        "data.max_prompt_length": 16,
         "data.max_response_length": 256,
         "data.train_batch_size": BATCH,
         "actor.ppo_mini_batch_size": BATCH // 2,
         "actor.ppo_max_token_len_per_gpu": 256,
-        "actor.optim.lr": 1e-3,
         "rollout.n": N,
-        "rollout.kv_cache_memory_mb": 32,
         "algorithm.use_kl_in_reward": "true",
         "algorithm.rollout_is_threshold": 2,
-        "reward.functions": f"[{folder}/reward.py:even]",
-        "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": 1,
-        "trainer.logger": "[]",
-        "trainer.default_local_dir": folder / "runs",
-        "cluster.timeout_s": 300,
     }
-    script, out = Path(__file__).with_name("fused_steps.py"), folder / "found.json"
-    command = [sys.executable, str(script), str(out), *(f"{key}={value}" for key, value in settings.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
+    return drive("fused_steps.py", tmp_path_factory.mktemp("fused"), tiny_model, **settings)
 
 
 @pytest.mark.parametrize("case", EXACT)

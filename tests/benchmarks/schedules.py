@@ -3,10 +3,9 @@
     python tests/benchmarks/schedules.py [PART ...] [--seeds N]
 
 Parts, all by default: `whole` (no cap), `capped` (whole backward at the published memory), `lean` (at 1.10), `split`
-(cap 1.0), `v` (split, two chunks per device for both models,
-then for the actor alone, cap 1.0), `large` (N = 32, M = 128 at cap 2.0) and `robust` (jitter,
-communication, B : W). One core; nothing is cached. Times are wall time; CPU time beside them shows what a busy machine
-took away.
+(cap 1.0), `v` (split, two chunks per device for both models, then for the actor alone, cap 1.0), `large` (N = 32,
+M = 128 at cap 2.0) and `robust` (jitter, communication, B : W). One core; nothing is cached. Times are wall time; CPU
+time beside them shows what a busy machine took away.
 """
 
 from __future__ import annotations

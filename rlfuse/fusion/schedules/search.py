@@ -46,7 +46,7 @@ PATIENCE = 200
 """... in so many was better."""
 TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)
 """Where in the gap between bound and best makespan step 3 aims, in turn."""
-ROUNDS, STALE = 100, 12
+ROUNDS, STALE = 100, 40
 """Of step 3 at most, and without any gain."""
 STARTS = 60
 """List schedules before each tabu search, and again for each target, from which annealing starts."""

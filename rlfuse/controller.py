@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
@@ -23,7 +24,7 @@ from rlfuse.execution import Execution
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.fleet import Fleet
-from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.selection import Draw, Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.journal import Journal
 from rlfuse.samples import Group, Prompt, make_groups
@@ -73,7 +74,7 @@ class Controller:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
         actor, tensors = self.config.actor, {"actor": self.experience.actor_tensors, "critic": ("values", "returns")}
         wanted = {"critic": self.config.uses_critic, "actor": step > self.config.trainer.critic_warmup}
-        draw = self.selection.draw(lambda prompts: self.groups(prompts, step))
+        draw = await self.show(self.selection.draw(lambda prompts: self.groups(prompts, step)), step)
         board = Board(
             draw.groups,
             self.fleet(),
@@ -91,16 +92,36 @@ class Controller:
         if kept := board.kept():
             self.journal.note(self.experience.mismatch(kept))
         self.selection.leave(*board.left())
+        self.journal.note(await self.release("training"))
         return board
 
     async def validate(self, step: int) -> None:
         """Generate and score the held-out prompts; nothing is trained."""
         if self.held_out:
             groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
+            groups = await self.shown(groups, step, "testing")
             board = Board(groups, self.fleet(), ("reward",), purpose="testing", now=self.clock())
             with self.recorder.span("testing", step=step):
                 await self.execution(board, step, self.validation, self.settle, {}).run()
             self.journal.validated(step, board)
+            await self.release("testing")
+
+    async def show(self, draw: Draw, step: int) -> Draw:
+        """The draw with its clips encoded, without the groups whose clips can't be."""
+        groups = await self.shown(draw.groups, step, "training")
+        among = sum(any(group is kept for kept in groups) for group in draw.groups[: draw.among])
+        return replace(draw, groups=groups, among=among, enough=min(draw.enough, among))
+
+    async def shown(self, groups: list[Group], step: int, holder: str) -> list[Group]:
+        """The groups that can be generated; all, where there are no clips."""
+        if self.engines.clips is None:
+            return groups
+        with self.recorder.span("encode_clips", step=step, cause=holder):
+            return await self.engines.clips.show(groups, holder)
+
+    async def release(self, holder: str) -> dict[str, float]:
+        """The clips that were shown to `holder` are not read any more; what showing them took."""
+        return {} if self.engines.clips is None else await self.engines.clips.release(holder)
 
     def prepare(self, board: Board, step: int) -> None:
         """Samples gained scores: make what is complete trainable; the whole step, when all is scored."""

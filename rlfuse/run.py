@@ -28,6 +28,7 @@ from rlfuse.cluster import placement
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
 from rlfuse.controller import Controller
+from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
@@ -48,6 +49,14 @@ from rlfuse.observe.summary import summarise
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import CALL_S, Learning
+from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.encoding import SequenceParallelEncoder
+from rlfuse.video.errors import VideoError
+from rlfuse.video.step_clips import StepClips
+from rlfuse.video.store import CacheSettings
+from rlfuse.video.video_model import VideoModel
 
 TOKEN_BYTES = 8
 """A finished sample holds its token and the engine's log-prob of it."""
@@ -70,18 +79,23 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
     checkpoint = checkpoints.find(folder, trainer.resume_mode)
     _refuse_used_folder(folder, checkpoint)
     reward = _reward_pool(config)
-    tokenizer = load_tokenizer(config.model)
-    prompts, held_out, report = _load_data(config, tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
     resolved = dataclasses.asdict(config)
+    video_model = _video_model(config)
+    tokenizer = load_tokenizer(config.model)
+    prompts, held_out, report = _load_data(config, tokenizer, video_model)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
     total = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
     journal = Journal(config, resolved, folder, total, state["step"])
     journal.say(report)
+    if video_model is not None:
+        config = _with_served_models(config, folder)
     error: BaseException | None = None
     try:
-        asyncio.run(_run(config, tokenizer, reward, prompts, held_out, journal, total, checkpoint, state, drive))
+        asyncio.run(
+            _run(config, tokenizer, reward, prompts, held_out, video_model, journal, total, checkpoint, state, drive)
+        )
     except BaseException as caught:
         error = _one(caught)
         raise error from error.__cause__
@@ -100,6 +114,7 @@ async def _run(
     reward: RewardPool,
     prompts: PromptSource,
     held_out: Sequence[Prompt],
+    video_model: VideoModel | None,
     journal: Journal,
     total: int,
     checkpoint: Path | None,
@@ -109,11 +124,13 @@ async def _run(
     slots = placement.start(config)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots)
+    clips = _step_clips(config, video_model, slots, journal) if video_model else None
     try:
         with journal.recorder.span("start", cause="run"):
-            (trainer, facts), _, *engine_facts = await _together(
+            (trainer, facts), _, _, *engine_facts = await _together(
                 trainer_of(config).start(config, slots, total * passes, slots.cores),
                 reward.start(),
+                clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
         experience = Experience(config)
@@ -141,19 +158,19 @@ async def _run(
             tokenizer.save_pretrained(folder / "actor" / "huggingface")
 
         journal.attach(
-            [*rollouts, trainer, reward],
+            [*rollouts, trainer, reward, *([clips] if clips else [])],
             save,
             lambda: {name: part.state_dict() for name, part in kept.items()},
             facts,
         )
-        engines = Engines(rollouts, reward, trainer, weights)
+        engines = Engines(rollouts, reward, trainer, weights, clips)
         policy = POLICIES[fusion.policy]
         controller = Controller(
             config, engines, policy, experience, prompts, held_out, journal, selection, tuning, total
         )
         await drive(controller, state["step"])
     finally:
-        await _quietly(reward.close(), *(handle.stop() for handle in rollouts))
+        await _quietly(reward.close(), *(handle.stop() for handle in rollouts), *([clips.close()] if clips else []))
 
 
 def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:
@@ -221,13 +238,55 @@ async def _start_engine(handle: RolloutHandle, config: Config, slots: placement.
     return await handle.start(config.model, config.rollout, longest, slots.device, speculation, core)
 
 
-def _load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt], str]:
+def _video_model(config: Config) -> VideoModel | None:
+    """The model, if it is shown clips. Raises ConfigError for one that can't be."""
+    try:
+        return VideoModel.at(config.model.path, config.model.trust_remote_code)
+    except VideoError as error:
+        raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
+
+
+def _with_served_models(config: Config, folder: Path) -> Config:
+    """Paths of what engines and trainers load of video models: where it stands alone, the text part."""
+
+    def served(path: str | None, name: str) -> str | None:
+        whole = VideoModel.at(path) if path else None
+        return whole.served(folder / "text_parts" / name) if whole else path
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=served(config.model.path, "model")),
+        critic=dataclasses.replace(config.critic, path=served(config.critic.path, "critic")),
+        ref=dataclasses.replace(config.ref, path=served(config.ref.path, "ref")),
+    )
+
+
+def _step_clips(config: Config, model: VideoModel, slots: placement.Slots, journal: Journal) -> StepClips:
+    """Encoder ranks on the slots, with decoders of their own."""
+    video, cpu = config.video, slots.device == "cpu"
+    ranks = video.encoder_ranks or slots.count
+    encoder = SequenceParallelEncoder(
+        EncoderSettings(model.folder, slots.device, config.model.dtype, decode_timeout_s=2 * video.decode_timeout_s),
+        CacheSettings(video.cache_mb << 20, video.disk_cache),
+        DecodePool(video.decode_workers, video.decode_timeout_s).decode,
+        [Place(slots.options(rank % slots.count, placement.ENCODER_SHARE)) for rank in range(ranks)],
+        config.cluster.timeout_s,
+        placement.worker_environment(slots.device) if cpu else {},
+    )
+    return StepClips(encoder, video.max_failure_rate, journal.say)
+
+
+def _load_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, model: VideoModel | None
+) -> tuple[PromptSource, list[Prompt], str]:
     data = config.data
-    rows, report = load_prompts(list(data.train_files), tokenizer, data)
+    workers = config.video.decode_workers * config.slots
+    clips = ClipReader(model, config.video, tokenizer, data.max_prompt_length, workers) if model else None
+    rows, report = load_prompts(list(data.train_files), tokenizer, data, clips)
     lines = [str(report)]
     held_out: list[Prompt] = []
     if data.val_files:
-        held_out, report = load_prompts(list(data.val_files), tokenizer, data)
+        held_out, report = load_prompts(list(data.val_files), tokenizer, data, clips)
         lines.append(str(report))
     return PromptSource(rows, data.train_batch_size, data.shuffle, data.seed), held_out, "\n".join(lines)
 

@@ -35,7 +35,8 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
-SHARE = 0.5  # of a slot: its trainer rank and its rollout engine live side by side
+SHARE, ENCODER_SHARE = 0.45, 0.1
+"""Of a slot: its trainer rank and its rollout engine live side by side, and with clips a vision tower."""
 
 
 def choose_device(config: Config) -> str:

@@ -50,6 +50,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fusion.training": ("fused", "serial"),
     "fusion.policy": ("serial", "stream", "rlhfuse", "adaptive"),
     "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
+    "video.sampling": ("seed", "fixed"),
+    "video.task": ("general", "detail", "motion"),
     "trainer.logger": ("console", "wandb"),
     "trainer.wandb_mode": ("offline", "online", "disabled"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -62,16 +64,18 @@ KEYS_BY_RANGE = {
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
     "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
-    "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size",
+    "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size "
+    "video.max_tokens video.frames video.tokens_per_frame video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
     "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
     "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
-    "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation",
+    "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation video.log_clips",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
-    "fusion.credit_mb fusion.excess training.activation_memory",
+    "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail "
+    "video.fps_motion video.decode_timeout_s",
     "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization",
-    "0 or more and 1 or less": "reward.max_failure_rate algorithm.gamma algorithm.lam",
+    "0 or more and 1 or less": "reward.max_failure_rate video.max_failure_rate algorithm.gamma algorithm.lam",
     "0 or more and 3 or less": "actor.zero_stage",
     "above 1": "actor.clip_ratio_c",
     "-1 or 1 or more": "rollout.top_k trainer.test_freq",
@@ -96,6 +100,7 @@ def check(config: Config, facts: Facts) -> list[str]:
         _devices,
         _pipelines,
         _slices,
+        _video,
         _reward,
         _resume,
     )
@@ -289,6 +294,26 @@ def _slices(config: Config, facts: Facts) -> Iterator[str]:
     if config.training.pipeline_parallel_size > 1:
         valid = "needs whole models on the ranks, so training.pipeline_parallel_size=1"
         yield _problem(config, name, valid, "set one of the two to 1")
+
+
+def _video(config: Config, facts: Facts) -> Iterator[str]:
+    levels, budget = config.video.levels, config.video.max_tokens
+    if not levels or min(levels) < 1 or levels != sorted(set(levels), reverse=True):
+        valid = "must be whole numbers from 1 up, largest first, none twice"
+        yield _problem(config, "video.levels", valid, "for instance video.levels=[640,512,384,256,160,128]")
+    elif config.video.sampling == "seed" and budget < levels[-1]:
+        valid = f"must hold a frame at the smallest level, {levels[-1]}"
+        yield _problem(config, "video.max_tokens", valid, "raise it, or add a smaller level to video.levels")
+    if not facts.video:
+        return
+    for name, most, why in (
+        ("training.pipeline_parallel_size", 1, "stages take no clips"),
+        ("trainer.nnodes", 1, "the embeddings of clips lie in the memory of one node"),
+        ("fusion.tail_speculation", 0, "vLLM can't keep visual placeholders from being drawn while it drafts"),
+        ("algorithm.filter_groups.max_num_gen_batches", 0, "clips are encoded before a step begins"),
+    ):
+        if (value_of(config, name) or 0) > most:
+            yield _problem(config, name, f"must be {most} with a video model ({why})", f"set {name}={most}")
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:

@@ -24,6 +24,8 @@ class Facts:
     """Positions that the model knows (max_position_embeddings)."""
     attention_heads: int | None = None
     layers: int | None = None
+    video: bool = False
+    """Whether the model has a visual part."""
     model_problems: dict[str, str] = field(default_factory=dict)
     """key (`model.path`, ...) -> why its model can't be read."""
     missing: frozenset[str] = frozenset()
@@ -52,6 +54,7 @@ def read_facts(config: Config) -> Facts:
         context_length=text.get("max_position_embeddings"),
         attention_heads=text.get("num_attention_heads"),
         layers=text.get("num_hidden_layers"),
+        video="vision_config" in model,
         model_problems=problems,
         missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
         unknown_modules=frozenset(_unknown_modules(config.reward.functions)),

@@ -290,7 +290,41 @@ class TrainingConfig:
 
 @dataclass
 class VideoConfig:
-    """Long-video rollouts. No keys yet: jobs are text only, and rows with videos or images are refused by name."""
+    """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
+
+    sampling: str = "seed"
+    """seed (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | fixed (as many of as many
+    tokens for every clip)."""
+    max_tokens: int = 81920
+    """seed: visual tokens of a clip at most."""
+    levels: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
+    """seed: tokens per frame to choose from, largest first."""
+    fps_general: float = 1.0
+    """seed: frames per second for the task `general`."""
+    fps_detail: float = 2.0
+    """seed: for the task `detail`, fine temporal detail."""
+    fps_motion: float = 5.0
+    """seed: for the task `motion`, counting and motion."""
+    task: str = "general"
+    """general | detail | motion, for rows whose extra_info.task does not say."""
+    frames: int = 128
+    """fixed: frames of a clip, spread evenly; fewer where it has fewer."""
+    tokens_per_frame: int = 256
+    """fixed: tokens of a frame at most."""
+    encoder_ranks: int | None = None
+    """Processes with a vision tower, which share the frames of a step; null: one per slot."""
+    cache_mb: int = 4096
+    """Embeddings kept in the shared memory of a node, in MiB; a step's own have to fit."""
+    disk_cache: str | None = None
+    """Folder where embeddings are kept from run to run (they never change while the tower is frozen)."""
+    decode_workers: int = 1
+    """Decoding processes of each encoder rank."""
+    decode_timeout_s: float = 60.0
+    """Longest time to read a clip, or the part that a rank encodes."""
+    max_failure_rate: float = 0.1
+    """Rows whose clips can't be used are left out; above this share of the rows, or of a step's, the run stops."""
+    log_clips: int = 4
+    """Samples of a step whose frames are drawn beside question, answer and reward; 0 for none."""
 
 
 @dataclass

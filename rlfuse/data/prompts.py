@@ -8,15 +8,21 @@ prompt never exceeds data.max_prompt_length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.schema import DataConfig
+from rlfuse.data.clips import ClipReader
 from rlfuse.data.rows import DataError, DataRow, read_rows
-from rlfuse.samples import Prompt
+from rlfuse.samples import Prompt, Video
+from rlfuse.video.errors import VideoError
+from rlfuse.video.prompt import MARKER
+
+SHOWN = 10
+"""Unusable rows that are named one by one."""
 
 
 @dataclass(slots=True)
@@ -28,55 +34,88 @@ class LoadReport:
     dropped: int = 0
     cut: int = 0
     limit: int = 0
+    clips: int = 0
+    """Prompts with one."""
+    unusable: list[str] = field(default_factory=list)
+    """Rows left out for their clips: where they stand, and why."""
 
     def __str__(self) -> str:
-        notes = [f"{self.dropped} dropped (over {self.limit} tokens)"] if self.dropped else []
+        notes = [f"{self.clips} with clips"] if self.clips else []
+        notes += [f"{self.dropped} dropped (over {self.limit} tokens)"] if self.dropped else []
         notes += [f"{self.cut} cut to {self.limit} tokens"] if self.cut else []
-        return f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
+        notes += [f"{len(self.unusable)} left out for their clips:"] if self.unusable else []
+        first = f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
+        more = [f"  and {len(self.unusable) - SHOWN} more"] if len(self.unusable) > SHOWN else []
+        return "\n".join([first, *(f"  {line}" for line in self.unusable[:SHOWN]), *more])
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, clips: ClipReader | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """Read, template, tokenise and fit the rows of all files; raises DataError naming file, row and field."""
+    """Read, template, tokenise and fit the rows of all files; raises DataError naming file, row and field.
+
+    `clips`: plans the clips of rows that have some, for a video model; rows whose clips can't be used are left out and
+    named, at most `video.max_failure_rate` of all.
+    """
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
     for file in files:
-        for number, row in enumerate(read_rows(file, data.prompt_key)):
-            text, ids = _tokenise(row, tokenizer)
+        rows = read_rows(file, data.prompt_key)
+        if clips is not None:
+            clips.look_at(rows)
+        for number, row in enumerate(rows):
+            where = f"{file}, row {number}"
+            try:
+                text, ids, video = _assembled(row, tokenizer, where, clips)
+            except VideoError as error:
+                report.unusable.append(f"{where}: {error}")
+                continue
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     report.dropped += 1
                     continue
-                ids = _fit(ids, data, f"{file}, row {number}")
+                ids = _fit(ids, data, where)
                 report.cut += 1
-            prompts.append(
-                Prompt(
-                    len(prompts),
-                    np.asarray(ids, dtype=np.int32),
-                    text,
-                    row.messages,
-                    row.data_source,
-                    row.ground_truth,
-                    row.columns,
-                )
-            )
+            ids = np.asarray(ids, dtype=np.int32)
+            index, source = len(prompts), row.data_source
+            prompts.append(Prompt(index, ids, text, row.messages, source, row.ground_truth, row.columns, video))
+    report.kept, report.clips = len(prompts), sum(prompt.video is not None for prompt in prompts)
+    if clips is not None:
+        clips.check_failures(report.unusable, report.kept + len(report.unusable))
     if not prompts:
         raise DataError(
             f"{', '.join(report.files)}: no prompt is left, all {report.dropped} are longer than "
             f"data.max_prompt_length={data.max_prompt_length}. Raise it."
         )
-    report.kept = len(prompts)
     return prompts, report
 
 
+def _assembled(
+    row: DataRow, tokenizer: PreTrainedTokenizerBase, where: str, clips: ClipReader | None
+) -> tuple[str, list[int] | np.ndarray, Video | None]:
+    """(text, token ids, clip with its places among them); VideoError for a clip that can't be used."""
+    if clips is not None:
+        text = _templated(row, tokenizer)
+        return text, *clips.assemble(row, text)
+    if row.videos or any(MARKER in str(message["content"]) for message in row.messages):
+        raise DataError(
+            f"{where}, field videos: model.path is no video model, so it can't be shown clips. Leave it out."
+        )
+    text, ids = _tokenise(row, tokenizer)
+    return text, ids, None
+
+
 def _tokenise(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """The prompt as text and tokens: through the chat template if the tokenizer has one, else as the text stands."""
+    """The prompt as text and tokens."""
+    text = _templated(row, tokenizer)
+    return text, tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+
+
+def _templated(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Through the chat template if the tokenizer has one, else as the text stands."""
     if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
-        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-    text = "\n".join(str(message["content"]) for message in row.messages)
-    return text, tokenizer(text)["input_ids"]
+        return tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+    return "\n".join(message["content"] for message in row.messages)
 
 
 def _fit(ids: list[int], data: DataConfig, where: str) -> list[int]:

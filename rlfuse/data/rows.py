@@ -1,7 +1,7 @@
 """Rows from files, checked: parquet, JSON, JSONL and Hugging Face data-set folders, in verl's or TRL's shape.
 
 Role: called by `prompts.load_prompts`. Invariant: a row that can't be used is never skipped in silence: a malformed one
-is a `DataError` that names file, row and field.
+is a `DataError` that names file, row and field. Whether clips can be used is not judged here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow.parquet
 
 TRUTHS = ("ground_truth", "answer", "solution")
-MEDIA = ("images", "videos")
 
 
 class DataError(ValueError):
@@ -35,6 +34,8 @@ class DataRow:
     ground_truth: Any
     columns: dict[str, Any]
     """The row as it stood in the file."""
+    videos: tuple[str, ...] = ()
+    """Files of its clips; relative paths begin at the folder of the data."""
 
 
 def read_rows(path: str, prompt_key: str) -> list[DataRow]:
@@ -52,7 +53,7 @@ def read_rows(path: str, prompt_key: str) -> list[DataRow]:
             f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. Set data.prompt_key, for "
             f"instance data.prompt_key={near[0]}."
         )
-    return [_checked(f"{path}, {where}", row, prompt_key, file.stem) for where, row in rows]
+    return [_checked(f"{path}, {where}", row, prompt_key, file) for where, row in rows]
 
 
 def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,7 +116,7 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{file}, line {number}: not JSON ({error.msg}, column {error.colno}).") from error
 
 
-def _checked(where: str, row: dict[str, Any], prompt_key: str, stem: str) -> DataRow:
+def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> DataRow:
     prompt = row.get(prompt_key)
     if isinstance(prompt, str) and prompt:
         messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": prompt},)
@@ -131,24 +132,52 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, stem: str) -> Dat
             raise DataError(
                 f"{where}, field {prompt_key}[{i}]: {_short(message)} is not a message with role and content."
             )
-    _refuse_media(where, row, messages)
+    messages = _as_text(messages)
+    if row.get("images") or any("<image>" in message["content"] for message in messages):
+        raise DataError(f"{where}, field images: images can't be used, only videos. Leave the row out.")
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
         raise DataError(f"{where}, field reward_model: {_short(reward_model)} where style and ground_truth belong.")
     truth = (reward_model or {}).get("ground_truth")
     if truth is None:
         truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
-    return DataRow(messages, isinstance(prompt, str), str(row.get("data_source") or stem), truth, row)
+    source, videos = str(row.get("data_source") or file.stem), _videos(where, row, file.parent)
+    return DataRow(messages, isinstance(prompt, str), source, truth, row, videos)
 
 
-def _refuse_media(where: str, row: dict[str, Any], messages: tuple[dict[str, Any], ...]) -> None:
-    marked = any(marker in str(message["content"]) for message in messages for marker in ("<image>", "<video>"))
-    named = [name for name in MEDIA if row.get(name)]
-    if marked or named:
-        field = named[0] if named else "prompt"
-        raise DataError(
-            f"{where}, field {field}: images and videos can't be used yet, jobs are text only. Leave it out."
-        )
+def _videos(where: str, row: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    """Files from verl's column `videos`: paths, or objects with one under `video`."""
+    given = row.get("videos")
+    if given is None:
+        return ()
+    entries = [entry.get("video") if isinstance(entry, dict) else entry for entry in _listed(given)]
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            raise DataError(
+                f"{where}, field videos: {_short(given)} where paths of files belong, as [{{'video': 'clips/a.mp4'}}]."
+            )
+    return tuple(str(folder.absolute() / Path(entry.removeprefix("file://")).expanduser()) for entry in entries)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _as_text(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Messages whose content comes in parts (`{"type": "video"}`, `{"type": "text", "text": ...}`) as strings."""
+
+    def text(part: Any) -> str:
+        if not isinstance(part, dict):
+            return str(part)
+        kind = part.get("type")
+        return f"<{kind}>" if kind in ("video", "image") else str(part.get("text") or "")
+
+    return tuple(
+        {**message, "content": "".join(map(text, message["content"]))}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    )
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from rlfuse.observe.events import Span
-from rlfuse.samples import Partial, Response, Reward, RewardFailure, Row, Sample
+from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Row, Sample
 
 
 class EngineError(RuntimeError):
@@ -132,6 +132,16 @@ class WeightSync(Protocol):
         """All engines hold the actor's present weights as `version` when this returns; caches are reset."""
 
 
+class Clips(Recorded, Protocol):
+    """Vision towers and what they made of clips."""
+
+    async def show(self, groups: Sequence[Group], holder: str) -> list[Group]:
+        """The groups whose prompts can be generated from: clips are encoded, and kept until `holder` is released."""
+
+    async def release(self, holder: str) -> dict[str, float]:
+        """They may be forgotten. `video/*` since the last call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The hands of the controller."""
@@ -140,3 +150,5 @@ class Engines:
     reward: RewardScorer
     trainer: Trainer
     weights: WeightSync
+    clips: Clips | None = None
+    """None: a model of text."""

@@ -5,6 +5,7 @@ drains every engine's spans, works the scalars out and hands them to the sinks. 
 spans and, in `checkpoint`, to write their state.
 
     run folder: config.yaml  metrics.jsonl  events.jsonl  summary.json  reward_curve.png  wandb/  global_step_N/
+                contact_sheets/ (of clips)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.events import EventLog, Recorder, Span
+from rlfuse.observe.sheets import ContactSheets
 from rlfuse.observe.tracking import MetricsFile, Terminal, Wandb
 from rlfuse.rewards.items import RewardError
 
@@ -42,6 +44,7 @@ class Journal:
         self._metrics = MetricsFile(folder / "metrics.jsonl", after=start)
         self._terminal = Terminal(total_steps, start) if "console" in config.trainer.logger else None
         self._wandb = Wandb(config, resolved, folder, start > 0) if "wandb" in config.trainer.logger else None
+        self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
 
     def attach(
         self,
@@ -104,8 +107,9 @@ class Journal:
         if self._terminal:
             self._terminal.log(step, values)
         shown = board.whole()[: self.config.trainer.log_samples]
+        sheets = await self._sheets.draw(step, shown)
         if self._wandb and shown:
-            self._wandb.samples(step, shown)
+            self._wandb.samples(step, shown, sheets)
         self._notes.clear()
         return spans
 
@@ -144,6 +148,8 @@ class Journal:
         values[f"fusion/{label(self.config.fusion.data, self.config.fusion.tail_speculation)}"] = 1.0
         values |= figures.repetition(spans, board.samples)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
+        if any(sample.prompt.video is not None for sample in whole):
+            values |= figures.video_metrics(spans)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
         return values | {name: sum(v) / len(v) for name, v in self._notes.items()}
 
@@ -152,6 +158,7 @@ class Journal:
         self._events.write(self.recorder.drain())
         self._events.close()
         self._metrics.close()
+        self._sheets.close()
         if self._terminal:
             self._terminal.close()
         if self._wandb:

@@ -149,6 +149,19 @@ def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> d
     return metrics
 
 
+def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """video/prefill_s: seconds in which an engine read prompts, the most of any; video/degree of the passes."""
+    prefill: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "decode" and span.attributes.get("prefill_tokens"):
+            prefill[span.where].append(span)
+    degrees = [span.attributes["degree"] for span in spans if "degree" in span.attributes]
+    return {
+        "video/prefill_s": max(map(covered, prefill.values()), default=0.0),
+        "video/degree": float(np.mean(degrees)) if degrees else 1.0,
+    }
+
+
 def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
     """The controller's own spans of a kind; what it did to validate counts as `testing` alone."""
     return [span for span in spans if span.kind == kind and span.where == "driver" and span.cause != "testing"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,21 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table of prompts, responses and what their reward was made of."""
+    def samples(self, step: int, samples: Sequence[Sample], sheets: Mapping[str, Path]) -> None:
+        """A table of prompts, responses and what their reward was made of; with the contact sheets of some."""
         parts = sorted({name for s in samples if isinstance(s.reward, Reward) for name in s.reward.parts})
         table = self._wandb.Table(
-            columns=["step", "sample", "prompt", "response", "finish", "tokens", "reward", *parts]
+            columns=[
+                "step",
+                "sample",
+                "prompt",
+                "response",
+                "finish",
+                "tokens",
+                "reward",
+                *parts,
+                *(["clip"] * bool(sheets)),
+            ]
         )
         for sample in samples:
             scored = isinstance(sample.reward, Reward)
@@ -130,8 +140,12 @@ class Wandb:
                 len(sample.response.token_ids),
                 sample.reward.value if scored else None,
                 *(sample.reward.parts.get(name) if scored else None for name in parts),
+                *([self._image(sheets.get(sample.id))] * bool(sheets)),
             )
         self._run.log({"samples": table}, step=step)
+
+    def _image(self, path: Path | None) -> Any:
+        return None if path is None else self._wandb.Image(str(path))
 
     def failure(self, where: str, text: str) -> None:
         """A row in the table of errors, so that it is seen where the curves are."""

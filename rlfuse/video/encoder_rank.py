@@ -20,6 +20,7 @@ import numpy as np
 import ray
 import torch
 
+from rlfuse.cluster.children import heed_children
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.video.embedding import FramePlan, write_rows
 from rlfuse.video.towers import Tower, TowerShape
@@ -90,6 +91,7 @@ class EncoderRank:
     """See the module; every method is called by `encoding` only."""
 
     def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader):
+        heed_children()  # decoders are children of this process
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
         self._decoder = ThreadPoolExecutor(1, "decoder")

@@ -1,0 +1,77 @@
+"""The clips of a step: encoded before its samples are generated, held until its last pass, then let go.
+
+Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
+embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on.
+Waits for the encoder, which bounds every part of a clip in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.events import Span
+from rlfuse.samples import Group
+from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
+
+
+class StepClips:
+    """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped."""
+
+    def __init__(self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None]):
+        self.encoder, self.max_failure_rate, self.say = encoder, max_failure_rate, say
+        self._shapes: list[tuple[int, int, int]] = []
+        self._dropped = 0
+
+    async def start(self) -> None:
+        """Encoder ranks and caches stand when this returns."""
+        await self.encoder.start()
+
+    async def show(self, groups: Sequence[Group], holder: str) -> list[Group]:
+        """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
+        shown = {group.prompt.index: group.prompt for group in groups if group.prompt.video is not None}
+        if not shown:
+            return list(groups)
+        clips = [Clip(f"of prompt {index}", p.video.path, p.video.plan) for index, p in shown.items()]
+        outcomes = dict(zip(shown, await self.encoder.encode(clips, holder), strict=True))
+        plans = [prompt.video.plan for prompt in shown.values()]
+        self._shapes += [(plan.frames, plan.tokens, plan.level) for plan in plans]
+        failed = {index: found for index, found in outcomes.items() if isinstance(found, ClipFailure)}
+        self._judge(failed, len(shown))
+        kept = [group for group in groups if group.prompt.index not in failed]
+        self._dropped += len(groups) - len(kept)
+        for group in kept:
+            if (video := group.prompt.video) is not None:
+                group.prompt = replace(group.prompt, video=replace(video, embedding=outcomes[group.prompt.index]))
+                for sample in group.samples:
+                    sample.prompt = group.prompt
+        return kept
+
+    def _judge(self, failed: dict[int, ClipFailure], of: int) -> None:
+        if not failed:
+            return
+        first = next(iter(failed.values())).message
+        text = f"{len(failed)} of {of} clips can't be used, their groups are left out; the first: {first}"
+        self.say(text)
+        if len(failed) > self.max_failure_rate * of:
+            raise EngineError(
+                f"{text}\nThat is more than video.max_failure_rate={self.max_failure_rate}, so the run stops. Mend the "
+                "files, or raise the rate if these groups may be left out."
+            )
+
+    async def release(self, holder: str) -> dict[str, float]:
+        """Whoever held clips under this name reads them no more; `video/*` since the last call."""
+        await self.encoder.release(holder)
+        seen, self._shapes, dropped, self._dropped = self._shapes, [], self._dropped, 0
+        names = ("video/frames", "video/tokens", "video/level")
+        means = {name: sum(of) / len(of) for name, of in zip(names, zip(*seen, strict=True), strict=False)}
+        return means | {"video/dropped_groups": float(dropped)} | await self.encoder.metrics()
+
+    async def drain(self) -> list[Span]:
+        """Spans since the last call, those of encoder ranks too."""
+        return await self.encoder.drain()
+
+    async def close(self) -> None:
+        """End the processes, empty the caches."""
+        await self.encoder.close()

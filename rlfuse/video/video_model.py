@@ -1,0 +1,79 @@
+"""What the driver has to know of a video model before anything starts: how it cuts frames, and how prompts show clips.
+
+Role: `VideoModel.at` is asked once per run, for `model.path`; None means a model of text. Reads configuration files and
+no weights. Invariant: a video model that can't be used exactly (see `handover`) is an error here, not a surprise later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from rlfuse.video.checkpoints import export_text_model
+from rlfuse.video.errors import VideoError
+from rlfuse.video.handover import M_ROPE, WHOLE_1D, Refusal, hand_over
+from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.prompt import MARKER, VideoPrompt, VisualTokens, assemble
+from rlfuse.video.towers import CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class VideoModel:
+    """A whole video model: tower and text part."""
+
+    folder: str
+    geometry: Geometry
+    visual: VisualTokens
+    frame: tuple[str, str]
+    """Special tokens that stand before and behind a clip; may be empty."""
+    timestamps: bool
+    """Whether times are written into the prompt; models with a time axis in their positions do without."""
+
+    @classmethod
+    def at(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
+        """The model in this folder, or of this hub name, which is fetched; None if it has no visual part.
+
+        VideoError for one that can't be used.
+        """
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        vision = getattr(config, "vision_config", None)
+        if vision is None:
+            return None
+        if not Path(folder).is_dir():
+            folder = snapshot_download(folder)
+        tower, refusal = CLASSES.get(config.model_type), hand_over(config)
+        if tower is None or (isinstance(refusal, Refusal) and config.model_type not in WHOLE_1D):
+            why = refusal.reason if isinstance(refusal, Refusal) else "its tower can't be run alone"
+            raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Take one of {', '.join(CLASSES)}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+        def word(name: str) -> str:
+            token = getattr(config, name, None)
+            return "" if token is None else tokenizer.convert_ids_to_tokens(token)
+
+        return cls(
+            folder,
+            Geometry(vision.patch_size, tower.merge, tower.temporal_patch),
+            VisualTokens(word("video_token_id"), (word("image_token_id"),)),
+            (word("vision_start_token_id"), word("vision_end_token_id")),
+            config.model_type not in M_ROPE,
+        )
+
+    def served(self, folder: Path) -> str:
+        """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there."""
+        if not self.timestamps:
+            return self.folder
+        if not (folder / "tokenizer_config.json").exists():  # written last
+            export_text_model(self.folder, folder)
+        return str(folder)
+
+    def prompt(
+        self, tokenizer: PreTrainedTokenizerBase, text: str, plan: VideoPlan | None, max_tokens: int
+    ) -> VideoPrompt:
+        """The templated text as tokens, the clip's placeholders where its marker stands. Raises VideoError."""
+        before, after = self.frame
+        text = text.replace(MARKER, f"{before}{MARKER}{after}")
+        return assemble(tokenizer, text, [plan] if plan else [], self.visual, max_tokens=max_tokens)

@@ -1,0 +1,97 @@
+"""Rows with clips become prompts with plans; a clip that can't be used costs its row only, and the report says why."""
+
+import json
+
+import numpy as np
+import pytest
+from clip_files import steady, write_sound, write_video
+
+from rlfuse.config.schema import Config
+from rlfuse.data.clips import ClipReader
+from rlfuse.data.prompts import load_prompts
+from rlfuse.data.rows import DataError
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.video.video_model import VideoModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A video model, and clips good and bad."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_small_video_llama3(folder / "model", SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
+    write_video(folder / "good.mp4", steady(20), size=(56, 56))
+    write_video(folder / "long.mp4", steady(60, fps=1), size=(56, 56))
+    write_video(folder / "still.mp4", [0.0], size=(56, 56))
+    write_sound(folder / "sound.mp4")
+    (folder / "cut.mp4").write_bytes((folder / "good.mp4").read_bytes()[:700])
+    (folder / "empty.mp4").touch()
+    return folder
+
+
+def load(folder, *rows, **video):
+    """Prompts and report of rows that are (question, clips...)."""
+    config = Config()
+    config.model.path, config.data.max_prompt_length = str(folder / "model"), 300
+    config.video.levels, config.video.max_tokens, config.video.decode_timeout_s = [4], 256, 20.0
+    for name, value in video.items():
+        setattr(config.video, name, value)
+    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    lines = [{"prompt": text, "videos": [{"video": clip} for clip in clips], "answer": "1"} for text, *clips in rows]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    clips = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers=1)
+    return load_prompts([str(folder / "rows.jsonl")], tokenizer, config.data, clips)
+
+
+def test_a_prompt_has_its_clips_placeholders_where_the_marker_stood(folder):
+    (shown, text), report = load(folder, ("what is <video> ?", "good.mp4"), ("and without ?",))
+    plan, positions = shown.video.plan, shown.video.positions
+    assert plan.frames == 2 and plan.tokens == len(positions) == 8
+    assert shown.video.path == str(folder / "good.mp4") and shown.video.embedding is None
+    assert len(set(shown.token_ids[positions])) == 1 and "<video>" in shown.text
+    outside = np.delete(shown.token_ids, positions)
+    assert shown.token_ids[positions[0]] not in outside
+    assert text.video is None and "1 with clips" in str(report)
+
+
+UNUSABLE = (
+    (("see <video>", "missing.mp4"), "no such file"),
+    (("see <video>", "sound.mp4"), "has no video"),
+    (("see <video>", "cut.mp4"), "can't be"),
+    (("see <video>", "empty.mp4"), "is empty"),
+    (("see <video>", "long.mp4"), "at most 300 are allowed"),
+    (("<video> and <video> ?", "good.mp4"), "2 <video> markers and 1 clip"),
+    (("none here", "good.mp4"), "0 <video> markers and 1 clip"),
+    (("<video> ?",), "1 <video> marker and 0 clips"),
+    (("<video> <video> ?", "good.mp4", "still.mp4"), "has 2 clips"),
+)
+
+
+def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
+    prompts, report = load(folder, *(row for row, _ in UNUSABLE), ("see <video>", "still.mp4"), max_failure_rate=0.9)
+    assert [prompt.index for prompt in prompts] == [0] and prompts[0].video.path.endswith("still.mp4")
+    for number, ((_, *clips), words) in enumerate(UNUSABLE):
+        line = report.unusable[number]
+        assert f"rows.jsonl, row {number}" in line and words in line and (clips or [""])[0] in line, line
+    assert f"{len(UNUSABLE)} left out for their clips" in str(report)
+
+
+def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
+    with pytest.raises(DataError, match=r"1 of 2 rows.*max_failure_rate=0\.1.*row 0.*sound\.mp4"):
+        load(folder, ("see <video>", "sound.mp4"), ("see <video>", "good.mp4"))
+
+
+def test_a_model_of_text_can_t_be_shown_clips(folder):
+    config = Config()
+    config.data.max_prompt_length = 300
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "see <video>", "videos": ["good.mp4"]}))
+    config.model.path = str(folder / "model")
+    with pytest.raises(DataError, match=r"row 0, field videos: model\.path is no video model"):
+        load_prompts([str(folder / "one.jsonl")], load_tokenizer(config.model), config.data)
+
+
+def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
+    (one, two), _ = load(
+        folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
+    )
+    assert one.video.plan.frames == two.video.plan.frames == 5

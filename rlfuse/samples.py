@@ -133,6 +133,11 @@ class Sample:
         return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id, visual)
 
 
+def prompt_of(sample_id: str) -> str:
+    """What the ids of samples of one prompt have in common, within a step."""
+    return sample_id.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Visual:
     """Embeddings that stand in a row's prompt instead of its placeholders' own."""

@@ -16,6 +16,19 @@ class Backlog:
         self.oldest = dict.fromkeys(kinds, now)
         """When the wait began that now stands."""
         self._calls = dict.fromkeys(kinds, 0)
+        self._held: dict[int, dict[str, int]] = {}
+
+    def finish(self, kinds: Iterable[str], name: str, tokens: int, now: float, group: int, awaited: bool) -> None:
+        """A sample was generated. While siblings are `awaited`, only its reward is not held back for them."""
+        held = self._held.setdefault(group, {})
+        held[name] = tokens
+        for kind in kinds:
+            if kind == "reward":
+                self.add(kind, {name: tokens}, now)
+            elif not awaited:
+                self.add(kind, held, now)
+        if not awaited:
+            del self._held[group]
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
         """Finished samples, with their tokens, are to be scored now."""

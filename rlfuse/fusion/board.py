@@ -66,8 +66,7 @@ class Board:
     ):
         self.fleet, self.purpose, self.kinds = fleet, purpose, tuple(kinds)
         self.settings, self.lengths = settings or Settings(), lengths or Lengths(fleet.costs.max_tokens)
-        self.groups: list[Group] = []
-        self.samples: dict[str, Sample] = {}
+        self.groups, self.samples = list[Group](), dict[str, Sample]()
         self.partials: dict[str, Partial] = dict(draw.partials) if draw else {}
         self.batches = 0
         self._of: dict[str, int] = {}
@@ -82,7 +81,7 @@ class Board:
         self._left: set[int] = set()
         self._surplus: list[tuple[int, list[str]]] = []
         self._open = 0
-        self._to_score = 0.0
+        self._to_score, self._together = 0.0, False
         self._kept: set[int] | None = None
         self._held_back: dict[str, list[int]] = {}
         self.ledgers = {model: Ledger(passes) for model in models}
@@ -111,6 +110,7 @@ class Board:
             fresh = {sample.id: begun[sample.id] for sample in group.samples if sample.response is None}
             self.fleet.queue(number, fresh, prompt_tokens, expected, ahead=number >= self._among)
             self._to_score += size * self._slot_kinds * (prompt_tokens + expected)
+        self._together = sum(prompt - each for prompt, each in map(self.fleet.expected, range(len(self.groups)))) > 0
         self.fleet.known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
         self.fleet.replan()
         self._divide()
@@ -160,8 +160,8 @@ class Board:
         group = self._of[sample.id]
         self._open -= 1
         self._to_score += self._slot_kinds * (sample.tokens - sum(self.fleet.expected(group)))
-        for kind in self.needed:
-            self._backlog.add(kind, {sample.id: sample.tokens}, now)
+        awaited = self._together and self._lacking[group][GENERATION] > 1
+        self._backlog.finish(self.needed, sample.id, sample.tokens, now, group, awaited)
         if self._deferral.kinds:
             self._deferral.finish(sample.id, group, sample.tokens)
         self._settle(group, GENERATION)
@@ -344,6 +344,7 @@ class Board:
             free=fleet.free,
             resting=fleet.resting,
             open=fleet.open,
+            together=self._together,
             costs=costs,
             settings=self.settings,
         )

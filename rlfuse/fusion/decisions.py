@@ -234,6 +234,8 @@ class Snapshot:
     """Slots in role `rollout` that hold nothing."""
     open: Collection[int]
     """Slots in role `rollout` that have room for a sample."""
+    together: bool
+    """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
     costs: Costs
     settings: Settings
 

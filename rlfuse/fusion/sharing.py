@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from itertools import groupby, islice
 
 from rlfuse.fusion.decisions import (
     ON_WEIGHTS,
@@ -23,6 +23,7 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
+from rlfuse.samples import prompt_of
 
 REWARD = "reward"
 PATIENCE = 10
@@ -188,20 +189,23 @@ def share(
 ) -> dict[int, tuple[str, ...]]:
     """The first of these samples in shares of nearly equal tokens, longest first to the least loaded (Graham 1969).
 
-    Other slots will come for more: each gets what would be its part if all slots had one (guided self-scheduling,
+    Siblings stay together where their prompt, which then runs once, is most of them. Other slots will come for more:
+    each gets what would be its part if all slots had one (guided self-scheduling,
     Polychronopoulos and Kuck 1987), but no less than `least` tokens, which a call is worth.
     """
     part = max(tokens / len(view.slots), least)
     taken, rest = [], part * len(slots)
-    for name, size in names.items():
+    for _, family in groupby(names, prompt_of if view.together else None):
         if rest <= 0:
             break
-        taken.append((size, name))
+        members = tuple(family)
+        size = sum(names[name] for name in members)
+        taken.append((size, members))
         rest -= size
     heap: list[tuple[int, int]] = [(0, slot) for slot in slots]
     shares: dict[int, list[str]] = {}
-    for size, name in sorted(taken, reverse=True):
+    for size, members in sorted(taken, reverse=True):
         load, slot = heap[0]
-        shares.setdefault(slot, []).append(name)
+        shares.setdefault(slot, []).extend(members)
         heapq.heapreplace(heap, (load + size, slot))
     return {slot: tuple(each) for slot, each in shares.items()}

@@ -1,5 +1,7 @@
 """What a board keeps straight, case by case; `test_policies` does so for whole steps at random."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from playing import prompts
@@ -270,3 +272,19 @@ def test_generation_takes_at_least_its_longest_sample_and_its_share_of_the_work(
     assert 1.0 <= two < one
     assert seconds_to_generate(np.array([100.0]), 4, 0.0, costs) == pytest.approx(1.0, rel=0.01)
     assert seconds_to_generate(np.array([100.0] * 8), 2, 5.0, costs) >= 2.5 + two / 2
+
+
+def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
+    long = [replace(prompt, token_ids=np.zeros(500, np.int32)) for prompt in prompts(2)]
+    b = board(make_groups(long, 3, run_seed=0, step=1), slots=2, kinds=("reward", "ref"))
+    b.start(Generate(0, (0, 1)), 0.0)
+    first, *others = (sample for group in b.groups for sample in group.samples)
+    b.finished(first.id, response(), 0.0)
+    waiting = b.snapshot(0.0).unscored
+    assert list(waiting["reward"]) == [first.id] and not waiting["ref"]
+    for sample in others:
+        b.finished(sample.id, response(), 0.0)
+    view = b.snapshot(0.0)
+    assert len(view.unscored["ref"]) == 6 and view.together
+    calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], least=0)
+    assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]

@@ -1,0 +1,116 @@
+"""A whole long-video job: rows with real clips, some of them bad, through encoding, rollout, scoring and PPO."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
+from rlfuse.video.checkpoints import SmallModel, byte_tokenizer, write_small_video_llama3
+
+STEPS = 4
+REWARD = '''
+def first_letter(data_source, solution_str, ground_truth, extra_info=None):
+    """How early in the alphabet the first word begins; any text has a reward."""
+    return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0
+'''
+
+
+def cut(path: Path) -> None:
+    """A header that promises what the file does not hold: it passes until its frames are decoded."""
+    import av
+
+    whole = path.rename(path.with_suffix(".whole.mp4"))
+    with av.open(str(whole)) as source, av.open(str(path), "w", options={"movflags": "faststart"}) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder of the run, what it printed); of 16 clips one ends early and one is missing."""
+    folder = tmp_path_factory.mktemp("video_job")
+    task = Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30)
+    write_task(folder, task)
+    cut(folder / "clips/train_00003.mp4")
+    (folder / "clips/train_00005.mp4").unlink()
+    (folder / "reward.py").write_text(REWARD)
+    tokenizer = byte_tokenizer([*WORDS, *SIGNS])
+    write_small_video_llama3(folder / "model", SmallModel(heads=4, layers=2, tower_heads=2), tokenizer)
+    settings = {
+        "model.path": folder / "model",
+        "model.dtype": "float32",
+        "data.train_files": f"[{folder}/train.parquet]",
+        "data.val_files": f"[{folder}/val.parquet]",
+        "data.max_prompt_length": 600,
+        "data.max_response_length": 8,
+        "data.train_batch_size": 7,
+        "actor.ppo_mini_batch_size": 7,
+        "rollout.n": 3,
+        "rollout.kv_cache_memory_mb": 64,
+        "algorithm.use_kl_in_reward": "true",
+        "reward.functions": f"[{folder}/reward.py:first_letter]",
+        "video.levels": "[4]",
+        "video.max_tokens": 128,
+        "video.cache_mb": 64,
+        "video.max_failure_rate": 0.5,
+        "video.log_clips": 2,
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": STEPS,
+        "trainer.default_local_dir": folder / "runs",
+        "cluster.timeout_s": 300,
+    }
+    command = [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=os.environ | {"WANDB_MODE": "offline"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs/rlfuse/run", done.stdout
+
+
+def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
+    folder, printed = run
+    assert "14 prompts" in printed and "2 left out for their clips" in printed and "train_00005.mp4" in printed
+    assert "train_00003.mp4" in printed and "their groups are left out" in printed
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+    assert len(rows) == STEPS
+    # Both questions about the clip that ends early are asked once an epoch of two steps, in one step or in two.
+    for epoch in (rows[:2], rows[2:]):
+        assert sum(row["video/dropped_groups"] for row in epoch) == 2
+    assert all(row["perf/total_num_tokens"] > 0 for row in rows)
+
+
+def test_clips_are_encoded_once_and_prompts_run_once(run):
+    folder, _ = run
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+    assert all(row["video/encode_once_factor"] == 1.0 for row in rows)
+    assert all(row["perf/tokens_run_over_unique"] == 1.0 for row in rows)
+    later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
+    assert later == {"misses": 2, "hits": 12}, "only the clip that can't be used, twice"
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+    assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
+    assert rows[0]["video/prefill_s"] > 0 and rows[0]["video/degree"] == 1.0 and rows[0]["video/cache_bytes"] > 0
+
+
+def test_contact_sheets_show_what_was_seen(run):
+    folder, _ = run
+    sheets = sorted((folder / "contact_sheets").glob("*.png"))
+    assert len(sheets) == 2 * STEPS
+    with Image.open(sheets[0]) as image:
+        assert image.width > 400 and image.height > 100
+    [table] = list(folder.glob("wandb/**/table/samples_1_*.json"))
+    content = json.loads(table.read_text())
+    assert content["columns"][-1] == "clip" and any(row[-1] for row in content["data"])
+
+
+def test_nothing_is_left_in_shared_memory(run):
+    assert not list(Path("/dev/shm").glob("rlfuse-embeddings-*"))

@@ -129,7 +129,7 @@ class Sample:
         tensors, video = {name: self.tensors[name] for name in names}, self.prompt.video
         if video is not None and video.embedding is None:
             raise ValueError(f"sample {self.id}: its clip {video.path} is not encoded; encode it before any pass.")
-        visual = () if video is None else (Visual(video.positions, video.embedding),)
+        visual = () if video is None else (Visual.of(video),)
         return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id, visual)
 
 
@@ -146,6 +146,15 @@ class Visual:
     """int32 [v], ascending."""
     source: Embedding
     """Of v rows; mapped, so that what is not looked at is not loaded."""
+    grid: tuple[int, int, int]
+    """Temporal patches, and patches down and across; with `seconds` what M-RoPE's positions are made of."""
+    seconds: float
+    """Of a temporal patch."""
+
+    @classmethod
+    def of(cls, video: Video) -> Visual:
+        """Of an encoded clip."""
+        return cls(video.positions, video.embedding, video.plan.grid, video.plan.seconds_per_temporal_patch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch
 
 from rlfuse.engines.attention import Layout, Segment
 from rlfuse.samples import Row, Visual
+from rlfuse.video.positions import MRope, following
 
 if TYPE_CHECKING:
     from rlfuse.engines.sequence_parallel import Part
@@ -32,7 +33,8 @@ class Batch:
     """
 
     inputs: dict[str, torch.Tensor | Layout]
-    """`input_ids`, `position_ids` and `layout`."""
+    """`input_ids` [sequences, tokens]; `position_ids`, of the same shape, or [3, ...] where M-RoPE meets clips; and
+    `layout`."""
     predict: torch.Tensor
     """int64 [r]: positions of the flattened kept output that predict each response token."""
     targets: torch.Tensor
@@ -72,11 +74,12 @@ def collate(
     device: torch.device | str = "cpu",
     part: Part | None = None,
     shared: bool = False,
+    rope: MRope | None = None,
 ) -> Batch:
     """Rows as model inputs: packed into one sequence, or each padded to the longest.
 
     `part`: this rank's slice only. `shared`: neighbouring rows with the same prompt stand behind one copy of it (packed
-    and by layout only).
+    and by layout only). `rope`: of a model with 3-D positions.
     """
     lengths = torch.tensor([len(row.response_ids) for row in rows])
     mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
@@ -86,7 +89,7 @@ def collate(
         )
         for name in rows[0].tensors
     }
-    sheet = _lay_out(rows, packed, part.degree if part else 1, shared)
+    sheet = _lay_out(rows, packed, part.degree if part else 1, shared, rope)
     cut = _Cut(sheet, 1 if packed else len(rows), part)
     targets = np.concatenate([row.response_ids for row in rows])[cut.own]
 
@@ -116,6 +119,7 @@ class _Sheet:
 
     ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
+    """[tokens] each, or [3, tokens]."""
     segments: list[Segment] = field(default_factory=list)
     predict: list[np.ndarray] = field(default_factory=list)
     """Where each response token is predicted, row by row."""
@@ -123,35 +127,39 @@ class _Sheet:
     """Where the prompt begins that the embeddings belong to."""
     size: int = 0
 
-    def add(self, ids: np.ndarray, first: int = 0, prefix: tuple[int, int] | None = None) -> int:
-        """A segment of tokens at positions from `first` on; where it starts."""
+    def add(self, ids: np.ndarray, positions: np.ndarray, prefix: tuple[int, int] | None = None) -> int:
+        """A segment of tokens; where it starts."""
         start, self.size = self.size, self.size + len(ids)
         self.ids.append(ids)
-        self.positions.append(np.arange(first, first + len(ids)))
+        self.positions.append(positions)
         self.segments.append(Segment(start, self.size, prefix))
         return start
 
     def fill(self, size: int) -> None:
         """Padding up to `size`; it sees itself only."""
-        if size > self.size:
-            self.add(np.zeros(size - self.size, dtype=np.int32))
+        if count := max(0, size - self.size):
+            axes = self.positions[-1].shape[:-1]
+            self.add(np.zeros(count, dtype=np.int32), np.broadcast_to(np.arange(count), (*axes, count)))
 
 
-def _lay_out(rows: Sequence[Row], packed: bool, degree: int, shared: bool) -> _Sheet:
+def _lay_out(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope: MRope | None) -> _Sheet:
     sheet, width = _Sheet(), _up(max(row.tokens for row in rows), degree)
+    rope = rope if any(row.visual for row in rows) else None  # of text, all axes are one
     for number, (_, family) in enumerate(groupby(enumerate(rows), lambda x: x[1].prompt_key if shared else x[0])):
         siblings = [row for _, row in family]
         prompt = siblings[0].prompt_ids
+        at = np.arange(len(prompt)) if rope is None else rope.positions(len(prompt), siblings[0].visual)
         sheet.pictures += [(sheet.size, visual) for visual in siblings[0].visual]
         if len(siblings) == 1:
             response = siblings[0].response_ids
-            start = sheet.add(np.concatenate([prompt, response]))
+            behind = following(at, len(response))
+            start = sheet.add(np.concatenate([prompt, response]), np.concatenate([at, behind], axis=-1))
             sheet.predict.append(start + len(prompt) - 1 + np.arange(len(response)))
         else:
-            start = sheet.add(prompt)
+            start = sheet.add(prompt, at)
             prefix = (start, start + len(prompt))
             for row in siblings:
-                begin = sheet.add(row.response_ids, len(prompt), prefix)
+                begin = sheet.add(row.response_ids, following(at, len(row.response_ids)), prefix)
                 sheet.predict.append(np.concatenate([[prefix[1] - 1], begin + np.arange(len(row.response_ids) - 1)]))
         if not packed:
             sheet.fill((number + 1) * width)
@@ -178,9 +186,10 @@ class _Cut:
         self.predict = predict[self.own] // self._row * len(self.keep) + np.searchsorted(self.keep, columns)
 
     def columns(self, parts: list[np.ndarray]) -> np.ndarray:
-        """[rows, columns] of this cut."""
-        whole = np.concatenate(parts).reshape(self._rows, self._row)
-        return whole[:, self._low : self._low + self._width]
+        """[..., tokens] each -> [..., rows, columns] of this cut."""
+        whole = np.concatenate(parts, axis=-1)
+        cells = whole.reshape(*whole.shape[:-1], self._rows, self._row)
+        return cells[..., self._low : self._low + self._width]
 
     def visual(self) -> list[tuple[np.ndarray, torch.Tensor]]:
         """Positions in the flattened cut and their embeddings; of a long clip only those that stand here are read."""

@@ -21,6 +21,7 @@ from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.attention import lay_out
 from rlfuse.engines.batches import Batch, collate
 from rlfuse.samples import Row
+from rlfuse.video import language_models  # noqa: F401, makes transformers' auto classes know Qwen2.5-VL
 from rlfuse.video.placeholders import exclude
 
 if TYPE_CHECKING:
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
 
 def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
     """[r, V] logits that predict this rank's response tokens; no other position reaches the language-model head."""
-    with _shown(model, batch):
+    with shown(model, batch):
         logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep).logits
     return logits.flatten(0, 1)[batch.predict]
 
 
 def response_values(model: Callable, batch: Batch) -> torch.Tensor:
     """float32 [R]: the value of the state before each response token."""
-    with _shown(model, batch):
+    with shown(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
     return batch.whole(values[:, batch.keep].flatten()[batch.predict].float())
 
 
 @contextmanager
-def _shown(model: Callable, batch: Batch) -> Iterator[None]:
+def shown(model: Callable, batch: Batch) -> Iterator[None]:
     """The batch's visual embeddings take the place of the tokens' own while the model runs.
 
     At the output of the embedding, and not as `inputs_embeds`: so the embedding runs inside the engine's forward, where
@@ -71,7 +72,7 @@ def _shown(model: Callable, batch: Batch) -> Iterator[None]:
 
 
 def load_policy(path: str, settings: ModelConfig, device: str) -> PreTrainedModel:
-    """The causal language model at `path`, ready to train."""
+    """The causal language model at `path`, ready to train; of a Qwen2.5-VL without its tower."""
     return _load(AutoModelForCausalLM, path, settings, device)
 
 

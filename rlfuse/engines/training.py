@@ -49,6 +49,7 @@ from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
 from rlfuse.engines.sequence_parallel import Part, SequenceParallel, measured_costs
 from rlfuse.samples import MicroBatch
+from rlfuse.video.positions import m_rope
 
 _CUT = (
     "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
@@ -84,6 +85,7 @@ class TrainerRank(Rank):
             if config.uses_reference:
                 reference = load_policy(config.ref.path or start, config.model, self.device)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
+        self.ropes = {name: m_rope(getattr(each, "module", each).config) for name, each in self.engines.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {
             name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
@@ -144,7 +146,7 @@ class TrainerRank(Rank):
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
             with self._span(kind, micro_batch, "finished samples") as span:
-                batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares)
+                batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 span.attributes["run"] = batch.inputs["input_ids"].numel()
                 scores = batch.split(function(engine, batch))
                 results.append(scores if _first(part) else [])
@@ -159,7 +161,7 @@ class TrainerRank(Rank):
         engine.train()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
-            batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares)
+            batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares, self.ropes[model])
             with self._span("forward", micro_batch, f"update_{model}", model=model):
                 loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):

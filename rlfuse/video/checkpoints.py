@@ -1,31 +1,43 @@
-"""Folders of video models: a small random one to begin from, and the text part of one as a model of its own.
+"""Folders of video models: a small random one to begin from, the text part of one as a model of its own, and back.
 
-Role: called before a run, and by tests. `export_text_model` gives vLLM and the trainer an ordinary `Qwen2ForCausalLM`
-folder, because both feed the text part with embeddings and neither needs the tower.
+Role: called before and after a run, and by tests. `export_text_model` gives vLLM and the trainer an ordinary
+`Qwen2ForCausalLM` folder, because both feed the text part with embeddings and neither needs the tower.
+`join_checkpoint` puts a trained text part into the whole model.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
     VideoLlama3Config,
     VideoLlama3ForConditionalGeneration,
 )
 
 PAD, END = "<pad>", "<end>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+"""Stand around a clip of Qwen2.5-VL."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -34,7 +46,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Sizes of a small VideoLLaMA3; head sizes are 32 (the least that vLLM takes on a CPU)."""
+    """Sizes of a small video model; head sizes are 32 (the least that vLLM takes on a CPU)."""
 
     heads: int = 4
     layers: int = 2
@@ -82,6 +94,40 @@ def write_small_video_llama3(
     return folder
 
 
+def write_small_qwen25_vl(
+    folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
+    """A random Qwen2.5-VL, otherwise as `write_small_video_llama3`; the tokenizer gains the visual tokens it lacks."""
+    folder, sizes, tokenizer = Path(folder), sizes or SmallModel(), tokenizer or byte_tokenizer()
+    names = dict(vision_start=VISION_START, vision_end=VISION_END, image=IMAGE, video=VIDEO)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
+    tower = {
+        "hidden_size": 32 * sizes.tower_heads,
+        "intermediate_size": 64 * sizes.tower_heads,
+        "depth": sizes.tower_layers,
+        "num_heads": sizes.tower_heads,
+        "out_hidden_size": 32 * sizes.heads,
+        "fullatt_block_indexes": [sizes.tower_layers - 1],
+        "initializer_range": sizes.spread,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+    config = Qwen2_5_VLConfig(
+        text_config=_text_settings(sizes, tokenizer) | {"rope_parameters": rope},
+        vision_config=tower,
+        tie_word_embeddings=sizes.tied,
+        dtype="float32",
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sizes.seed)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    # Frames come at the plan's size, whatever the processor thinks of it.
+    frames = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
+    template = tokenizer.chat_template
+    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, frames, chat_template=template).save_pretrained(folder)
+    return folder
+
+
 def export_text_model(folder: str | Path, out: str | Path) -> Path:
     """The text part of the VideoLLaMA3 at `folder`, as a `Qwen2ForCausalLM` with its tokenizer; returns `out`.
 
@@ -103,21 +149,92 @@ def export_text_model(folder: str | Path, out: str | Path) -> Path:
     return out
 
 
+def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:
+    """The model at `whole_folder` with the text part trained to `text_folder`, as a folder at `out`; returns `out`.
+
+    Of a trainer's `huggingface/` folder of a Qwen2.5-VL, or of a VideoLLaMA3's text part exported and trained. Copied
+    tensor by tensor, to the bit and in as many files as the whole model has; at most one of these is in memory.
+    ValueError, and nothing written, where the two don't fit.
+    """
+    text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
+    trained = {_bare(name): (file, name) for name, file in _places(text_folder).items()}
+    if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:
+        trained[_HEAD] = trained[_EMBEDDING]
+    places = _places(whole_folder)
+    sources = {name: trained.get(_bare(name), (file, name)) for name, file in places.items()}
+    own = {_bare(name) for name in places}
+    missing = sorted(name for name in own - trained.keys() if name.startswith(_TEXT))
+    extra = sorted(trained.keys() - own - ({_HEAD} if tied else set()))
+    wrong = [name for name, source in sources.items() if _shape(*source) != _shape(places[name], name)]
+    if missing or extra or wrong:
+        raise ValueError(
+            f"{text_folder} is not the text part of {whole_folder}: missing {missing[:3]}, unknown {extra[:3]}, of "
+            f"another shape {wrong[:3]}. Give the model that the training began from."
+        )
+    out.mkdir(parents=True)
+    for shard in sorted(set(places.values())):
+        names = [name for name, file in places.items() if file == shard]
+        save_file({name: _tensor(*sources[name]) for name in names}, out / shard.name, {"format": "pt"})
+    for file in whole_folder.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS:
+            shutil.copy(file, out)
+    return out
+
+
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_TEXT = ("lm_head.", "embed_tokens.", "layers.", "norm.")
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def _bare(name: str) -> str:
+    """A tensor's name as text models, whole models and older ones of both have in common; towers' names stay apart."""
+    while name.startswith(("model.", "language_model.")):
+        name = name.partition(".")[2]
+    return name
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Tensor -> the file that has it."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    if not found:
+        raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")
+    return found
+
+
+def _shape(file: Path, name: str) -> list[int]:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_slice(name).get_shape()
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _text_settings(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> dict:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32 * sizes.heads,
+        "intermediate_size": 64 * sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads // 2,
+        "max_position_embeddings": sizes.context,
+        "initializer_range": sizes.spread,
+        "tie_word_embeddings": sizes.tied,
+        "dtype": "float32",
+        **_special_ids(tokenizer),
+    }
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict:
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+
+
 def _small_config(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> VideoLlama3Config:
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    text = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32 * sizes.heads,
-        intermediate_size=64 * sizes.heads,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads // 2,
-        max_position_embeddings=sizes.context,
-        initializer_range=sizes.spread,
-        tie_word_embeddings=sizes.tied,
-        dtype="float32",
-        **ids,
-    )
     tower = {
         "hidden_size": 32 * sizes.tower_heads,
         "intermediate_size": 64 * sizes.tower_heads,
@@ -127,13 +244,13 @@ def _small_config(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> Vide
         "initializer_range": sizes.spread,
     }
     return VideoLlama3Config(
-        text_config=text.to_dict(),
+        text_config=Qwen2Config(**_text_settings(sizes, tokenizer)).to_dict(),
         vision_config=tower,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         video_token_id=tokenizer.convert_tokens_to_ids(VIDEO),
         tie_word_embeddings=sizes.tied,
         dtype="float32",
-        **ids,
+        **_special_ids(tokenizer),
     )
 
 

@@ -14,6 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.degrees import Costs
 from rlfuse.samples import Visual
+from rlfuse.video.checkpoints import write_small_qwen25_vl
+from rlfuse.video.embedding import Embedding, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
         table[row.prompt_ids[at]].numpy().tofile(tmp_path / row.id)
         ids[at] = 0
         source = Mapped(row.id, str(tmp_path / row.id), len(at))
-        shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source),)))
+        shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source, (len(at), 2, 2), 1.0),)))
     await group.take(cut(folder, budget=20))
     expected = [await group.log_probs("ref", rows), await group.values(rows)]
     await group.accumulate("actor", rows)
@@ -166,6 +168,26 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
     await group.accumulate("actor", shown)
     found = (await group.step("actor", lengths(shown)))["actor/grad_norm"]
     assert 0 < found < norm  # the tokens that placeholders stand for no longer train the embedding
+
+
+async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path):
+    """A Qwen2.5-VL: all passes and gradients at every degree, with prompts shared and alone."""
+    folder = write_small_qwen25_vl(tmp_path / "model")
+    grid, prompts, rows = (6, 4, 4), long_rows([44, 40]), make_rows(5, seed=8)
+    for number, prompt in enumerate(prompts):
+        (path := tmp_path / str(number)).touch()
+        write_rows(str(path), 0, torch.randn(24, 128, generator=torch.Generator().manual_seed(number)))
+        source, at = Embedding(path.name, str(path), 24, 128), np.arange(3, 27, dtype=np.int32)
+        ids, visual = np.concatenate([prompt.prompt_ids, prompt.response_ids]), (Visual(at, source, grid, 0.4),)
+        for i in range(number, len(rows), 2):
+            rows[i] = replace(rows[i], prompt_ids=ids, visual=visual)
+    results = []
+    for budget, largest, stage in ((1000, 1, 1), (40, 4, 1), (25, 4, 3)):
+        await group.take(cut(str(folder), budget, largest, stage))
+        results.append(await everything(group, rows))
+        assert_same(results[-1], results[0], rows)
+    degrees = [{span.attributes["degree"] for span in result[3] if span.kind == "ref"} for result in results]
+    assert degrees == [{1}, {2}, {4}]
 
 
 async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, tmp_path):

@@ -1,4 +1,5 @@
-"""A real engine of a small Qwen2.5-VL on embeddings from outside: positions at every frame rate, caches, refusals."""
+"""A small Qwen2.5-VL with embeddings from outside: a real engine and trainer agree, at every frame rate and after
+training; caches, refusals."""
 
 from dataclasses import replace
 
@@ -6,22 +7,20 @@ import numpy as np
 import pytest
 import ray
 import torch
+import trainer_probe
+from pipelines import Anywhere
 from test_rollout import collect, drained, model_config, new_handle, settings
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-)
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rlfuse.engines.protocols import EngineError, Sampling
-from rlfuse.samples import Partial, Prompt, Sample, Video, sample_seed
-from rlfuse.video.checkpoints import byte_tokenizer
+from rlfuse.engines.trainer import TrainerGroup
+from rlfuse.engines.weights import WeightPush
+from rlfuse.samples import Partial, Prompt, Sample, Video, Visual, sample_seed
+from rlfuse.video.checkpoints import SmallModel, join_checkpoint, write_small_qwen25_vl
 from rlfuse.video.embedding import Embedding, write_rows
 from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.positions import m_rope
 
-SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 WARM = Sampling(1.0, 1.0, -1, 24)
 
 
@@ -32,27 +31,7 @@ def plan_at(fps: float) -> VideoPlan:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "qwen25-vl"
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    text = dict(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.15, rope_parameters=rope,
-        tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    vision = dict(
-        depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=128, fullatt_block_indexes=[0]
-    )
-    ids = dict(image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end)
-    torch.manual_seed(0)
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(path)
-    frames = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
-    processor = Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, frames, chat_template="{{messages}}")
-    processor.save_pretrained(path)
-    return path
+    return write_small_qwen25_vl(tmp_path_factory.mktemp("models") / "qwen25-vl", SmallModel(tied=True))
 
 
 @pytest.fixture(scope="module")
@@ -90,28 +69,10 @@ def ask(model, tmp_path_factory):
     return make
 
 
-def positions(sample: Sample, length: int, per_second: float) -> torch.Tensor:
-    """int64 [3, 1, length], as vLLM has them: text goes on one after the largest position of the clip."""
-    video = sample.prompt.video
-    start, patches = int(video.positions[0]), video.plan.temporal_patches
-    rows, columns = (side // video.plan.geometry.merge for side in video.plan.grid[1:])
-    seconds = video.plan.seconds_per_temporal_patch
-    clip = [
-        (int(t * seconds * per_second), row, column)
-        for t in range(patches)
-        for row in range(rows)
-        for column in range(columns)
-    ]
-    before = torch.arange(start).expand(3, -1)
-    inside = torch.tensor(clip).T + start
-    after = torch.arange(length - start - len(clip)).expand(3, -1) + inside.max() + 1
-    return torch.cat([before, inside, after], 1)[:, None]
-
-
 def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
     ids = torch.from_numpy(np.concatenate([sample.prompt.token_ids, tokens])).long()
     video, start = sample.prompt.video, len(sample.prompt.token_ids)
-    at = positions(sample, len(ids), model.config.vision_config.tokens_per_second)
+    at = torch.from_numpy(m_rope(model.config).positions(len(ids), (Visual.of(video),)))[:, None]
     with torch.no_grad():
         rows = model.get_input_embeddings()(ids)
         rows[torch.from_numpy(video.positions)] = video.embedding.read().float()
@@ -147,3 +108,54 @@ async def test_a_plan_with_timestamps_is_refused(engine, ask):
     video = replace(one.prompt.video, plan=replace(one.prompt.video.plan, timestamps=True))
     with pytest.raises(EngineError, match=r"clip\.mp4 can't go to vLLM: .*timestamps=False"):
         await collect(engine, [replace(one, prompt=replace(one.prompt, video=video))], WARM)
+
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+async def trainer(folder, slots):
+    config = trainer_probe.settings(str(folder), budget=4096)
+    config.trainer.n_gpus_per_node, config.rollout.update_weights_bucket_mb = 1, 1
+    group = (await TrainerGroup.start(config, Anywhere(slots.group, 1, "cpu"), optimizer_steps=10))[0]
+    yield group
+    ray.kill(group.ranks[0])
+
+
+def rows_of(samples, responses):
+    """With something to train on."""
+
+    def row(one):
+        response = replace(one, response=responses[one.id])
+        ones = np.ones(len(response.response.token_ids), np.float32)
+        names = ("advantages", "ref_log_probs", "values", "returns")
+        response.tensors |= {name: ones for name in names} | {"old_log_probs": response.response.log_probs}
+        return response.row(*response.tensors)
+
+    return [row(one) for one in samples]
+
+
+async def test_what_was_trained_is_what_generates_and_becomes_a_whole_model_again(
+    engine, trainer, ask, model, folder, tmp_path
+):
+    samples = [ask(30, 2.0), ask(30, 2.0, 1), ask(31, 0.7)]
+    before = await collect(engine, samples, WARM)
+    rows = rows_of(samples, before)
+    old = [expected(model, one, before[one.id].token_ids) for one in samples]
+    for found, wanted in zip(await trainer.log_probs("ref", rows), old, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for name in ("actor", "critic"):
+        await trainer.accumulate(name, rows)
+        await trainer.step(name, trainer_probe.lengths(rows))
+    await WeightPush(trainer, [engine], bucket_mb=1).push(1)
+    await trainer.save(tmp_path)
+
+    whole = join_checkpoint(tmp_path / "actor" / "huggingface", folder, tmp_path / "whole")
+    trained = Qwen2_5_VLForConditionalGeneration.from_pretrained(whole, dtype=torch.float32).eval()
+    after = await collect(engine, samples, WARM)
+    scored = await trainer.log_probs("actor", rows_of(samples, after))
+    for one, found, was in zip(samples, scored, old, strict=True):
+        tokens = after[one.id].token_ids
+        np.testing.assert_allclose(found, expected(trained, one, tokens), atol=1e-5)
+        np.testing.assert_allclose(after[one.id].log_probs, found, atol=1e-4)
+        assert np.abs(expected(trained, one, before[one.id].token_ids) - was).max() > 0.01

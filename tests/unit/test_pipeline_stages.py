@@ -1,14 +1,20 @@
 """Layouts, partitions, splitting of rows and of the backward pass: the parts of pipelines that need no process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_models import Clip
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.attention import lay_out
+from rlfuse.engines.batches import collate
 from rlfuse.engines.batching import numbered
+from rlfuse.engines.passes import actor_loss
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
@@ -16,7 +22,8 @@ from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
 from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.fusion.schedules.operations import Operation
-from rlfuse.samples import MicroBatch, Row
+from rlfuse.samples import MicroBatch, Row, Visual
+from rlfuse.video.checkpoints import write_small_qwen25_vl
 
 
 def test_stages_stand_down_or_up_their_pipeline():
@@ -147,19 +154,46 @@ def tiny_policy(tmp_path_factory):
     return str(folder)
 
 
-def two_stages(path, packed=True, checkpointing=False):
-    """Of an actor: layers 0 and 1, layer 2; with a micro-batch of two rows."""
+def two_stages(path, packed=True, checkpointing=False, visual=()):
+    """Of an actor: layers 0 and 1, layer 2; with a micro-batch of two rows, the first with these clips."""
     config, ids = Config(), np.arange(3, 20, dtype=np.int32)
     config.model.dtype, config.model.enable_gradient_checkpointing = "float32", checkpointing
     rows = [
         Row(ids[:prompt], ids[:response], dict.fromkeys(("old_log_probs", "advantages"), np.ones(response, np.float32)))
         for prompt, response in ((9, 3), (4, 5))
     ]
+    rows[0] = replace(rows[0], visual=visual)
     models = [load_stage(path, config.model, "cpu", part, False).train() for part in parts((2, 1))]
     stages = [Stage(config, "actor", m, part, packed, "cpu") for m, part in zip(models, parts((2, 1)), strict=True)]
     for stage in stages:
         stage.begin([MicroBatch(rows, 1.0)])
     return stages
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packed):
+    clip = Clip("clip", torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
+    visual = (Visual(np.array([1, 2, 4, 5], np.int32), clip, (4, 2, 2), 1.0),)
+    first, last = two_stages(tiny_policy, packed, visual=visual)
+    whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+    batch = collate(first.micro_batches[0].rows, packed)
+    actor_loss(first.config, lay_out(whole), batch)[0].backward()
+    for split in (False, True):
+        last.forward(0, first.forward(0, None, True), True)
+        first.backward(0, last.backward(0, None, whole=not split), whole=not split)
+        for stage in (first, last):
+            if split:
+                stage.weight_gradients(0)
+            for name, parameter in stage.model.named_parameters():
+                torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
+            stage.model.zero_grad()
+            stage.begin(stage.micro_batches)
+
+
+def test_a_model_whose_base_is_no_stack_of_layers_is_refused(tmp_path):
+    folder = write_small_qwen25_vl(tmp_path)
+    with pytest.raises(ValueError, match=r"Qwen25VLForCausalLM has no embed_tokens.* without pipeline parallelism"):
+        load_stage(str(folder), Config().model, "cpu", parts((1, 1))[0], False)
 
 
 @pytest.mark.parametrize("packed, positions", [(True, 3 + 5), (False, 2 * 8)])

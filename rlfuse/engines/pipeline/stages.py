@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.batches import Batch, collate
-from rlfuse.engines.models import response_values
+from rlfuse.engines.models import response_values, shown
 from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.partition import Part
@@ -80,7 +80,8 @@ class Stage:
             batch = replace(batch, inputs=inputs | {"inputs_embeds": received})
         with torch.set_grad_enabled(training):
             if not self.part.last:
-                result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+                with shown(self.model, batch):
+                    result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
             elif training:
                 result = self._loss(batch, self.micro_batches[micro_batch].weight)
             else:
@@ -112,8 +113,8 @@ class Stage:
     def _batch(self, micro_batch: int) -> Batch:
         if micro_batch not in self._batches:
             rows = self.micro_batches[micro_batch].rows
-            if any(row.visual for row in rows):
-                raise NotImplementedError("Pipelines train text only: set training.pipeline_parallel_size=1 for video.")
+            if not self.part.first:  # clips stand where tokens are embedded
+                rows = [replace(row, visual=()) for row in rows]
             self._batches[micro_batch] = collate(rows, self.packed, self.device)
         return self._batches[micro_batch]
 

@@ -1,0 +1,74 @@
+"""Where the tokens of a prompt with clips stand under M-RoPE: in time, height and width.
+
+Role: pure; the trainer's batches take from here the positions that vLLM gives the same prompt. Models of 1-D positions
+never come here: `m_rope` is None for them.
+Invariants, those of Qwen2-VL and Qwen2.5-VL and of vLLM's `get_mrope_input_positions`: text counts its tokens on all
+three axes; a clip begins where its first token would as text, time in whole steps of its seconds; what follows begins
+one behind the largest position so far, on whichever axis. transformers 5 lets the text behind a clip begin behind the
+clip's height and width instead, whatever its time (its `get_rope_index`): the same for short clips, another model than
+vLLM's for longer ones, so that positions are always given to it and never left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from rlfuse.samples import Visual
+from rlfuse.video.handover import M_ROPE
+
+
+@dataclass(frozen=True, slots=True)
+class MRope:
+    """How a model counts positions on three axes."""
+
+    merge: int
+    """Patches of a visual token's side."""
+    steps_per_second: float | None
+    """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch (Qwen2-VL)."""
+
+    def positions(self, size: int, clips: Sequence[Visual]) -> np.ndarray:
+        """int64 [3, size] of a prompt of so many tokens, its clips in order. ValueError if one does not fit its grid.
+
+        Example: merge 2, 4 steps a second; 2 tokens of text, a clip of grid (2, 4, 2) and half a second a patch, 1 of
+        text: time 0 1 2 2 4 4 5, height 0 1 2 3 2 3 5, width 0 1 2 2 2 2 5.
+        """
+        parts, start, after = [], 0, 0
+        for clip in clips:
+            first = int(clip.positions[0])
+            parts += [_text(after, first - start), self._clip(clip) + after + first - start]
+            start, after = first + len(clip.positions), int(parts[-1].max()) + 1
+        return np.concatenate([*parts, _text(after, size - start)], axis=1)
+
+    def _clip(self, clip: Visual) -> np.ndarray:
+        patches, height, width = clip.grid
+        cells = np.indices((patches, height // self.merge, width // self.merge)).reshape(3, -1)
+        first, last, count = int(clip.positions[0]), int(clip.positions[-1]), len(clip.positions)
+        if not cells.shape[1] == count == last - first + 1:
+            raise ValueError(
+                f"a clip of grid {clip.grid} is {cells.shape[1]} tokens in one piece, got {count} of them at places "
+                f"{first} to {last}: plan it with timestamps=False and the geometry of this model"
+            )
+        if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
+            cells[0] = (cells[0] * (clip.seconds * self.steps_per_second)).astype(np.int64)
+        return cells
+
+
+def m_rope(config: PreTrainedConfig) -> MRope | None:
+    """How models of this configuration count; None for 1-D positions."""
+    if config.model_type not in M_ROPE:
+        return None
+    vision = config.vision_config
+    return MRope(vision.spatial_merge_size, getattr(vision, "tokens_per_second", None))
+
+
+def following(before: np.ndarray, count: int) -> np.ndarray:
+    """[..., count] of text behind the positions [..., tokens], on one axis or three."""
+    return np.broadcast_to(before.max() + 1 + np.arange(count), (*before.shape[:-1], count))
+
+
+def _text(start: int, count: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(start, start + count), (3, count))

@@ -1,0 +1,279 @@
+"""Qwen2.5-VL on the trainer's side: positions on three axes, language models without tower, and whole models again."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_models import Clip
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2VLConfig,
+    VideoLlama3ForConditionalGeneration,
+)
+
+from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.attention import lays_out
+from rlfuse.engines.batches import collate
+from rlfuse.engines.models import (
+    has_value_head,
+    load_critic,
+    load_policy,
+    packs_exactly,
+    response_logits,
+    response_values,
+)
+from rlfuse.samples import Row, Visual
+from rlfuse.video.checkpoints import (
+    SmallModel,
+    export_text_model,
+    join_checkpoint,
+    write_small_qwen25_vl,
+    write_small_video_llama3,
+)
+from rlfuse.video.positions import MRope, m_rope
+
+SETTINGS = ModelConfig(dtype="float32")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    return write_small_qwen25_vl(tmp_path_factory.mktemp("models") / "whole", SmallModel(tied=request.param))
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_policy(str(folder), SETTINGS, "cpu").eval()
+
+
+def clip_at(start: int, grid: tuple[int, int, int], seconds: float, seed: int = 0) -> Visual:
+    tokens = grid[0] * grid[1] * grid[2] // 4
+    rows = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(seed))
+    key = f"{grid}-{seconds}-{seed}"
+    return Visual(np.arange(start, start + tokens, dtype=np.int32), Clip(key, rows), grid, seconds)
+
+
+def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:
+    """What transformers gives the prompt, its arithmetic in float64 as vLLM's."""
+    kinds = np.zeros((1, size), np.int32)
+    for clip in clips:
+        kinds[0, clip.positions] = 2
+    positions, _ = model.model.get_rope_index(
+        torch.zeros(1, size, dtype=torch.int64),
+        torch.from_numpy(kinds),
+        video_grid_thw=torch.tensor([clip.grid for clip in clips]),
+        second_per_grid_ts=torch.tensor([clip.seconds for clip in clips], dtype=torch.float64),
+    )
+    return positions[:, 0].numpy()
+
+
+SHORT, LONG = (2, 16, 8), (9, 4, 6)
+"""At a quarter of a second a patch the first is higher than long in time, the second longer than high and wide."""
+
+
+@pytest.mark.parametrize("seconds", [0.25, 0.4, 1.0, 1.43])
+@pytest.mark.parametrize("start", [0, 3])
+def test_positions_are_transformers_up_to_where_a_long_clip_ends(whole, start, seconds):
+    rope = m_rope(whole.config)
+    for grid in (SHORT, LONG):
+        clip = clip_at(start, grid, seconds)
+        size = start + len(clip.positions) + 5
+        found, expected = rope.positions(size, [clip]), rope_index(whole, size, [clip])
+        assert found.shape == (3, size) and found.dtype == np.int64
+        np.testing.assert_array_equal(found[:, :-5], expected[:, :-5])
+        largest = found[:, :-5].max()
+        np.testing.assert_array_equal(found[:, -5:], np.tile(largest + 1 + np.arange(5), (3, 1)))
+        if grid == SHORT and seconds == 0.25:
+            np.testing.assert_array_equal(found, expected)
+        if grid == LONG:
+            assert (found[:, -5:] > expected[:, -5:]).all()
+
+
+def test_clips_follow_one_another_and_text_counts_on(whole):
+    clips = [clip_at(2, SHORT, 0.25), clip_at(70, SHORT, 0.25)]
+    rope = m_rope(whole.config)
+    np.testing.assert_array_equal(rope.positions(140, clips), rope_index(whole, 140, clips))
+    np.testing.assert_array_equal(rope.positions(7, []), np.tile(np.arange(7), (3, 1)))
+    example = MRope(2, 4.0).positions(7, [clip_at(2, (2, 4, 2), 0.5)])
+    assert example.tolist() == [[0, 1, 2, 2, 4, 4, 5], [0, 1, 2, 3, 2, 3, 5], [0, 1, 2, 2, 2, 2, 5]]
+
+
+def test_only_models_of_three_axes_count_on_three():
+    assert m_rope(Qwen2Config()) is None
+    assert m_rope(Qwen2_5_VLConfig()) == MRope(2, 4)
+    assert m_rope(Qwen2VLConfig()) == MRope(2, None)  # a temporal patch is a step, however long it lasts
+    ours = clip_at(1, LONG, 0.4)
+    assert MRope(2, None).positions(60, [ours])[0, ours.positions].max() == 1 + LONG[0] - 1
+
+
+def test_a_clip_that_does_not_fit_its_grid_is_refused():
+    clip = clip_at(1, LONG, 1.0)
+    for positions in (clip.positions[:-1], np.concatenate([clip.positions[:-1], [90]])):
+        with pytest.raises(ValueError, match=r"grid \(9, 4, 6\) is 54 tokens in one piece, got 5[34] of them"):
+            MRope(2, 4.0).positions(100, [replace(clip, positions=positions)])
+
+
+# Batches ---------------------------------------------------------------------------------------------------------
+
+
+def asked(model, seed=0) -> list[Row]:
+    """Three answers about a long clip, one about a short one, two to a prompt of text."""
+    rng, rows = np.random.default_rng(seed), []
+    for number, (count, grid, seconds) in enumerate(((3, LONG, 0.4), (1, SHORT, 1.0), (2, None, 0))):
+        ids = rng.integers(5, 200, 70).astype(np.int32)
+        visual = () if grid is None else (clip_at(4 + number, grid, seconds, number),)
+        for clip in visual:
+            ids[clip.positions] = model.config.video_token_id
+        rows += [Row(ids, rng.integers(5, 200, rng.integers(3, 12)).astype(np.int32), {}, "", visual)] * count
+    return [replace(row, response_ids=row.response_ids[i % 3 :]) for i, row in enumerate(rows)]
+
+
+def expected_logits(model, row: Row) -> torch.Tensor:
+    """[T, V] by the whole model of Hugging Face, one sequence at a time."""
+    ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()
+    table = model.get_input_embeddings()(ids)
+    for clip in row.visual:
+        table = table.index_copy(0, torch.from_numpy(clip.positions).long(), clip.source.read())
+    at = m_rope(model.config).positions(len(ids), row.visual)
+    logits = model(inputs_embeds=table[None], position_ids=torch.from_numpy(at)[:, None]).logits[0]
+    return logits[len(row.prompt_ids) - 1 : -1]
+
+
+@pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
+def test_logits_and_gradients_are_the_whole_models(whole, policy, way):
+    assert lays_out(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
+    rows, hidden = asked(whole), [whole.config.image_token_id, whole.config.video_token_id]
+    seen = torch.ones(whole.config.text_config.vocab_size, dtype=torch.bool)
+    seen[hidden] = False
+    expected = torch.cat([expected_logits(whole, row) for row in rows])[:, seen]
+    batch = collate(rows, **way, rope=m_rope(policy.config))
+    assert batch.inputs["position_ids"].shape == (3, *batch.inputs["input_ids"].shape)
+    found = response_logits(policy, batch)[:, seen]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for model, logits in ((whole, expected), (policy, found)):
+        model.zero_grad()
+        logits.sin().sum().backward()
+    for name, parameter in policy.named_parameters():
+        wanted = whole.get_parameter(name).grad
+        assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_batches_of_text_stay_on_one_axis(whole, policy):
+    rows = [row for row in asked(whole) if not row.visual]
+    batch, plain = (collate(rows, True, rope=rope) for rope in (m_rope(policy.config), None))
+    assert torch.equal(batch.inputs["position_ids"], plain.inputs["position_ids"])
+    with torch.no_grad():
+        alone = torch.cat([expected_logits(whole, row) for row in rows])
+        found = response_logits(policy, batch)
+    torch.testing.assert_close(found[:, :200], alone[:, :200], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
+def test_slices_have_the_positions_of_the_whole(whole, way):
+    rows, rope = asked(whole), m_rope(whole.config)
+    parts = [SimpleNamespace(degree=2, index=index, attend=None) for index in range(2)]
+    cut = [collate(rows, **way, part=part, rope=rope).inputs["position_ids"] for part in parts]
+    together = torch.cat(cut, -1)
+    expected = collate(rows, **way, rope=rope).inputs["position_ids"]
+    assert together.shape[-1] - expected.shape[-1] in (0, 1)
+    assert torch.equal(together[..., : expected.shape[-1]], expected)
+
+
+# Loading and joining -----------------------------------------------------------------------------------------------
+
+
+def test_language_models_are_loaded_without_tower_from_either_naming(folder, whole, policy, tmp_path):
+    assert not [name for name in policy.state_dict() if "visual" in name]
+    assert set(policy.state_dict()) < set(whole.state_dict())
+    whole.config.save_pretrained(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    newer = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    names = {name: f"model.{name}" if name.startswith("visual") else name for name in newer}
+    save_file({names[name]: tensor for name, tensor in newer.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    for path in (folder, tmp_path):
+        for load in (load_policy, load_critic):
+            found = load(str(path), SETTINGS, "cpu").model.state_dict()
+            for name, tensor in policy.model.state_dict().items():
+                assert torch.equal(found[name], tensor)
+
+
+def test_a_critic_is_the_language_model_under_a_value_head(folder, whole, tmp_path):
+    critic = load_critic(str(folder), SETTINGS, "cpu").eval()
+    assert lays_out(critic) and not has_value_head(str(folder))
+    rows = asked(whole)
+    with torch.no_grad():
+        critic.score.weight.normal_()
+        head, heard = whole.lm_head, []
+        hook = head.register_forward_pre_hook(lambda _, hidden: heard.append(hidden[0][0]))
+        for row in rows:
+            expected_logits(whole, row)
+        hook.remove()
+        hidden = [x[len(row.prompt_ids) - 1 : -1] for x, row in zip(heard, rows, strict=True)]
+        expected = critic.score(torch.cat(hidden))[:, 0]
+        for way in (dict(packed=True), dict(packed=False), dict(packed=True, shared=True)):
+            found = response_values(critic, collate(rows, **way, rope=m_rope(critic.config)))
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    critic.save_pretrained(tmp_path)
+    assert has_value_head(str(tmp_path))
+    again = load_critic(str(tmp_path), SETTINGS, "cpu")
+    assert torch.equal(again.score.weight, critic.score.weight)
+
+
+def trained(model, path):
+    """The model after a step of training, saved; its state."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    model.save_pretrained(path)
+    return model.state_dict()
+
+
+def assert_joined(out, folder, model_class, state):
+    """Of the trained text, and of the tower as it was."""
+    found, info = model_class.from_pretrained(out, output_loading_info=True)
+    before = model_class.from_pretrained(folder).state_dict()
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    changed = 0
+    for name, tensor in found.state_dict().items():
+        if expected := [new for old, new in state.items() if name.endswith(old.removeprefix("model."))]:
+            changed += not torch.equal(tensor, before[name])
+            assert torch.equal(tensor, expected[0])
+        else:
+            assert torch.equal(tensor, before[name]) and ("vision" in name or "visual" in name or "projector" in name)
+    assert changed == len(state)
+    assert {file.name for file in out.iterdir()} == {file.name for file in folder.iterdir()}
+
+
+def test_a_trained_language_model_becomes_a_whole_one_again(folder, tmp_path):
+    state = trained(load_policy(str(folder), SETTINGS, "cpu"), tmp_path / "text")
+    with pytest.raises(ValueError, match=r"not the text part of .*unknown"):
+        join_checkpoint(folder, tmp_path / "text", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = join_checkpoint(tmp_path / "text", folder, tmp_path / "out")
+    assert_joined(out, folder, Qwen2_5_VLForConditionalGeneration, state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_text_part_of_a_videollama3_goes_back_into_the_shards_of_the_whole(tied, tmp_path):
+    folder = write_small_video_llama3(tmp_path / "whole", SmallModel(tied=tied))
+    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    whole.save_pretrained(folder, max_shard_size="200KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    text = AutoModelForCausalLM.from_pretrained(export_text_model(folder, tmp_path / "text"))
+    state = trained(text, tmp_path / "trained")
+    out = join_checkpoint(tmp_path / "trained", folder, tmp_path / "out")
+    assert_joined(out, folder, VideoLlama3ForConditionalGeneration, state)
+    other = write_small_video_llama3(tmp_path / "other", SmallModel(heads=2, tied=tied))
+    with pytest.raises(ValueError, match="of another shape"):
+        join_checkpoint(tmp_path / "trained", other, tmp_path / "out2")

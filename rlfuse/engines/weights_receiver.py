@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
@@ -57,6 +58,10 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # A head tied to the embedding gets no tensor of its own, and on CPUs it multiplies by what it packed before.
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Nothing to release."""

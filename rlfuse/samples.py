@@ -146,15 +146,15 @@ class Visual:
     """int32 [v], ascending."""
     source: Embedding
     """Of v rows; mapped, so that what is not looked at is not loaded."""
-    grid: tuple[int, int, int]
-    """Temporal patches, and patches down and across; with `seconds` what M-RoPE's positions are made of."""
-    seconds: float
-    """Of a temporal patch."""
+    path: str = ""
+    """Of the clip's file; with the plan, for whoever encodes it again."""
+    plan: VideoPlan | None = None
+    """Says what M-RoPE's positions are made of, too."""
 
     @classmethod
     def of(cls, video: Video) -> Visual:
         """Of an encoded clip."""
-        return cls(video.positions, video.embedding, video.plan.grid, video.plan.seconds_per_temporal_patch)
+        return cls(video.positions, video.embedding, video.path, video.plan)
 
 
 @dataclass(frozen=True, slots=True)

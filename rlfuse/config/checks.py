@@ -101,6 +101,7 @@ def check(config: Config, facts: Facts) -> list[str]:
         _pipelines,
         _slices,
         _video,
+        _tower,
         _reward,
         _resume,
     )
@@ -314,6 +315,17 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
     ):
         if (value_of(config, name) or 0) > most:
             yield _problem(config, name, f"must be {most} with a video model ({why})", f"set {name}={most}")
+
+
+def _tower(config: Config, facts: Facts) -> Iterator[str]:
+    if config.video.freeze_tower:
+        return
+    if config.training.pipeline_parallel_size > 1:
+        valid = "can't be false in a pipeline, whose stages have no tower to train"
+        yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.pipeline_parallel_size=1")
+    if config.fusion.data in ("partial_rollout", "one_step_off"):
+        valid = f"can't be false with fusion.data={config.fusion.data}, which trains on clips that older towers encoded"
+        yield _problem(config, "video.freeze_tower", valid, "set it to true, or fusion.data=exact")
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:

@@ -325,6 +325,8 @@ class VideoConfig:
     """Rows whose clips can't be used are left out; above this share of the rows, or of a step's, the run stops."""
     log_clips: int = 4
     """Samples of a step whose frames are drawn beside question, answer and reward; 0 for none."""
+    freeze_tower: bool = True
+    """False: the actor's updates train the vision tower too, on clips encoded again with gradient."""
 
 
 @dataclass

@@ -200,7 +200,7 @@ class _Cut:
             if len(inside):
                 here = at[inside]
                 local = here // self._row * self._width + here % self._row - self._low
-                found.append((local, visual.source.read()[inside[0] : inside[-1] + 1]))
+                found.append((local, visual.source.read(inside[0], inside[-1] + 1)))
         return found
 
     def _inside(self, at: np.ndarray) -> np.ndarray:

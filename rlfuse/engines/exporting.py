@@ -18,15 +18,18 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlfuse.engines.trained_tower import NAME as TOWER
+
 
 class Exporter:
-    """Reads the weights of one model, sharded over ranks or not."""
+    """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
 
     def __init__(self, model: PreTrainedModel, rank: int):
         self.model, self.rank = model, rank
         tied = set(model.all_tied_weights_keys or ())
-        self.tensors = dict(model.named_parameters())
-        own_buffers = {name for name in model.state_dict() if name not in self.tensors and name not in tied}
+        self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
+        stored = {name for name in model.state_dict() if not name.startswith(f"{TOWER}.")}
+        own_buffers = {name for name in stored if name not in self.tensors and name not in tied}
         self.tensors |= {name: tensor for name, tensor in model.named_buffers() if name in own_buffers}
 
     def sizes(self) -> list[tuple[str, int]]:

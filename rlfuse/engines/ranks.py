@@ -26,6 +26,7 @@ class Rank:
         self.config, self.rank, self.world, self.device = config, rank, world, device
         self.recorder = Recorder(f"trainer/{rank}")
         self.engines: dict[str, Any] = {}
+        self.beside: list[torch.nn.Module] = []
         if core is not None:
             for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
                 os.sched_setaffinity(int(thread), {core})
@@ -48,8 +49,8 @@ class Rank:
     def switch(self, role: str) -> None:
         """Take the device (`trainer`) or leave it (`rollout`). On CPU hosts there is nothing to move."""
         with self.recorder.span("switch", cause="role", attributes={"to": role}):
-            for engine in self.engines.values() if self.device != "cpu" else ():
-                to_device(engine, self.device) if role == "trainer" else to_host(engine)
+            for model in (*self.engines.values(), *self.beside) if self.device != "cpu" else ():
+                to_device(model, self.device) if role == "trainer" else to_host(model)
 
     def drain(self) -> list[Span]:
         """Spans since the last call."""

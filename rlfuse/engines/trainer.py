@@ -19,7 +19,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -34,6 +34,9 @@ from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch, Row
+
+if TYPE_CHECKING:  # imports DeepSpeed
+    from rlfuse.engines.trained_tower import TowerSettings
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Bytes; up to these glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
@@ -51,16 +54,28 @@ class TrainerGroup:
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, optimizer_steps: int, cores: Sequence[int] | None = None
+        cls,
+        config: Config,
+        slots: Slots,
+        optimizer_steps: int,
+        cores: Sequence[int] | None = None,
+        tower: TowerSettings | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """One rank on every slot, models loaded; and facts to log.
 
-        `optimizer_steps`: length of the schedule; `cores`: the CPU core that each rank's process is bound to.
+        `optimizer_steps`: length of the schedule; `cores`: the CPU core that each rank's process is bound to; `tower`:
+        what video.freeze_tower=false trains, not read otherwise.
         """
         from rlfuse.engines.training import TrainerRank  # imports DeepSpeed: only when ranks are started
 
+        if config.video.freeze_tower:
+            tower = None
+        elif tower is None:
+            raise ValueError(
+                "video.freeze_tower=false: there is no tower to train. Give a video model, or set it to true."
+            )
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
-        facts = (await group._all("setup", "load its models", optimizer_steps))[0]
+        facts = (await group._all("setup", "load its models", optimizer_steps, tower))[0]
         group.costs, group.shares_prompts = facts.pop("costs"), facts.pop("shares_prompts")
         return group, facts
 
@@ -155,6 +170,13 @@ class TrainerGroup:
         """Write these tensors of the actor to `path`."""
         await self._all("export_bucket", f"write weights to {path}", names, Path(path))
 
+    async def save_tower(self, path: Path) -> int:
+        """Write the trained tower for the encoder ranks' `update_tower`, which also takes the updates returned.
+
+        Rows after this must bring embeddings of that tower. `path`: a folder that the encoder ranks can read.
+        """
+        return (await self._all("save_tower", f"write its tower to {path}", Path(path).absolute()))[0]
+
     # `DeviceWeightExporter`: not run without GPUs
 
     async def nccl_address(self) -> tuple[str, int]:
@@ -207,6 +229,7 @@ class TrainerGroup:
             "actor.zero_stage": self.config.actor.zero_stage,
             "critic": self.config.uses_critic,
             "model.dtype": self.config.model.dtype,
+            "video.freeze_tower": self.config.video.freeze_tower,
         }
 
     # Calls -------------------------------------------------------------------------------------------------------

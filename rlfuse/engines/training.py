@@ -48,7 +48,8 @@ from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
 from rlfuse.engines.sequence_parallel import Part, SequenceParallel, measured_costs
-from rlfuse.samples import MicroBatch
+from rlfuse.engines.trained_tower import ShownClip, TowerSettings, TrainedTower
+from rlfuse.samples import MicroBatch, Row
 from rlfuse.video.positions import m_rope
 
 _CUT = (
@@ -67,13 +68,20 @@ class TrainerRank(Rank):
         largest = self.config.training.ulysses_sequence_parallel_size
         self.parallel = SequenceParallel(self.rank, self.world, largest, limit)
 
-    def setup(self, optimizer_steps: int) -> dict[str, Any]:
-        """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log."""
+    def setup(self, optimizer_steps: int, tower: TowerSettings | None = None) -> dict[str, Any]:
+        """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log.
+
+        `tower`: of a tower that is trained with the actor.
+        """
         config, start = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)
         self.engines: dict[str, Any] = {}
+        self.tower = tower and TrainedTower(tower, self.device, config.model.dtype, config.uses_reference)
+        self.beside = self.tower.modules if self.tower else []
         with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
             policy = load_policy(start, config.model, self.device)
+            if self.tower:
+                self.tower.hold(policy)
             self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
             if config.uses_critic:
                 critic = load_critic(config.critic.path or start, config.model, self.device)
@@ -146,7 +154,8 @@ class TrainerRank(Rank):
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
             with self._span(kind, micro_batch, "finished samples") as span:
-                batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares, self.ropes[model])
+                rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
+                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 span.attributes["run"] = batch.inputs["input_ids"].numel()
                 scores = batch.split(function(engine, batch))
                 results.append(scores if _first(part) else [])
@@ -161,14 +170,25 @@ class TrainerRank(Rank):
         engine.train()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
-            batch = collate(micro_batch.rows, self.packed, self.device, part, self.shares, self.ropes[model])
             with self._span("forward", micro_batch, f"update_{model}", model=model):
+                rows, clips = self._seen(model, micro_batch)
+                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):
                 engine.backward(loss * micro_batch.weight, scale_wrt_gas=False)
+                if clips:
+                    self.tower.backward(clips)
             counted = micro_batch.weight * _first(part)
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
+
+    def _seen(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[ShownClip]]:
+        """Rows for an update of `model`, and their clips that train the tower."""
+        if not self.tower or not micro_batch.weight:
+            return micro_batch.rows, []
+        if model == "actor":
+            return self.tower.graded(micro_batch.rows)
+        return self.tower.rows_of(model, micro_batch.rows), []
 
     def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
@@ -178,7 +198,12 @@ class TrainerRank(Rank):
         engine = self.engines[model]
         facts = {"lr": engine.get_lr()[0]}
         with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
+            trained = self.tower if model == "actor" else None
+            if trained:
+                trained.hand_in(engine)
             facts["grad_norm"] = take_step(engine, count, self.world)
+            if trained:
+                trained.refresh(engine)
             if self.device != "cpu":
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
         return {name: float(value) for name, value in self.sums.pop(model, {}).items()}, facts
@@ -192,6 +217,13 @@ class TrainerRank(Rank):
     def export_bucket(self, names: list[str], path: Path) -> None:
         """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
         self.exporters["actor"].write(names, path)
+
+    def save_tower(self, path: Path) -> int:
+        """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
+        if self.rank == 0:
+            self.tower.write(path)
+        self.tower.shown = self.tower.updates
+        return self.tower.updates
 
     # Device transfers, rank 0's end unless said otherwise; not run without GPUs (see weights_device)
 
@@ -233,6 +265,9 @@ class TrainerRank(Rank):
             loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
             if loaded is None:
                 raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
+        if self.tower:
+            self.tower.refresh(self.engines["actor"])
+            self.tower.shown = self.tower.updates
 
     # Events ------------------------------------------------------------------------------------------------------
 

@@ -49,8 +49,8 @@ class Embedding:
     tokens: int
     hidden: int
 
-    def read(self) -> torch.Tensor:
-        """The embedding, mapped and not copied; what a reader writes to it stays with the reader."""
+    def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it."""
         import torch
 
         try:
@@ -60,7 +60,7 @@ class Embedding:
                 f"embedding {self.key} is not at {self.path}: it was dropped, or lies on another node. Hold it (the "
                 "step's name in `encode`) for as long as it is read."
             ) from error
-        return flat.view(self.tokens, self.hidden)
+        return flat.view(self.tokens, self.hidden)[first:last]
 
 
 def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:

@@ -44,16 +44,16 @@ class MRope:
         return np.concatenate([*parts, _text(after, size - start)], axis=1)
 
     def _clip(self, clip: Visual) -> np.ndarray:
-        patches, height, width = clip.grid
+        patches, height, width = clip.plan.grid
         cells = np.indices((patches, height // self.merge, width // self.merge)).reshape(3, -1)
         first, last, count = int(clip.positions[0]), int(clip.positions[-1]), len(clip.positions)
         if not cells.shape[1] == count == last - first + 1:
             raise ValueError(
-                f"a clip of grid {clip.grid} is {cells.shape[1]} tokens in one piece, got {count} of them at places "
-                f"{first} to {last}: plan it with timestamps=False and the geometry of this model"
+                f"a clip of grid {clip.plan.grid} is {cells.shape[1]} tokens in one piece, got {count} of them at "
+                f"places {first} to {last}: plan it with timestamps=False and the geometry of this model"
             )
         if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
-            cells[0] = (cells[0] * (clip.seconds * self.steps_per_second)).astype(np.int64)
+            cells[0] = (cells[0] * (clip.plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)
         return cells
 
 

@@ -178,7 +178,11 @@ class Tower:
     @property
     def version(self) -> str:
         """Hash of what the embeddings depend on besides the frames; `+n` once the weights were updated n times."""
-        return self._weights + (f"+{self._updates}" if self._updates else "")
+        return self.version_after(self._updates)
+
+    def version_after(self, updates: int) -> str:
+        """Of the tower that was loaded, so many updates later."""
+        return self._weights + (f"+{updates}" if updates else "")
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """uint8 [F, H, W, 3] that begin at a legal cut -> [tokens, hidden] in the tower's precision, on its device.

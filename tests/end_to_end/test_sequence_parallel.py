@@ -16,6 +16,7 @@ from rlfuse.engines.degrees import Costs
 from rlfuse.samples import Visual
 from rlfuse.video.checkpoints import write_small_qwen25_vl
 from rlfuse.video.embedding import Embedding, write_rows
+from rlfuse.video.plan import Geometry, VideoPlan
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +144,9 @@ class Mapped:
     path: str
     tokens: int
 
-    def read(self):
-        return torch.from_file(self.path, size=self.tokens * 32, dtype=torch.float32).view(self.tokens, 32)
+    def read(self, first, last):
+        whole = torch.from_file(self.path, size=self.tokens * 32, dtype=torch.float32).view(self.tokens, 32)
+        return whole[first:last]
 
 
 async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path):
@@ -157,7 +159,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
         table[row.prompt_ids[at]].numpy().tofile(tmp_path / row.id)
         ids[at] = 0
         source = Mapped(row.id, str(tmp_path / row.id), len(at))
-        shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source, (len(at), 2, 2), 1.0),)))
+        shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source),)))
     await group.take(cut(folder, budget=20))
     expected = [await group.log_probs("ref", rows), await group.values(rows)]
     await group.accumulate("actor", rows)
@@ -173,12 +175,14 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
 async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path):
     """A Qwen2.5-VL: all passes and gradients at every degree, with prompts shared and alone."""
     folder = write_small_qwen25_vl(tmp_path / "model")
-    grid, prompts, rows = (6, 4, 4), long_rows([44, 40]), make_rows(5, seed=8)
+    times, geometry = tuple(i / 5 for i in range(12)), Geometry(temporal_patch=2)
+    plan = VideoPlan(times, 56, 56, 5.0, 4, geometry, timestamps=False)
+    prompts, rows = long_rows([44, 40]), make_rows(5, seed=8)
     for number, prompt in enumerate(prompts):
         (path := tmp_path / str(number)).touch()
         write_rows(str(path), 0, torch.randn(24, 128, generator=torch.Generator().manual_seed(number)))
         source, at = Embedding(path.name, str(path), 24, 128), np.arange(3, 27, dtype=np.int32)
-        ids, visual = np.concatenate([prompt.prompt_ids, prompt.response_ids]), (Visual(at, source, grid, 0.4),)
+        ids, visual = np.concatenate([prompt.prompt_ids, prompt.response_ids]), (Visual(at, source, plan=plan),)
         for i in range(number, len(rows), 2):
             rows[i] = replace(rows[i], prompt_ids=ids, visual=visual)
     results = []

@@ -152,7 +152,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
         ids = row.prompt_ids.copy()
         ids[at] = 0
         clip = Clip(f"{row.prompt_ids.tobytes()}{change}", table[row.prompt_ids[at]] + change)
-        return replace(row, prompt_ids=ids, visual=(Visual(at.astype(np.int32), clip, (4, 2, 2), 1.0),))
+        return replace(row, prompt_ids=ids, visual=(Visual(at.astype(np.int32), clip),))
 
     with torch.no_grad():
         expected = response_logits(model, collate(batch, **way))
@@ -162,7 +162,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
     one, other = mixed.chunk(2)
     torch.testing.assert_close(one, expected[: len(one)], atol=1e-5, rtol=0)
     assert (one - other).abs().max() > 0.01
-    wide = replace(batch[0], visual=(Visual(at.astype(np.int32), Clip("wide", torch.zeros(4, 8)), (4, 2, 2), 1.0),))
+    wide = replace(batch[0], visual=(Visual(at.astype(np.int32), Clip("wide", torch.zeros(4, 8))),))
     with pytest.raises(ValueError, match=r"shape \[4, 8\] for 4 positions.*hidden size 32"):
         response_logits(model, collate([wide], **way))
 

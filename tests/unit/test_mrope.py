@@ -36,6 +36,7 @@ from rlfuse.video.checkpoints import (
     write_small_qwen25_vl,
     write_small_video_llama3,
 )
+from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.positions import MRope, m_rope
 
 SETTINGS = ModelConfig(dtype="float32")
@@ -60,7 +61,14 @@ def clip_at(start: int, grid: tuple[int, int, int], seconds: float, seed: int = 
     tokens = grid[0] * grid[1] * grid[2] // 4
     rows = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(seed))
     key = f"{grid}-{seconds}-{seed}"
-    return Visual(np.arange(start, start + tokens, dtype=np.int32), Clip(key, rows), grid, seconds)
+    return Visual(np.arange(start, start + tokens, dtype=np.int32), Clip(key, rows), plan=plan_of(grid, seconds))
+
+
+def plan_of(grid: tuple[int, int, int], seconds: float) -> VideoPlan:
+    patches, height, width = grid
+    times = tuple(i * seconds / 2 for i in range(2 * patches))
+    level = height * width // 4
+    return VideoPlan(times, 14 * height, 14 * width, 2 / seconds, level, Geometry(temporal_patch=2), timestamps=False)
 
 
 def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:
@@ -71,8 +79,8 @@ def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:
     positions, _ = model.model.get_rope_index(
         torch.zeros(1, size, dtype=torch.int64),
         torch.from_numpy(kinds),
-        video_grid_thw=torch.tensor([clip.grid for clip in clips]),
-        second_per_grid_ts=torch.tensor([clip.seconds for clip in clips], dtype=torch.float64),
+        video_grid_thw=torch.tensor([clip.plan.grid for clip in clips]),
+        second_per_grid_ts=torch.tensor([clip.plan.seconds_per_temporal_patch for clip in clips], dtype=torch.float64),
     )
     return positions[:, 0].numpy()
 

@@ -173,7 +173,7 @@ def two_stages(path, packed=True, checkpointing=False, visual=()):
 @pytest.mark.parametrize("packed", [True, False])
 def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packed):
     clip = Clip("clip", torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
-    visual = (Visual(np.array([1, 2, 4, 5], np.int32), clip, (4, 2, 2), 1.0),)
+    visual = (Visual(np.array([1, 2, 4, 5], np.int32), clip),)
     first, last = two_stages(tiny_policy, packed, visual=visual)
     whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
     batch = collate(first.micro_batches[0].rows, packed)

@@ -13,8 +13,8 @@ Invariants:
 - the reference sees the tower that the run began with, so KL is to the initial policy as a whole. Once the tower was
   updated, that costs one more encoding of every clip. The critic sees the cached embeddings, and does not train them;
 - a row's embedding is of this file, this plan and the tower as it was last handed over, or an error;
-- a micro-batch encodes a clip once with gradient, whatever many answers show it; activations of `step` units and
-  `block_bytes` of pixels exist at a time. A rank with a slice of the tokens encodes the units that stand in it;
+- a micro-batch encodes a clip once with gradient, however many answers show it, and keeps the activations of `step`
+  units at a time. A rank with a slice of the tokens encodes the units that stand in it;
 - nothing here is collective but `hand_in` and `refresh`, which belong to the step: ranks may hold any number of clips.
 The weights exist twice on a rank: as DeepSpeed holds them (whole or sharded), and here, whole, where they run. Sums of
 gradients are float32, because a long clip has hundreds of chunks. Waits for decoders, which bound themselves.
@@ -69,12 +69,12 @@ class TrainedTower:
         self.device, self.updates, self.shown = device, 0, 0
         self._weights = list(self.present.module.parameters())
         sums = (torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights)
-        self._sums = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in sums)
+        self.sums = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in sums)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
         """What moves between device and host memory with the engines."""
-        return [self.present.module, *([self.initial.module] if self.initial else []), self._sums]
+        return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
 
     def hold(self, policy: torch.nn.Module) -> None:
         """Give the policy the weights that its DeepSpeed engine is to train."""
@@ -104,7 +104,7 @@ class TrainedTower:
                 features = self.present.encode(frames)
                 if (wanted := clip.gradient(first, first + len(features))) is not None:
                     found = torch.autograd.grad(features, self._weights, wanted.to(features), materialize_grads=True)
-                    for total, gradient in zip(self._sums, found, strict=True):
+                    for total, gradient in zip(self.sums, found, strict=True):
                         total.add_(gradient)
 
     def rows(self, tower: Tower, visual: Visual, first: int, last: int) -> torch.Tensor:
@@ -164,9 +164,9 @@ class TrainedTower:
         """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
         held = list(getattr(engine.module, NAME).parameters())
         with _whole(held):  # sums as gradients: each weight times its sum has that derivative
-            products = (weight * total.to(weight.dtype) for weight, total in zip(held, self._sums, strict=True))
+            products = (weight * total.to(weight.dtype) for weight, total in zip(held, self.sums, strict=True))
             engine.backward(sum(product.sum() for product in products), scale_wrt_gas=False)
-        for total in self._sums:
+        for total in self.sums:
             total.zero_()
 
     @torch.no_grad()

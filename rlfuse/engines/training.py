@@ -254,10 +254,15 @@ class TrainerRank(Rank):
         self.shared = []
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> None:
-        """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets."""
+        """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.
+
+        Beside the actor's there, `tower.safetensors` is the trained tower.
+        """
         for name, exporter in self.exporters.items():
             self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
             exporter.save_pretrained(folder / name / "huggingface", buckets[name])
+        if self.tower and self.rank == 0:
+            self.tower.write(folder / "actor" / "huggingface" / "tower.safetensors")
 
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule of every trained model, as `save` left them."""

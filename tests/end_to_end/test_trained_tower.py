@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import ray
 import torch
-from trainer_probe import Probe, distance, make_rows, settings
-from transformers import VideoLlama3ForConditionalGeneration
+from safetensors.torch import load_file
+from trainer_probe import Probe, distance, lengths, make_rows, settings
+from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.placement import worker_environment
+from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.samples import Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
-from rlfuse.video.checkpoints import export_text_model, write_small_video_llama3
+from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, export_text_model, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
@@ -59,9 +62,10 @@ def trained(folder, tmp_path_factory):
     """Configurations in which the tower learns."""
     text = str(export_text_model(folder, tmp_path_factory.mktemp("models") / "text"))
 
-    def make(stage=1, budget=64, degree=1, **more):
+    def make(stage=1, budget=64, degree=1, alone=True, **more):
         config = settings(text, stage, budget=budget, **more)
         config.video.freeze_tower, config.training.ulysses_sequence_parallel_size = False, degree
+        config.algorithm.adv_estimator = "grpo" if alone else "gae"
         return config
 
     return make
@@ -100,52 +104,55 @@ def clips(tmp_path_factory):
     return found
 
 
-async def rows_of(encoder, clips, holder="test"):
-    """Six rows: two show the first clip behind one prompt, one behind another, two the second; one shows none."""
-    embeddings = await encoder.encode(clips, holder)
-    rows = make_rows(6, seed=1)
-    placeholder = 259  # of the small model, see `byte_tokenizer`
+def show(rows, clips, embeddings):
+    """Two rows show the first clip behind one prompt, one behind another, two the second clip; one shows none."""
+    placeholder = byte_tokenizer().convert_tokens_to_ids(VIDEO)
 
-    def show(row, prompt, which):
+    def one(row, prompt, which):
         clip, count = clips[which], clips[which].plan.tokens
         ids = np.concatenate([prompt, np.full(count, placeholder), prompt[::-1]]).astype(np.int32)
         at = np.arange(len(prompt), len(prompt) + count, dtype=np.int32)
         return replace(row, prompt_ids=ids, visual=(Visual(at, embeddings[which], clip.path, clip.plan),))
 
-    shared = rows[0].prompt_ids
-    return [
-        show(rows[0], shared, 0), show(rows[1], shared, 0), show(rows[2], rows[2].prompt_ids, 0),
-        show(rows[3], rows[3].prompt_ids, 1), show(rows[4], rows[3].prompt_ids, 1), rows[5],
-    ]  # fmt: skip
+    first, _, second, third, _, _ = (row.prompt_ids for row in rows)
+    shown = zip(rows, (first, first, second, third, third), (0, 0, 0, 1, 1), strict=False)
+    return [*(one(*each) for each in shown), rows[5]]
 
 
-def around(rows, log_probs):
-    """Old and reference log-probs that lie about where the policy's are."""
+@pytest.fixture(scope="module")
+async def rows(started, trained, clips):
+    """Of the first tower; old and reference log-probs lie about where the policy's are."""
+    group, encoder = started
+    rows = show(make_rows(6, seed=1), clips, await encoder.encode(clips, "test"))
+    await group.take(trained())
     names = ("old_log_probs", "ref_log_probs")
     return [
         replace(row, tensors=row.tensors | {name: row.tensors[name] + 4 + array for name in names})
-        for row, array in zip(rows, log_probs, strict=True)
+        for row, array in zip(rows, await group.log_probs("actor", rows), strict=True)
     ]
 
 
-def reference(folder, rows):
-    """{name as the policy has it: gradient} of the whole model by plain autograd, one sequence at a time."""
-    model, tower = VideoLlama3ForConditionalGeneration.from_pretrained(folder), Tower(folder)
-    losses = []
+def log_probs_of(model, tower, row):
+    """float32 [T] of the response and [T, vocabulary], by the whole model; the gradient passes the rounding."""
+    ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
+    embedded = model.get_input_embeddings()(ids)
+    for visual in row.visual:
+        frames = torch.from_numpy(decode(visual.path, visual.plan))
+        patches, grid = tower._patches(tower.pixels.normalise(frames))
+        seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
+        features = model.get_video_features(**seen).pooler_output[0]
+        features = features + (features.bfloat16().float() - features).detach()
+        embedded = embedded.index_copy(1, torch.from_numpy(visual.positions).long(), features[None])
+    logits = model(inputs_embeds=embedded).logits[0, len(row.prompt_ids) - 1 : -1]
+    log_p = logits.index_fill(-1, torch.tensor(placeholder_ids(model.config)), -torch.inf).log_softmax(-1)
+    return log_p.gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0], log_p
+
+
+def reference(model, folder, rows):
+    """{name as the policy has it: gradient} by plain autograd, one sequence at a time."""
+    tower, losses = Tower(folder), []
     for row in rows:
-        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
-        embedded = model.get_input_embeddings()(ids)
-        for visual in row.visual:
-            frames = DecodePool_decode(visual)
-            patches, grid = tower._patches(tower.pixels.normalise(frames))
-            seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
-            features = model.get_video_features(**seen).pooler_output[0]
-            features = features + (features.bfloat16().float() - features).detach()
-            embedded = embedded.index_copy(1, torch.from_numpy(visual.positions).long(), features[None])
-        logits = model(inputs_embeds=embedded).logits[0, len(row.prompt_ids) - 1 : -1]
-        logits = logits.index_fill(-1, torch.tensor(placeholder_ids(model.config)), -torch.inf)
-        log_p = logits.log_softmax(-1)
-        logp = log_p.gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0]
+        logp, log_p = log_probs_of(model, tower, row)
         t = {name: torch.from_numpy(array) for name, array in row.tensors.items()}
         ratio = (logp - t["old_log_probs"]).exp()
         plain, clipped = -t["advantages"] * ratio, -t["advantages"] * ratio.clamp(0.8, 1.2)
@@ -158,28 +165,97 @@ def reference(folder, rows):
     return {policy_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def DecodePool_decode(visual):
-    from rlfuse.video.decoding import decode
-
-    return torch.from_numpy(decode(visual.path, visual.plan))
-
-
 def policy_name(name):
     if name.startswith(("model.vision_model.", "model.projector.")):
         return name.replace("model.", "tower.", 1)
     return name.replace("language_model.", "")
 
 
-@pytest.mark.parametrize("stage, degree", [(0, 1), (1, 2), (2, 1), (3, 2)])
-async def test_gradients_are_those_of_the_whole_model(started, trained, folder, clips, stage, degree):
-    group, encoder = started
-    await group.take(trained(stage, 48 if degree == 1 else 24, degree))
-    rows = await rows_of(encoder, clips)
-    rows = around(rows, await group.log_probs("actor", rows))
-    metrics = await group.update("actor", rows)
+@pytest.fixture(scope="module")
+def expected(folder, rows):
+    return reference(VideoLlama3ForConditionalGeneration.from_pretrained(folder), folder, rows)
+
+
+@pytest.mark.parametrize("stage, budget, degrees", [(0, 48, {1}), (1, 30, {1, 2}), (2, 300, {1}), (3, 30, {1, 2})])
+async def test_gradients_are_those_of_the_whole_model(started, trained, rows, expected, stage, budget, degrees):
+    """Whole rows and slices; prompts shared and not; ranks with clips, without, and with a filler."""
+    group, _ = started
+    await group.take(trained(stage, budget, max(degrees)))
+    await group.drain()
+    for part in (rows[:1], rows[1:]):
+        await group.accumulate("actor", part)
+    metrics = await group.step("actor", lengths(rows))
     gradients = await group.gradients()
-    expected = reference(folder, rows)
-    assert any(name.startswith("tower.") for name in expected)
-    for name, gradient in expected.items():
-        print(name, (gradients[name] - gradient).norm() / gradient.norm())
-    assert distance(gradients, expected) < 1e-5
+    assert {name for name in expected if name.startswith("tower.")} and distance(gradients, expected) < 1e-5
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert {span.attributes["degree"] for span in await group.drain() if span.kind == "backward"} == degrees
+
+
+async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(started, trained, rows, folder, tmp_path):
+    group, _ = started
+    await group.take(trained(clip=0.5))
+    old = await group.log_probs("actor", rows)
+    rows = [replace(row, tensors=row.tensors | {"old_log_probs": array}) for row, array in zip(rows, old, strict=True)]
+    metrics = await group.update("actor", rows)
+    assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == 0.0
+    first = await group.gradients()
+    await group.save(tmp_path)
+    whole = updated_model(folder, tmp_path / "actor" / "huggingface")
+    now = await group.log_probs("actor", rows)
+    tower = Tower(folder)
+    for row, have, before in zip(rows, now, old, strict=True):
+        np.testing.assert_allclose(have, log_probs_of(whole, tower, row)[0].detach(), atol=1e-4)
+        assert np.abs(have - before).max() > 1e-2
+    await group.update("actor", rows)  # another mini-batch of the same step: its clips are encoded by the new tower
+    second = {name: moment - 0.9 * first[name] for name, moment in (await group.gradients()).items()}
+    expected = reference(whole, folder, rows)
+    clip = min(1.0, 0.5 / float(torch.stack([gradient.norm() for gradient in expected.values()]).norm()))
+    assert distance(second, {name: gradient * clip for name, gradient in expected.items()}) < 1e-5
+
+
+def updated_model(folder, trained):
+    """The whole model with a checkpoint's text part and tower."""
+    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
+    text = AutoModelForCausalLM.from_pretrained(trained)
+    whole.model.language_model, whole.lm_head = text.model, text.lm_head
+    missing = whole.load_state_dict(load_file(trained / "tower.safetensors"), strict=False)
+    assert not missing.unexpected_keys
+    return whole
+
+
+async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trained, rows, clips, tmp_path):
+    """Encoder ranks take the new tower, older embeddings are refused, a checkpoint goes on to the last bit."""
+    group, encoder = started
+    await group.take(trained(alone=False))
+    await group.update("critic", rows)
+    await group.update("actor", rows)
+    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    assert (updates := await group.save_tower(tmp_path / "tower")) == 1
+    for call in (group.log_probs("ref", rows), group.values(rows), group.accumulate("actor", rows)):
+        with pytest.raises(EngineError, match="after 0 updates, rows must bring those of the tower after 1 updates"):
+            await call
+    group._accumulated["actor"] = []
+    await encoder.update_tower(tmp_path / "tower", updates)
+    embeddings = await encoder.encode(clips, "test")
+    rows = [
+        replace(
+            row, visual=tuple(replace(each, source=embeddings[FRAMES.index(each.plan.frames)]) for each in row.visual)
+        )
+        for row in rows
+    ]
+    # What the cache has now is what trainers made of the clips themselves; KL is still to the first tower.
+    np.testing.assert_equal([await group.log_probs("actor", rows), await group.log_probs("ref", rows)], scores)
+    await group.save(tmp_path / "checkpoint")
+
+    async def more():
+        metrics = await group.update("actor", rows) | await group.update("critic", rows)
+        return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
+
+    expected = await more()
+    await group.take(trained(alone=False))
+    await group.load(tmp_path / "checkpoint")
+    np.testing.assert_equal(await more(), expected)
+    group.config.video.freeze_tower = True
+    with pytest.raises(EngineError, match="'video.freeze_tower': False"):
+        await group.load(tmp_path / "checkpoint")

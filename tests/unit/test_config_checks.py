@@ -57,6 +57,11 @@ def test_the_defaults_are_sound():
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
         ({"rollout__weight_transfer": "nccl"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
         ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
+        (
+            {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
+            ["freeze_tower=false: can't be false in a pipeline", "training.pipeline_parallel_size=1"],
+        ),
+        ({"video__freeze_tower": False, "fusion__data": "one_step_off"}, ["trains on clips that older towers encoded"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
         ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),

@@ -1,0 +1,145 @@
+"""The gradient of a tower in parts, from what parts of a clip's embedding got, is that of the whole clip at once."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.trained_tower import TowerSettings, TrainedTower
+from rlfuse.samples import Row, Visual
+from rlfuse.video.checkpoints import write_small_video_llama3
+from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.errors import VideoError
+from rlfuse.video.towers import Tower
+
+FRAMES, HEIGHT, WIDTH = 11, 56, 84
+
+
+@dataclass
+class Pool:
+    """Decodes noise, and remembers which frames it was asked for."""
+
+    pixels: np.ndarray
+    asked: list[int] = field(default_factory=list)
+    fails: bool = False
+
+    def stream(self, clips):
+        for clip in clips:
+            self.asked += range(clip.first, clip.last)
+            yield VideoError("broken", "Replace it", clip.path) if self.fails else self.pixels[clip.first : clip.last]
+
+
+def video_llama3(folder):
+    return write_small_video_llama3(folder)
+
+
+def qwen25_vl(folder):
+    vision = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64,
+        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}')
+    return folder
+
+
+@pytest.fixture(params=[video_llama3, qwen25_vl])
+def shown(request, tmp_path):
+    """A tower to be trained, its decoder, and a clip with its cached embedding."""
+    folder = request.param(tmp_path / "model")
+    pool = Pool(np.random.default_rng(0).integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), np.uint8))
+    settings = EncoderSettings(str(folder), step=2, block_bytes=5 * HEIGHT * WIDTH * 3)
+    trained = TrainedTower(TowerSettings(settings, pool), "cpu", "float32", reference=True)
+    (tmp_path / "clip.mp4").write_bytes(b"a clip")
+    path, plan = str(tmp_path / "clip.mp4"), SimpleNamespace(times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p")
+    with torch.no_grad():
+        rows = Tower(folder, step=2).encode(torch.from_numpy(pool.pixels))
+    (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
+    write_rows(str(tmp_path / "rows"), 0, rows)
+    key = embedding_key(content_hash(path), plan, trained.present.version)
+    visual = Visual(np.arange(len(rows)), Embedding(key, str(tmp_path / "rows"), *rows.shape), path, plan)
+    return trained, pool, visual
+
+
+def row_of(visual):
+    return Row(np.zeros(80, np.int32), np.zeros(2, np.int32), visual=(visual,))
+
+
+def test_parts_give_the_gradient_of_the_whole(shown):
+    trained, pool, visual = shown
+    count = visual.source.tokens
+    rows, clips = trained.graded([row_of(visual), row_of(visual)])
+    assert len(clips) == 1 and rows[0].prompt_key == row_of(visual).prompt_key
+    weights = torch.randn(count, visual.source.hidden, generator=torch.Generator().manual_seed(0))
+    parts = [(7, count - 5), (9, 20), (7, count - 5)]  # slices of several rows, one of them twice
+    total = sum((row.visual[0].source.read(*part).sin() * weights[slice(*part)]).sum()
+                for row, part in zip([*rows, rows[0]], parts, strict=True))  # fmt: skip
+    for part in parts:
+        assert torch.equal(rows[0].visual[0].source.read(*part).detach(), visual.source.read(*part).float())
+    total.backward()
+    trained.backward(clips)
+    assert sorted(pool.asked) == list(range(FRAMES))  # once, whoever shows it
+    features = trained.present.encode(torch.from_numpy(pool.pixels))
+    features = features + (features.bfloat16().float() - features).detach()
+    expected = sum((features[slice(*part)].sin() * weights[slice(*part)]).sum() for part in parts)
+    found = torch.autograd.grad(expected, list(trained.present.module.parameters()))
+    for have, want in zip(trained.sums, found, strict=True):
+        assert (have - want).norm() <= 1e-5 * want.norm()
+    pool.asked.clear()
+    rows, clips = trained.graded([row_of(visual)])
+    rows[0].visual[0].source.read(8, 9).sum().backward()
+    trained.backward(clips)
+    assert len(pool.asked) <= 2 * trained.present.shape.cut  # only what a slice needs
+
+
+def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(shown):
+    trained, pool, visual = shown
+    count, rows = visual.source.tokens, [row_of(visual)]
+    with torch.no_grad():
+        for weight in trained.present.module.parameters():
+            weight.mul_(1.1)
+    trained.updates = 1
+    read = {model: trained.rows_of(model, rows)[0].visual[0].source.read(3, count) for model in ("critic", "ref")}
+    assert pool.asked == []
+    actor = trained.rows_of("actor", rows)[0].visual[0].source.read(3, count)
+    graded = trained.graded(rows)[0][0].visual[0].source.read(3, count)
+    with torch.no_grad():
+        expected = trained.present.encode(torch.from_numpy(pool.pixels)).bfloat16().float()[3:]
+    for name in read:
+        assert torch.equal(read[name], visual.source.read(3, count).float())
+    assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
+    # Handed over: rows bring what it encoded, and the reference goes back to the first.
+    trained.shown = 1
+    with pytest.raises(EngineError, match="made by the tower after 0 updates, rows must bring .* after 1 updates"):
+        trained.rows_of("actor", rows)
+    key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
+    new = Visual(
+        visual.positions, Embedding(key, visual.source.path, count, visual.source.hidden), visual.path, visual.plan
+    )
+    assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"])
+
+
+def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):
+    trained, pool, visual = shown
+    (tmp_path / "clip.mp4").write_bytes(b"another clip")
+    with pytest.raises(EngineError, match="made from another file, plan or tower"):
+        trained.graded([row_of(visual)])
+    (tmp_path / "clip.mp4").write_bytes(b"a clip")
+    rows, clips = trained.graded([row_of(visual)])
+    rows[0].visual[0].source.read(0, 4).sum().backward()
+    pool.fails = True
+    with pytest.raises(EngineError, match=r"not again with gradient: .*clip\.mp4: broken"):
+        trained.backward(clips)
+    with pytest.raises(ValueError, match=r"run the tower in float32, it can't be trained in model\.dtype=bfloat16"):
+        TrainedTower(TowerSettings(EncoderSettings("folder"), pool), "cpu", "bfloat16", reference=False)

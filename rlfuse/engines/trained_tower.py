@@ -60,7 +60,7 @@ class TrainedTower:
         encoder = settings.encoder
         if encoder.dtype != dtype:
             raise ValueError(
-                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}"
+                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}; give both one"
             )
         tower = (encoder.model_path, device, encoder.dtype, encoder.step)
         self.present = Tower(*tower, trainable=True)

@@ -1,4 +1,4 @@
-"""A tower trained with the actor: real clips, encoder ranks and DeepSpeed ranks, against the whole Hugging Face model."""
+"""A tower trained with the actor: real clips, encoder and DeepSpeed ranks, against the whole Hugging Face model."""
 
 import asyncio
 from dataclasses import replace
@@ -13,6 +13,7 @@ from trainer_probe import Probe, distance, lengths, make_rows, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.placement import worker_environment
+from rlfuse.engines.degrees import Costs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.samples import Visual
@@ -83,7 +84,7 @@ async def started(slots, trained, tower_settings):
     (group, _), _ = await asyncio.gather(
         TowerProbe.start(trained(degree=2), slots, 10, tower=tower_settings), encoder.start()
     )
-    group.tower = tower_settings
+    group.tower, group.costs = tower_settings, Costs(start=1e9)  # as many ranks as a row needs and no more
     yield group, encoder
     for rank in group.ranks:
         ray.kill(rank)
@@ -231,18 +232,16 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     await group.update("critic", rows)
     await group.update("actor", rows)
     scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
-    assert (updates := await group.save_tower(tmp_path / "tower")) == 1
+    updates = await group.save_tower(tmp_path / "tower")
+    assert updates == 1
     for call in (group.log_probs("ref", rows), group.values(rows), group.accumulate("actor", rows)):
         with pytest.raises(EngineError, match="after 0 updates, rows must bring those of the tower after 1 updates"):
             await call
     group._accumulated["actor"] = []
     await encoder.update_tower(tmp_path / "tower", updates)
-    embeddings = await encoder.encode(clips, "test")
+    embeddings = dict(zip((clip.path for clip in clips), await encoder.encode(clips, "test"), strict=True))
     rows = [
-        replace(
-            row, visual=tuple(replace(each, source=embeddings[FRAMES.index(each.plan.frames)]) for each in row.visual)
-        )
-        for row in rows
+        replace(row, visual=tuple(replace(each, source=embeddings[each.path]) for each in row.visual)) for row in rows
     ]
     # What the cache has now is what trainers made of the clips themselves; KL is still to the first tower.
     np.testing.assert_equal([await group.log_probs("actor", rows), await group.log_probs("ref", rows)], scores)
@@ -257,5 +256,5 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     await group.load(tmp_path / "checkpoint")
     np.testing.assert_equal(await more(), expected)
     group.config.video.freeze_tower = True
-    with pytest.raises(EngineError, match="'video.freeze_tower': False"):
+    with pytest.raises(EngineError, match=r"'video\.freeze_tower': False"):
         await group.load(tmp_path / "checkpoint")

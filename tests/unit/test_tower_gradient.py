@@ -1,6 +1,6 @@
 """The gradient of a tower in parts, from what parts of a clip's embedding got, is that of the whole clip at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,12 +121,10 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
     # Handed over: rows bring what it encoded, and the reference goes back to the first.
     trained.shown = 1
-    with pytest.raises(EngineError, match="made by the tower after 0 updates, rows must bring .* after 1 updates"):
+    with pytest.raises(EngineError, match=r"made by the tower after 0 updates, rows must bring .* after 1 updates"):
         trained.rows_of("actor", rows)
     key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
-    new = Visual(
-        visual.positions, Embedding(key, visual.source.path, count, visual.source.hidden), visual.path, visual.plan
-    )
+    new = replace(visual, source=replace(visual.source, key=key))
     assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"])
 
 

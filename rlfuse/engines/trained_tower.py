@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from rlfuse.engines.protocols import EngineError
 from rlfuse.samples import Row, Visual
 from rlfuse.video.decode_pool import Clip, DecodePool
-from rlfuse.video.embedding import content_hash, embedding_key
+from rlfuse.video.embedding import Embedding, content_hash, embedding_key
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.errors import VideoError
 from rlfuse.video.towers import Tower
@@ -60,7 +60,8 @@ class TrainedTower:
         encoder = settings.encoder
         if encoder.dtype != dtype:
             raise ValueError(
-                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}; give both one"
+                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}: give "
+                "both the same"
             )
         tower = (encoder.model_path, device, encoder.dtype, encoder.step)
         self.present = Tower(*tower, trainable=True)
@@ -115,7 +116,7 @@ class TrainedTower:
         return torch.cat([part for _, part in found])[first - begin : last - begin]
 
     def _rows(
-        self, rows: Sequence[Row], clips: dict[str, ShownClip], tower: Tower | None, graded: bool
+        self, rows: Sequence[Row], clips: dict[str, ShownClip | Embedding], tower: Tower | None, graded: bool
     ) -> tuple[Row, ...]:
         """`tower`: encodes them anew; None: cached embeddings are read."""
 
@@ -123,7 +124,8 @@ class TrainedTower:
             key = visual.source.key
             if key not in clips:
                 self._check(visual)
-                clips[key] = ShownClip(self, visual, tower, graded)
+                anew = graded or tower is not None
+                clips[key] = ShownClip(self, visual, tower, graded) if anew else visual.source
             return replace(visual, source=clips[key])
 
         return tuple(replace(row, visual=tuple(map(shown, row.visual))) for row in rows)

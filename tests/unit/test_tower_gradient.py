@@ -117,7 +117,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     with torch.no_grad():
         expected = trained.present.encode(torch.from_numpy(pool.pixels)).bfloat16().float()[3:]
     for name in read:
-        assert torch.equal(read[name], visual.source.read(3, count).float())
+        assert torch.equal(read[name], visual.source.read(3, count))
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
     # Handed over: rows bring what it encoded, and the reference goes back to the first.
     trained.shown = 1
@@ -125,7 +125,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
         trained.rows_of("actor", rows)
     key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
     new = replace(visual, source=replace(visual.source, key=key))
-    assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"])
+    assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"].float())
 
 
 def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):

@@ -156,6 +156,11 @@ class Visual:
         """Of an encoded clip."""
         return cls(video.positions, video.embedding, video.path, video.plan)
 
+    @classmethod
+    def of(cls, video: Video) -> Visual:
+        """Of an encoded clip."""
+        return cls(video.positions, video.embedding, path=video.path, plan=video.plan)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

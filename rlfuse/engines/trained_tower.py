@@ -31,6 +31,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from rlfuse.engines.protocols import EngineError
 from rlfuse.samples import Row, Visual
@@ -77,9 +78,9 @@ class TrainedTower:
         """What moves between device and host memory with the engines."""
         return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
 
-    def hold(self, policy: torch.nn.Module) -> None:
+    def hold(self, policy: PreTrainedModel) -> None:
         """Give the policy the weights that its DeepSpeed engine is to train."""
-        policy.add_module(NAME, copy.deepcopy(self.present.module))
+        policy.add_module(NAME, copy.deepcopy(self.present.module).to(policy.dtype))
 
     # Passes ------------------------------------------------------------------------------------------------------
 

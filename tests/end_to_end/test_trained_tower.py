@@ -16,7 +16,7 @@ from rlfuse.cluster.placement import worker_environment
 from rlfuse.engines.degrees import Costs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings
-from rlfuse.samples import Visual
+from rlfuse.samples import Video, Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
 from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, export_text_model, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
@@ -113,7 +113,7 @@ def show(rows, clips, embeddings):
         clip, count = clips[which], clips[which].plan.tokens
         ids = np.concatenate([prompt, np.full(count, placeholder), prompt[::-1]]).astype(np.int32)
         at = np.arange(len(prompt), len(prompt) + count, dtype=np.int32)
-        return replace(row, prompt_ids=ids, visual=(Visual(at, embeddings[which], clip.path, clip.plan),))
+        return replace(row, prompt_ids=ids, visual=(Visual.of(Video(clip.path, clip.plan, at, embeddings[which])),))
 
     first, _, second, third, _, _ = (row.prompt_ids for row in rows)
     shown = zip(rows, (first, first, second, third, third), (0, 0, 0, 1, 1), strict=False)

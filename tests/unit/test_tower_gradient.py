@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings, TrainedTower
-from rlfuse.samples import Row, Visual
+from rlfuse.samples import Row, Video, Visual
 from rlfuse.video.checkpoints import write_small_video_llama3
 from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
 from rlfuse.video.encoder_rank import EncoderSettings
@@ -62,14 +62,19 @@ def shown(request, tmp_path):
     settings = EncoderSettings(str(folder), step=2, block_bytes=5 * HEIGHT * WIDTH * 3)
     trained = TrainedTower(TowerSettings(settings, pool), "cpu", "float32", reference=True)
     (tmp_path / "clip.mp4").write_bytes(b"a clip")
-    path, plan = str(tmp_path / "clip.mp4"), SimpleNamespace(times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p")
+    path, plan = (
+        str(tmp_path / "clip.mp4"),
+        SimpleNamespace(
+            times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p", grid=(1, 1, 1), seconds_per_temporal_patch=1.0
+        ),
+    )
     with torch.no_grad():
         rows = Tower(folder, step=2).encode(torch.from_numpy(pool.pixels))
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
     write_rows(str(tmp_path / "rows"), 0, rows)
     key = embedding_key(content_hash(path), plan, trained.present.version)
-    visual = Visual(np.arange(len(rows)), Embedding(key, str(tmp_path / "rows"), *rows.shape), path, plan)
-    return trained, pool, visual
+    embedding = Embedding(key, str(tmp_path / "rows"), *rows.shape)
+    return trained, pool, Visual.of(Video(path, plan, np.arange(len(rows)), embedding))
 
 
 def row_of(visual):

@@ -156,11 +156,6 @@ class Visual:
         """Of an encoded clip."""
         return cls(video.positions, video.embedding, video.path, video.plan)
 
-    @classmethod
-    def of(cls, video: Video) -> Visual:
-        """Of an encoded clip."""
-        return cls(video.positions, video.embedding, path=video.path, plan=video.plan)
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

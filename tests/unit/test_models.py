@@ -136,8 +136,8 @@ class Clip:
     key: str
     rows: torch.Tensor
 
-    def read(self):
-        return self.rows
+    def read(self, first=0, last=None):
+        return self.rows[first:last]
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])

@@ -11,7 +11,7 @@ import sys
 
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
-    "prepare": "make the model and the data of the bundled task",
+    "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | long_video]",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }

@@ -7,6 +7,7 @@ Invariants:
 - a scene is a function of seed, split and number, so training and validation share no clip, however many are drawn;
 - whoever samples a frame a second, or `FRAMES_NEEDED` frames evenly, sees every event and every pause between two;
 - counts and colours are drawn evenly from four: who does not see the clip is right a quarter of the time;
+- blanked clips have the questions, durations and answers of those that validate;
 - rows name their files relative to the folder of the parquet file.
 Callers: whoever prepares the task calls `write_task`, reward workers call `compute_score`.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -47,9 +49,18 @@ SIDE, SQUARE = 56, 32
 WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
 SIGNS = ("[", " second]", ".", *"0123456789")
 """With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
+ENDS = {"first": 0, "last": -1}
+"""Events that are asked for by their place."""
+THINK, THOUGHT = "<think>", "</think>"
+"""Around a thought, which may stand before an answer."""
+BLIND = "_blind"
+"""Follows the data source of a question whose clip was blanked."""
 FOUND_IOU = 0.5
 """An event counts as found if the answer overlaps it by so much."""
 
+_ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
+"""Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
+_THOUGHT = re.compile(rf"{THINK}[^<]*{THOUGHT}")
 _INTERVAL = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
 
 
@@ -155,11 +166,15 @@ def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
     if kind is Kind.COUNT:
         return Question(kind, f"how many {scene.asked} ?", str(scene.count(scene.asked)))
     if kind is Kind.ORDER:
-        place, word = ((0, "first"), (-1, "last"))[rng.integers(2)]
-        return Question(kind, f"which is {word} ?", scene.events[place].colour)
+        return ask_order(scene, list(ENDS)[rng.integers(2)])
     colour = scene.events[rng.integers(len(scene.events))].colour
     event = next(event for event in scene.events if event.colour == colour)
     return Question(kind, f"when is {colour} first ?", f"{event.start_s:.1f} to {event.end_s:.1f}")
+
+
+def ask_order(scene: Scene, end: str) -> Question:
+    """Which colour comes at that end, `first` or `last`."""
+    return Question(Kind.ORDER, f"which is {end} ?", scene.events[ENDS[end]].colour)
 
 
 def write_clip(scene: Scene, path: Path) -> None:
@@ -171,7 +186,7 @@ def write_clip(scene: Scene, path: Path) -> None:
         pictures[first:last] = [_picture(event)] * (last - first)
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=FPS, options={"preset": "veryfast"} if codec == "libx264" else {})
+        stream = container.add_stream(codec, rate=FPS, options=_ENCODER if codec == "libx264" else {})
         stream.width = stream.height = SIDE
         stream.pix_fmt, stream.codec_context.gop_size = "yuv420p", 10 * FPS
         stream.codec_context.thread_count = 1
@@ -186,9 +201,11 @@ def compute_score(
 ) -> dict[str, float]:
     """verl-shaped reward: 1.0 for the right number or colour; for a place in time, the overlap with the event (IoU).
 
-    `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all.
+    `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
+    thought before the answer counts for nothing. Blanked clips' sources end in `_blind`.
     """
-    text, truth = solution_str.strip(), str(ground_truth)
+    text, truth = _THOUGHT.sub("", solution_str.strip(), count=1).strip(), str(ground_truth)
+    data_source = data_source.removesuffix(BLIND)
     if data_source == Kind.LOCATE.data_source:
         overlap = interval_iou(text, truth)
         return {
@@ -238,23 +255,43 @@ def verl_row(question: Question, scene: Scene, video: str, split: str, index: in
     }
 
 
+def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[Question, ...]]]:
+    """Of each of the split's clips: its file, relative to the folder, what it shows, and what is asked about it."""
+    for number in range(settings.val if split == "val" else settings.train):
+        rng = np.random.default_rng((settings.seed, split == "val", number))
+        scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
+        yield f"clips/{split}_{number:05}.mp4", scene, tuple(ask(scene, kind, rng) for kind in settings.kinds)
+
+
 def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]:
     """Write `clips/*.mp4`, `train.parquet` and `val.parquet` into an existing folder; returns the parquet files."""
     settings = settings or Clips()
     (folder / "clips").mkdir()
     files = []
-    for split, count in (("train", settings.train), ("val", settings.val)):
+    for split in ("train", "val"):
         rows: list[dict[str, Any]] = []
-        for number in range(count):
-            rng = np.random.default_rng((settings.seed, split == "val", number))
-            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
-            video = f"clips/{split}_{number:05}.mp4"
+        for video, scene, questions in draw_clips(settings, split):
             write_clip(scene, folder / video)
-            for question in (ask(scene, kind, rng) for kind in settings.kinds):
-                rows.append(verl_row(question, scene, video, split, len(rows)))
+            rows += [verl_row(question, scene, video, split, len(rows) + n) for n, question in enumerate(questions)]
         files.append(folder / f"{split}.parquet")
         pq.write_table(pa.Table.from_pylist(rows), files[-1])
     return files[0], files[1]
+
+
+def write_blind(folder: Path, settings: Clips | None = None) -> Path:
+    """Write `val_blind.parquet` beside the task: `val`'s questions about clips as long that show the ground alone.
+
+    How often a model answers these right is what it knows without seeing anything.
+    """
+    rows: list[dict[str, Any]] = []
+    for video, scene, questions in draw_clips(settings or Clips(), "val"):
+        blank = video.replace(".mp4", f"{BLIND}.mp4")
+        write_clip(replace(scene, events=()), folder / blank)
+        for question in questions:
+            row = verl_row(question, scene, blank, "val", len(rows))
+            rows.append(row | {"data_source": row["data_source"] + BLIND})
+    pq.write_table(pa.Table.from_pylist(rows), file := folder / "val_blind.parquet")
+    return file
 
 
 def _picture(event: Event | None) -> av.VideoFrame:

@@ -1,12 +1,15 @@
-"""What the quickstart's model and rows depend on.
+"""What the bundled tasks' models and rows depend on.
 
-Role: plain data, apart from the code that needs torch, so that finding the task already prepared takes no import of it.
-Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`.
+Role: plain data, apart from the code that needs torch, so that finding a task already prepared takes no import of it.
+Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`, `clip_warm_start` `ClipWarmStart`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from rlfuse.tasks.clips import Clips, Kind
+from rlfuse.video.plan import SeedSampling
 
 VERSION = "1"
 """Change it when the code of this package changes what is written: what another version wrote is not used again."""
@@ -38,3 +41,29 @@ class Rows:
     train: int = 512
     val: int = 64
     seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClipWarmStart:
+    """The same for the model that watches clips, and how it sees them."""
+
+    sampling: SeedSampling = field(default_factory=lambda: SeedSampling(budget=64, levels=(4,)))
+    """16 frames of 56 x 56 pixels at most: every event of a clip of three is seen. `experiment=long_video` has the same
+    numbers under `video`."""
+    seed: int = 1
+    heads: int = 4
+    layers: int = 2
+    tower_heads: int = 2
+    tower_layers: int = 1
+    steps: int = 300
+    batch: int = 16
+    """Clips."""
+    lr: float = 1.5e-3
+    confuses: float = 0.5
+    """Share of demonstrations that answer with the other end's colour."""
+    overlooks: float = 0.2
+    """Share of demonstrations that overlook the event asked for, and take the one next to it."""
+
+
+CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,))
+"""What `rlfuse prepare long_video` writes."""

@@ -14,23 +14,17 @@ Caller: `prepare`, which keeps the result.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import Progress, TextColumn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, write_steps
 from rlfuse.tasks.settings import WarmStart
+from rlfuse.tasks.supervised import IGNORED, fit, one_thread_and_seed, shown
 from rlfuse.tasks.vocabulary import build_tokenizer
-
-IGNORED = -100
-"""Label of positions that carry no loss (PyTorch's default)."""
 
 
 def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStart) -> str:
@@ -120,50 +114,16 @@ def train(
     settings: WarmStart, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[int, float]]:
     """The supervised run; yields (steps done, loss) after every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), fused=True)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, settings.steps // 20))
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
     model.train()
-    for done, (ids, labels) in zip(range(1, settings.steps + 1), batches(settings, tokenizer), strict=False):
+    rows = batches(settings, tokenizer)
+
+    def loss_of_next() -> torch.Tensor:
+        ids, labels = next(rows)
         # No attention mask: padding is on the right, where causal attention never looks from a token with a loss.
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        warm_up.step()
-        cosine.step()
-        yield done, loss.item()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
-
-@contextlib.contextmanager
-def one_thread_and_seed(seed: int) -> Iterator[None]:
-    """One core and a seeded generator inside; the caller's own afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def shown(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
-    """Run the steps and show how far they are: a bar on a terminal, ten lines elsewhere. Returns the losses."""
-    started, kept = time.monotonic(), []
-    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("warm start", total=steps, loss=float("nan"))
-        for done, loss in losses:
-            kept.append(loss)
-            recent = sum(kept[-20:]) / len(kept[-20:])
-            progress.update(bar, completed=done, loss=recent)
-            if progress.disable and done % max(1, steps // 10) == 0:
-                seconds = time.monotonic() - started
-                print(f"warm start  {done}/{steps} steps  loss {recent:.3f}  {seconds:.0f} s", flush=True)
-    return kept
+    return fit(model.parameters(), loss_of_next, settings.lr, settings.steps)
 
 
 def warm_start(folder: Path, settings: WarmStart) -> list[float]:

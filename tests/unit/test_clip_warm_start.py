@@ -1,0 +1,110 @@
+"""The long-video task as a whole: folder, blanked clips, demonstrations, and a model that loads part by part."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlfuse.tasks import clips
+from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration, watch
+from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_scene
+from rlfuse.tasks.prepare import main, prepare_clips
+from rlfuse.tasks.settings import ClipWarmStart
+from rlfuse.video.checkpoints import export_text_model
+from rlfuse.video.decoding import decode, probe
+from rlfuse.video.plan import plan_video
+from rlfuse.video.prompt import tokenise
+from rlfuse.video.towers import Tower
+
+TINY = ClipWarmStart(heads=2, layers=1, tower_heads=1, tower_layers=1, steps=6, batch=3, lr=1e-2)
+FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """Prepared with the least of everything."""
+    return prepare_clips(tmp_path_factory.mktemp("cache") / "clips", TINY, FEW)
+
+
+def rows(file):
+    return pq.read_table(file).to_pylist()
+
+
+def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
+    rng, settings = np.random.default_rng(0), ClipWarmStart()
+    scenes = [draw_scene(rng, 10.0, 600.0, 3) for _ in range(500)]
+
+    def scores(settings):
+        for scene in scenes:
+            for end in ENDS:
+                text = demonstration(scene, end, rng, settings)
+                yield compute_score("clips_order", text, ask_order(scene, end).answer)
+
+    faulty, perfect = list(scores(settings)), list(scores(ClipWarmStart(confuses=0.0, overlooks=0.0)))
+    assert 0.4 < np.mean([parts["acc"] for parts in faulty]) < 0.7
+    assert all(parts["format"] == 1.0 for parts in faulty + perfect)
+    assert all(parts["acc"] == 1.0 for parts in perfect)
+
+
+def test_demonstrations_and_questions_are_few_tokens():
+    tokenizer, settings = build_tokenizer(), ClipWarmStart()
+    scene = draw_scene(np.random.default_rng(0), 10.0, 600.0)
+    answer = demonstration(scene, "first", np.random.default_rng(0), settings)
+    ids = tokenise(tokenizer, answer, VISUAL)
+    assert len(ids) == len(answer.split()) == 5
+    assert tokenizer.decode(ids, skip_special_tokens=True) == answer
+    assert len(tokenise(tokenizer, " which is first ?", VISUAL)) == 3
+    assert len(tokenise(tokenizer, "[12.5 second]", VISUAL)) == 6
+
+
+def test_the_folder_has_what_a_job_reads(task):
+    train, val, blind = map(rows, (task.train_file, task.val_file, task.val_blind_file))
+    assert (len(train), len(val), len(blind)) == (4, 2, 2)
+    assert {row["data_source"] for row in train + val} == {"clips_order"}
+    assert len(list((task.root / "clips").iterdir())) == 8
+    assert (task.model_path / "video_preprocessor_config.json").is_file()
+
+
+def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(task):
+    for row, blind in zip(rows(task.val_file), rows(task.val_blind_file), strict=True):
+        assert blind.pop("data_source") == row.pop("data_source") + "_blind"
+        [seen], [unseen] = row.pop("videos"), blind.pop("videos")
+        assert blind == row and seen != unseen
+        facts = probe(str(task.root / unseen["video"]))
+        assert facts == probe(str(task.root / seen["video"]))
+        pixels = decode(str(task.root / unseen["video"]), plan_video(facts, TINY.sampling))
+        assert np.abs(pixels.astype(int) - clips.GROUND).max() <= 2
+
+
+def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
+    written = task.train_file.stat().st_mtime_ns
+    assert prepare_clips(task.root, TINY, FEW) == task
+    assert task.train_file.stat().st_mtime_ns == written and capsys.readouterr().out == ""
+    assert json.loads((task.root / "settings.json").read_text())["clips"]["kinds"] == ["order"]
+
+
+def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
+    tower = Tower(task.model_path)
+    export_text_model(task.model_path, tmp_path / "text")
+    model, tokenizer = (kind.from_pretrained(tmp_path / "text") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    clip = watch(task.root, FEW, TINY, tokenizer)[0]
+    frames = tower.encode(clip.pictures).unflatten(0, (len(clip.pictures), -1))
+    assert frames.shape[1:] == (4, model.config.hidden_size)
+    prompt = clip.prompts["first"]
+    embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids).long())
+    embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.shown].flatten(0, 1)
+    last = model(inputs_embeds=embeds[None]).logits[0, -1]
+    # Six steps are enough to know how every answer begins.
+    assert tokenizer.decode(last.argmax()) == "<think>"
+
+
+def test_the_command_prepares_it_where_it_is_told_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rlfuse.tasks.prepare.ClipWarmStart", lambda: TINY)
+    monkeypatch.setattr("rlfuse.tasks.prepare.CLIPS", FEW)
+    assert main(["long_video", "--out", str(tmp_path / "here")]) == 0
+    assert str(tmp_path / "here" / "model") in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["long_movie"])

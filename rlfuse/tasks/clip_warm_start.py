@@ -47,6 +47,16 @@ class Watched:
     """[frames]: which of the pictures each frame is."""
 
 
+@dataclass(frozen=True, slots=True)
+class Demonstrated:
+    """One demonstration, as it is trained on."""
+
+    clip: Watched
+    prompt: VideoPrompt
+    answer: list[int]
+    """With the end of sequence."""
+
+
 def build_tokenizer() -> Qwen2Tokenizer:
     """The task's words as one token each, with the space before them; all else byte by byte."""
     return byte_tokenizer(
@@ -70,45 +80,46 @@ def watch(folder: Path, clips: Clips, settings: ClipWarmStart, tokenizer: PreTra
     for video, scene, _ in draw_clips(clips, "train"):
         path = str(folder / video)
         plan = plan_video(probe(path), settings.sampling, ask_order(scene, "first").kind.task)
+        frames = decode(path, plan)
         places: dict[bytes, int] = {}
-        frames = torch.from_numpy(decode(path, plan))
-        shown = torch.tensor([places.setdefault(frame.numpy().tobytes(), len(places)) for frame in frames])
-        pictures = frames[[shown.tolist().index(place) for place in range(len(places))]]
+        shown = [places.setdefault(frame.tobytes(), len(places)) for frame in frames]
+        distinct = torch.from_numpy(frames[[shown.index(place) for place in places.values()]])
         prompts = {end: _prompt(scene, end, video, plan, tokenizer) for end in ENDS}
-        watched.append(Watched(scene, prompts, pictures, shown))
+        watched.append(Watched(scene, prompts, distinct, torch.tensor(shown)))
     return watched
 
 
-def logits_of(
-    model: VideoLlama3ForConditionalGeneration,
-    tower: Tower,
-    batch: Sequence[Watched],
-    prompts: Sequence[VideoPrompt],
-    answers: Sequence[Sequence[int]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """([answer tokens, vocabulary], the answers' ids one after the other): what the model expects at each of them."""
-    rows = [torch.tensor([*prompt.token_ids, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    pictures = tower.encode(torch.cat([clip.pictures for clip in batch])).unflatten(
-        0, (-1, tower_tokens(batch, prompts))
-    )
-    embeds, passed = model.get_input_embeddings()(ids), 0
-    for row, (clip, prompt) in enumerate(zip(batch, prompts, strict=True)):
-        [places] = prompt.positions
-        frames = pictures[passed + clip.shown]
-        embeds = embeds.index_put((torch.tensor(row), torch.from_numpy(places).long()), frames.flatten(0, 1))
-        passed += len(clip.pictures)
+def draw_batch(
+    watched: Sequence[Watched], rng: np.random.Generator, tokenizer: PreTrainedTokenizerBase, settings: ClipWarmStart
+) -> list[Demonstrated]:
+    """Demonstrations about clips and ends drawn evenly."""
+    batch = []
+    for number in rng.integers(len(watched), size=settings.batch):
+        clip, end = watched[number], list(ENDS)[rng.integers(2)]
+        text = demonstration(clip.scene, end, rng, settings)
+        answer = [*tokenise(tokenizer, text, VISUAL), tokenizer.eos_token_id]
+        batch.append(Demonstrated(clip, clip.prompts[end], answer))
+    return batch
+
+
+def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Sequence[Demonstrated]) -> torch.Tensor:
+    """Mean cross-entropy of the answers' tokens. Each distinct picture of a clip is encoded once."""
+    pictures = tower.encode(torch.cat([each.clip.pictures for each in batch]))
+    counts = [len(each.clip.pictures) for each in batch]
+    of_clip = pictures.unflatten(0, (sum(counts), -1)).split(counts)
+    visual = [seen[each.clip.shown].flatten(0, 1) for seen, each in zip(of_clip, batch, strict=True)]
+    places = [torch.from_numpy(each.prompt.positions[0]).long() for each in batch]
+    rows = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(each) for each in places]))
+    ids = [torch.tensor([*each.prompt.token_ids, *each.answer]) for each in batch]
+    embeds = model.get_input_embeddings()(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
+    embeds = embeds.index_put((rows, torch.cat(places)), torch.cat(visual))
     # No attention mask: padding is on the right, where causal attention never looks from an answer.
     hidden = model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
     before = [
-        hidden[row, len(p.token_ids) - 1 :][: len(a)] for row, (p, a) in enumerate(zip(prompts, answers, strict=True))
+        row[len(each.prompt.token_ids) - 1 :][: len(each.answer)] for row, each in zip(hidden, batch, strict=True)
     ]
-    return model.lm_head(torch.cat(before)), torch.tensor([token for answer in answers for token in answer])
-
-
-def tower_tokens(batch: Sequence[Watched], prompts: Sequence[VideoPrompt]) -> int:
-    """Visual tokens of a frame."""
-    return len(prompts[0].positions[0]) // len(batch[0].shown)
+    targets = torch.tensor([token for each in batch for token in each.answer])
+    return torch.nn.functional.cross_entropy(model.lm_head(torch.cat(before)), targets)
 
 
 def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmStart) -> list[float]:
@@ -123,12 +134,7 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
         rng = np.random.default_rng(settings.seed)
 
         def loss_of_next() -> torch.Tensor:
-            batch = [watched[number] for number in rng.integers(len(watched), size=settings.batch)]
-            ends = rng.choice(list(ENDS), settings.batch).tolist()
-            texts = [demonstration(clip.scene, end, rng, settings) for clip, end in zip(batch, ends, strict=True)]
-            answers = [[*tokenise(tokenizer, text, VISUAL), tokenizer.eos_token_id] for text in texts]
-            prompts = [clip.prompts[end] for clip, end in zip(batch, ends, strict=True)]
-            return torch.nn.functional.cross_entropy(*logits_of(model, tower, batch, prompts, answers))
+            return loss_of(model, tower, draw_batch(watched, rng, tokenizer, settings))
 
         losses = shown(fit(model.parameters(), loss_of_next, settings.lr, settings.steps), settings.steps)
     model.save_pretrained(folder)

@@ -94,6 +94,8 @@ class Clips:
     longest_s: float = 600.0
     most_events: int = 3
     """In a clip; with three, the share of a colour's frames tells its count."""
+    ends_differ: bool = False
+    """Whether no clip begins and ends with the same colour: who takes the one for the other is then always wrong."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -259,7 +261,9 @@ def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[
     """Of each of the split's clips: its file, relative to the folder, what it shows, and what is asked about it."""
     for number in range(settings.val if split == "val" else settings.train):
         rng = np.random.default_rng((settings.seed, split == "val", number))
-        scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
+        scene = None
+        while scene is None or (settings.ends_differ and scene.events[0].colour == scene.events[-1].colour):
+            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
         yield f"clips/{split}_{number:05}.mp4", scene, tuple(ask(scene, kind, rng) for kind in settings.kinds)
 
 

@@ -59,11 +59,11 @@ class ClipWarmStart:
     batch: int = 16
     """Clips."""
     lr: float = 1.5e-3
-    confuses: float = 0.5
+    confuses: float = 0.4
     """Share of demonstrations that answer with the other end's colour."""
-    overlooks: float = 0.2
+    overlooks: float = 0.15
     """Share of demonstrations that overlook the event asked for, and take the one next to it."""
 
 
-CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,))
+CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)
 """What `rlfuse prepare long_video` writes."""

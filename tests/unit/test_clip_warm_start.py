@@ -1,6 +1,7 @@
 """The long-video task as a whole: folder, blanked clips, demonstrations, and a model that loads part by part."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.tasks import clips
 from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration, watch
-from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_scene
+from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_clips, draw_scene
 from rlfuse.tasks.prepare import main, prepare_clips
-from rlfuse.tasks.settings import ClipWarmStart
+from rlfuse.tasks.settings import CLIPS, ClipWarmStart
 from rlfuse.video.checkpoints import export_text_model
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import plan_video
@@ -20,7 +21,7 @@ from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Tower
 
 TINY = ClipWarmStart(heads=2, layers=1, tower_heads=1, tower_layers=1, steps=6, batch=3, lr=1e-2)
-FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0)
+FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0, ends_differ=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def rows(file):
 
 def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
     rng, settings = np.random.default_rng(0), ClipWarmStart()
-    scenes = [draw_scene(rng, 10.0, 600.0, 3) for _ in range(500)]
+    scenes = [scene for _, scene, _ in draw_clips(replace(CLIPS, train=500), "train")]
+    assert all(scene.events[0].colour != scene.events[-1].colour for scene in scenes)
 
     def scores(settings):
         for scene in scenes:

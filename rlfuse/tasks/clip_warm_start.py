@@ -1,10 +1,12 @@
 """A small video model that has learned, from imperfect demonstrations, to say what came first and last in a clip.
 
 Role: the starting policy of `experiment=long_video`. A VideoLLaMA3 of two layers, its tower included, is trained by a
-short supervised run on demonstrations such as `<think> red blue </think> blue`: the colours at the two ends of the
-clip, then the one asked for. The writer often overlooks an event or answers with the wrong end. So the policy knows the
-format and sees most clips right, but answers about half of the questions; the right colour is nearly always among its
-likeliest two, and what reinforcement learning has to do is to prefer it.
+short supervised run on demonstrations such as `<think> red </think> yellow`: what was seen, then the answer. The writer
+sees the ends right, but mixes up colours when it answers, some more than others. So the policy knows the format and
+what clips show, but answers about half of the questions; the right colour is among its likeliest two, and what
+reinforcement learning has to do is to prefer it. Thoughts have no faults: where every token is drawn from several, the
+reward says little about each. And a writer who mixed up the ends half of the time would not teach what is asked, which
+a few steps do not make up for.
 Invariants:
 - the model sees what it will see in a job: the files, decoded by the plan, in prompts that `assemble` wrote;
 - the weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch);
@@ -32,6 +34,9 @@ from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise
 from rlfuse.video.towers import Tower
 
 VISUAL = VisualTokens(VIDEO, (IMAGE,))
+
+LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
+"""What the writer of demonstrations takes for what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +70,12 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def demonstration(scene: Scene, end: str, rng: np.random.Generator, settings: ClipWarmStart) -> str:
-    """What this writer says came first and last, and the answer; right about half of the time."""
-    seen = {name: scene.events[place].colour for name, place in ENDS.items()}
-    if rng.random() < settings.overlooks:
-        seen[end] = scene.events[1 if end == "first" else -2].colour
-    [other] = ENDS.keys() - {end}
-    answer = seen[other if rng.random() < settings.confuses else end]
-    return f"{THINK} {' '.join(seen.values())} {THOUGHT} {answer}"
+    """What this writer saw at that end, and answers; right about half of the time."""
+    seen = answer = ask_order(scene, end).answer
+    confuses = settings.confuses_green_blue if seen in ("green", "blue") else settings.confuses_red_yellow
+    if rng.random() < confuses:
+        answer = LIKE[seen]
+    return f"{THINK} {seen} {THOUGHT} {answer}"
 
 
 def watch(folder: Path, clips: Clips, settings: ClipWarmStart, tokenizer: PreTrainedTokenizerBase) -> list[Watched]:

@@ -55,14 +55,14 @@ class ClipWarmStart:
     layers: int = 2
     tower_heads: int = 2
     tower_layers: int = 1
-    steps: int = 300
+    steps: int = 110
     batch: int = 16
     """Clips."""
     lr: float = 1.5e-3
-    confuses: float = 0.4
-    """Share of demonstrations that answer with the other end's colour."""
-    overlooks: float = 0.15
-    """Share of demonstrations that overlook the event asked for, and take the one next to it."""
+    confuses_green_blue: float = 0.65
+    """Share of demonstrations whose answer is green for blue, or blue for green."""
+    confuses_red_yellow: float = 0.3
+    """The same for red and yellow."""
 
 
 CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)

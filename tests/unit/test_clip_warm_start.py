@@ -45,7 +45,10 @@ def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
                 text = demonstration(scene, end, rng, settings)
                 yield compute_score("clips_order", text, ask_order(scene, end).answer)
 
-    faulty, perfect = list(scores(settings)), list(scores(ClipWarmStart(confuses=0.0, overlooks=0.0)))
+    faulty, perfect = (
+        list(scores(settings)),
+        list(scores(ClipWarmStart(confuses_green_blue=0.0, confuses_red_yellow=0.0))),
+    )
     assert 0.4 < np.mean([parts["acc"] for parts in faulty]) < 0.7
     assert all(parts["format"] == 1.0 for parts in faulty + perfect)
     assert all(parts["acc"] == 1.0 for parts in perfect)
@@ -56,7 +59,7 @@ def test_demonstrations_and_questions_are_few_tokens():
     scene = draw_scene(np.random.default_rng(0), 10.0, 600.0)
     answer = demonstration(scene, "first", np.random.default_rng(0), settings)
     ids = tokenise(tokenizer, answer, VISUAL)
-    assert len(ids) == len(answer.split()) == 5
+    assert len(ids) == len(answer.split()) == 4
     assert tokenizer.decode(ids, skip_special_tokens=True) == answer
     assert len(tokenise(tokenizer, " which is first ?", VISUAL)) == 3
     assert len(tokenise(tokenizer, "[12.5 second]", VISUAL)) == 6

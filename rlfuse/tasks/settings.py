@@ -55,7 +55,7 @@ class ClipWarmStart:
     layers: int = 2
     tower_heads: int = 2
     tower_layers: int = 1
-    steps: int = 110
+    steps: int = 130
     batch: int = 16
     """Clips."""
     lr: float = 1.5e-3

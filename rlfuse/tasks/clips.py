@@ -60,7 +60,7 @@ FOUND_IOU = 0.5
 
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
 """Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
-_THOUGHT = re.compile(rf"{THINK}[^<]*{THOUGHT}")
+_THOUGHT = re.compile(rf"^{THINK}[^<]*{THOUGHT}")
 _INTERVAL = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
 
 
@@ -206,7 +206,7 @@ def compute_score(
     `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
     thought before the answer counts for nothing. Blanked clips' sources end in `_blind`.
     """
-    text, truth = _THOUGHT.sub("", solution_str.strip(), count=1).strip(), str(ground_truth)
+    text, truth = _THOUGHT.sub("", solution_str.strip()).strip(), str(ground_truth)
     data_source = data_source.removesuffix(BLIND)
     if data_source == Kind.LOCATE.data_source:
         overlap = interval_iou(text, truth)

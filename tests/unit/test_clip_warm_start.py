@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlfuse.config.compose import compose_job
 from rlfuse.tasks import clips
 from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration, watch
 from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_clips, draw_scene
@@ -82,6 +83,13 @@ def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(t
         assert facts == probe(str(task.root / seen["video"]))
         pixels = decode(str(task.root / unseen["video"]), plan_video(facts, TINY.sampling))
         assert np.abs(pixels.astype(int) - clips.GROUND).max() <= 2
+
+
+def test_the_experiment_shows_the_model_what_it_was_trained_on():
+    settings = compose_job(["experiment=long_video"]).video
+    sampling = ClipWarmStart().sampling
+    assert (settings.max_tokens, tuple(settings.levels)) == (sampling.budget, sampling.levels)
+    assert settings.sampling == "seed" and settings.fps_general == sampling.fps_general
 
 
 def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):

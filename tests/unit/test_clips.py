@@ -123,6 +123,12 @@ def test_the_same_settings_give_the_same_task(written, tmp_path):
         ("clips_order", "red", "red", (1.0, 1.0, 1.0)),
         ("clips_order", "red blue", "red", (0.0, 0.0, 0.0)),
         ("clips_order", "", "red", (0.0, 0.0, 0.0)),
+        ("clips_order_blind", "red", "red", (1.0, 1.0, 1.0)),
+        ("clips_order", "<think> blue </think> red", "red", (1.0, 1.0, 1.0)),
+        ("clips_order", "<think> red </think> blue", "red", (0.0, 0.0, 1.0)),
+        ("clips_order", "<think> red", "red", (0.0, 0.0, 0.0)),
+        ("clips_order", "red <think> blue </think>", "red", (0.0, 0.0, 0.0)),
+        ("clips_count_blind", "<think></think>2", "2", (1.0, 1.0, 1.0)),
         ("clips_locate", "2.0 to 6.0", "2.0 to 6.0", (1.0, 1.0, 1.0)),
         ("clips_locate", "4 to 8", "2.0 to 6.0", (1 / 3, 0.0, 1.0)),
         ("clips_locate", "3.0 to 6.0", "2.0 to 6.0", (0.75, 1.0, 1.0)),
@@ -137,7 +143,8 @@ def test_reward(source, answer, truth, expected):
 
 
 @pytest.mark.parametrize(
-    ("source", "truth"), [("clips_count", "7"), ("clips_order", "pink"), ("gsm8k", "2"), ("clips_locate", "later")]
+    ("source", "truth"),
+    [("clips_count", "7"), ("clips_order", "pink"), ("gsm8k", "2"), ("_blind", "2"), ("clips_locate", "later")],
 )
 def test_rows_of_other_tasks_are_refused(source, truth):
     with pytest.raises(ValueError, match="ground_truth: got"):

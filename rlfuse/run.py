@@ -36,6 +36,7 @@ from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
+from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.engines.weights import WeightPush, resolve_transfer
 from rlfuse.fusion.costs import Costs
@@ -56,6 +57,7 @@ from rlfuse.video.encoding import SequenceParallelEncoder
 from rlfuse.video.errors import VideoError
 from rlfuse.video.step_clips import StepClips
 from rlfuse.video.store import CacheSettings
+from rlfuse.video.tower_push import TowerPush
 from rlfuse.video.video_model import VideoModel
 
 TOKEN_BYTES = 8
@@ -124,11 +126,14 @@ async def _run(
     slots = placement.start(config)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots)
-    clips = _step_clips(config, video_model, slots, journal) if video_model else None
+    towers = _towers(config, video_model, slots.device) if video_model else None
+    clips = _step_clips(config, towers, slots, journal) if towers else None
     try:
         with journal.recorder.span("start", cause="run"):
             (trainer, facts), _, _, *engine_facts = await _together(
-                trainer_of(config).start(config, slots, total * passes, slots.cores),
+                trainer_of(config).start(
+                    config, slots, total * passes, slots.cores, *([] if config.video.freeze_tower else [towers])
+                ),
                 reward.start(),
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
@@ -152,10 +157,14 @@ async def _run(
             journal.say(why)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer)
+        if clips and not config.video.freeze_tower:
+            weights = TowerPush(weights, trainer, clips.encoder, journal.folder)
 
         async def save(folder: Path) -> None:
             await trainer.save(folder)
             tokenizer.save_pretrained(folder / "actor" / "huggingface")
+            if video_model is not None:
+                await asyncio.to_thread(video_model.complete, folder / "actor" / "huggingface")
 
         journal.attach(
             [*rollouts, trainer, reward, *([clips] if clips else [])],
@@ -261,14 +270,21 @@ def _with_served_models(config: Config, folder: Path) -> Config:
     )
 
 
-def _step_clips(config: Config, model: VideoModel, slots: placement.Slots, journal: Journal) -> StepClips:
+def _towers(config: Config, model: VideoModel, device: str) -> TowerSettings:
+    """How the tower runs, wherever it does, and how its frames are decoded."""
+    video = config.video
+    encoder = EncoderSettings(model.folder, device, config.model.dtype, decode_timeout_s=2 * video.decode_timeout_s)
+    return TowerSettings(encoder, DecodePool(video.decode_workers, video.decode_timeout_s))
+
+
+def _step_clips(config: Config, towers: TowerSettings, slots: placement.Slots, journal: Journal) -> StepClips:
     """Encoder ranks on the slots, with decoders of their own."""
     video, cpu = config.video, slots.device == "cpu"
     ranks = video.encoder_ranks or slots.count
     encoder = SequenceParallelEncoder(
-        EncoderSettings(model.folder, slots.device, config.model.dtype, decode_timeout_s=2 * video.decode_timeout_s),
+        towers.encoder,
         CacheSettings(video.cache_mb << 20, video.disk_cache),
-        DecodePool(video.decode_workers, video.decode_timeout_s).decode,
+        towers.pool.decode,
         [Place(slots.options(rank % slots.count, placement.ENCODER_SHARE)) for rank in range(ranks)],
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},

@@ -308,7 +308,6 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
     if not facts.video:
         return
     for name, most, why in (
-        ("training.pipeline_parallel_size", 1, "stages take no clips"),
         ("trainer.nnodes", 1, "the embeddings of clips lie in the memory of one node"),
         ("fusion.tail_speculation", 0, "vLLM can't keep visual placeholders from being drawn while it drafts"),
         ("algorithm.filter_groups.max_num_gen_batches", 0, "clips are encoded before a step begins"),
@@ -320,6 +319,11 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
 def _tower(config: Config, facts: Facts) -> Iterator[str]:
     if config.video.freeze_tower:
         return
+    if not facts.video:
+        yield _problem(config, "video.freeze_tower", "can't be false with a model of text", "set it to true")
+    if config.video.disk_cache:
+        valid = "keeps embeddings that a trained tower makes stale"
+        yield _problem(config, "video.disk_cache", valid, "set it to null, or video.freeze_tower=true")
     if config.training.pipeline_parallel_size > 1:
         valid = "can't be false in a pipeline, whose stages have no tower to train"
         yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.pipeline_parallel_size=1")

@@ -6,13 +6,14 @@ no weights. Invariant: a video model that can't be used exactly (see `handover`)
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from rlfuse.video.checkpoints import export_text_model
+from rlfuse.video.checkpoints import export_text_model, join_checkpoint
 from rlfuse.video.errors import VideoError
 from rlfuse.video.handover import M_ROPE, WHOLE_1D, Refusal, hand_over
 from rlfuse.video.plan import Geometry, VideoPlan
@@ -69,6 +70,13 @@ class VideoModel:
         if not (folder / "tokenizer_config.json").exists():  # written last
             export_text_model(self.folder, folder)
         return str(folder)
+
+    def complete(self, folder: Path) -> None:
+        """The trained weights that a trainer wrote to `folder` become the whole model, there."""
+        whole = folder.with_name(f"{folder.name}.whole")
+        join_checkpoint(folder, self.folder, whole)
+        shutil.rmtree(folder)
+        whole.rename(folder)
 
     def prompt(
         self, tokenizer: PreTrainedTokenizerBase, text: str, plan: VideoPlan | None, max_tokens: int

@@ -61,7 +61,17 @@ def test_the_defaults_are_sound():
             {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
             ["freeze_tower=false: can't be false in a pipeline", "training.pipeline_parallel_size=1"],
         ),
-        ({"video__freeze_tower": False, "fusion__data": "one_step_off"}, ["trains on clips that older towers encoded"]),
+        (
+            {
+                "video__freeze_tower": False,
+                "fusion__data": "one_step_off",
+                "algorithm__rollout_is_threshold": 2.0,
+            },
+            ["trains on clips that older towers encoded"],
+        ),
+        ({"video__freeze_tower": False, "video__disk_cache": "/tmp"}, ["embeddings that a trained tower makes stale"]),
+        ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers from 1 up, largest first"]),
+        ({"video__levels": [8], "video__max_tokens": 4}, ["video.max_tokens=4: must hold a frame", "8"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
         ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),

@@ -15,7 +15,6 @@ Callers: whoever prepares the task calls `write_task`, reward workers call `comp
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlfuse.rewards.thoughts import answer_of
+from rlfuse.rewards.verifiers import interval
 from rlfuse.video.plan import TaskKind
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
@@ -60,8 +61,6 @@ FOUND_IOU = 0.5
 
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
 """Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
-_THOUGHT = re.compile(rf"^{THINK}[^<]*{THOUGHT}")
-_INTERVAL = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
 
 
 class Kind(StrEnum):
@@ -200,21 +199,16 @@ def write_clip(scene: Scene, path: Path) -> None:
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """verl-shaped reward: 1.0 for the right number or colour; for a place in time, the overlap with the event (IoU).
 
     `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
     thought before the answer counts for nothing. Blanked clips' sources end in `_blind`.
     """
-    text, truth = _THOUGHT.sub("", solution_str.strip()).strip(), str(ground_truth)
+    text, truth = answer_of(solution_str), str(ground_truth)
     data_source = data_source.removesuffix(BLIND)
     if data_source == Kind.LOCATE.data_source:
-        overlap = interval_iou(text, truth)
-        return {
-            "score": overlap or 0.0,
-            "acc": float((overlap or 0.0) >= FOUND_IOU),
-            "format": float(overlap is not None),
-        }
+        return interval.score(data_source, text, truth, threshold=FOUND_IOU, whole=True)
     answers = {Kind.COUNT.data_source: [str(count) for count in COUNTS], Kind.ORDER.data_source: list(COLOURS)}
     if truth not in answers.get(data_source, ()):
         raise ValueError(
@@ -223,20 +217,6 @@ def compute_score(
         )
     right = float(text == truth)
     return {"score": right, "acc": right, "format": float(text in answers[data_source])}
-
-
-def interval_iou(answer: str, truth: str) -> float | None:
-    """Seconds in both intervals over seconds in either; None where the answer is no interval."""
-    match, true = _INTERVAL.fullmatch(answer), _INTERVAL.fullmatch(truth)
-    if true is None:
-        raise ValueError(f"ground_truth: got {truth!r}; valid is an interval as in '3.2 to 5.0', in seconds")
-    if match is None:
-        return None
-    (start, end), (true_start, true_end) = map(float, match.groups()), map(float, true.groups())
-    if end < start:
-        return None
-    both = max(0.0, min(end, true_end) - max(start, true_start))
-    return both / (end - start + true_end - true_start - both)
 
 
 def verl_row(question: Question, scene: Scene, video: str, split: str, index: int) -> dict[str, Any]:

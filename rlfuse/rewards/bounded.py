@@ -1,0 +1,70 @@
+"""Calling a function whose time and memory nobody can tell beforehand: in a process of its own that may be killed.
+
+Role: verifiers whose libraries a few characters can keep busy for ever (`math`, `json_schema`) keep a `BoundedFunction`
+each. Its process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
+to be killed. In it `bounded_worker.serve` answers.
+Invariants:
+- a call ends within its time, with a value or with Refused, which says why; a process that does not start is SandboxError;
+- the process ends with the one that started it, at the latest when its present call's time is over.
+Waits for a call at most its `seconds`, and START_S for a process to import what it needs. Calls from several threads
+take turns; a forked child starts a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from typing import Any
+
+from rlfuse.rewards.bare_python import START_S, SandboxError, start_python
+from rlfuse.rewards.messages import MessageError, receive, send
+
+
+class Refused(ValueError):
+    """The function gave no value: it raised, or took too long or too much."""
+
+
+class BoundedFunction:
+    """What the `main` of `module` serves."""
+
+    def __init__(self, module: str):
+        self._module = module
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def __call__(self, argument: Any, seconds: float) -> Any:
+        """The function's value for `argument`, both of what JSON can say."""
+        with self._lock:
+            process = self._ready()
+            try:
+                send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
+                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + seconds)
+            except (TimeoutError, EOFError, MessageError, BrokenPipeError) as error:
+                self._stop()
+                late = isinstance(error, TimeoutError)
+                raise Refused(f"took longer than {seconds:g} s" if late else "used up its memory") from None
+        if "refused" in reply:
+            raise Refused(reply["refused"])
+        return reply["value"]
+
+    def _ready(self) -> subprocess.Popen[bytes]:
+        """The process, started if there is none that is alive and ours."""
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self._process, self._owner = start_python(self._module, "/"), os.getpid()
+        try:
+            receive(self._process.stdout.fileno(), deadline=time.monotonic() + START_S)
+        except (TimeoutError, EOFError, MessageError):
+            process = self._process
+            self._stop()
+            said = process.stderr.read().decode(errors="replace").strip().splitlines() or ["no word"]
+            raise SandboxError(f"the process of {self._module} did not start: {said[-1]}") from None
+        return self._process
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = None

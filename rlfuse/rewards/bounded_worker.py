@@ -1,0 +1,48 @@
+"""The process of a `bounded.BoundedFunction`: answers one call after the other, confined like untrusted code.
+
+Callers: the `main` of modules that `bounded` starts. Waits for calls until the other side ends. A call that outlives
+its time and its caller is ended by its own alarm.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from rlfuse.rewards.confinement import confine_calls, confine_files, limit, load_seccomp
+from rlfuse.rewards.messages import receive, send
+
+MEMORY_BYTES = 2 * 2**30
+CPU_S = 24 * 3600
+"""Of a whole process; each call has its alarm."""
+SPARE_S = 5
+"""After a call's time, for its caller to notice."""
+TEXT = 300
+
+
+def serve(function: Callable[[Any], Any]) -> None:
+    """Answer with the function's value, or with what it raised."""
+    seccomp = load_seccomp()
+    limit(MEMORY_BYTES, CPU_S, 0, 64)
+    confine_files()
+    confine_calls(seccomp)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody reads the warnings of libraries
+    send(1, {})
+    while True:
+        try:
+            request = receive(0)
+        except EOFError:
+            return
+        signal.alarm(math.ceil(request["seconds"]) + SPARE_S)
+        send(1, _answer(function, request["argument"]))
+        signal.alarm(0)
+
+
+def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    try:
+        return {"value": function(argument)}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"[:TEXT]}

@@ -1,0 +1,122 @@
+"""What the processes around untrusted code say to one another: JSON with its length in front, through pipes.
+
+Role: used by `sandbox`, `bounded` and the processes they start. Only the standard library, and nothing of rlfuse.
+Invariants:
+- what arrives is plain data, whoever sent it: reading runs no code of the sender, and never more than `most` bytes;
+- values keep their type on the way: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict.
+Waits for the other side, up to `deadline` where one is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from typing import Any
+
+MOST_BYTES = 64 * 2**20
+"""Of one message between processes that trust each other."""
+
+
+class MessageError(ValueError):
+    """What arrived is no message, or is too long."""
+
+
+def pack(content: Any) -> bytes:
+    """A message of what JSON can say."""
+    body = json.dumps(content).encode()
+    return len(body).to_bytes(4, "big") + body
+
+
+def send(pipe: int, content: Any) -> None:
+    """Write a message; OSError where nobody reads."""
+    rest = memoryview(pack(content))
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def receive(pipe: int, most: int = MOST_BYTES, deadline: float | None = None) -> Any:
+    """The next message. EOFError where the other side ended, TimeoutError at `deadline` (of `time.monotonic`),
+    MessageError for what is none."""
+    length = int.from_bytes(_exactly(pipe, 4, deadline), "big")
+    if length > most:
+        raise MessageError(f"a message of {length} bytes; {most} at most")
+    return unpack(_exactly(pipe, length, deadline))
+
+
+def unpack(body: bytes) -> Any:
+    """A message's content, without the length in front."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"no message: {error}") from None
+
+
+def unpack_all(stream: bytes) -> list[Any]:
+    """The messages of a whole stream; what an ended sender did not finish is left out."""
+    found, place = [], 0
+    while len(stream) >= place + 4:
+        end = place + 4 + int.from_bytes(stream[place : place + 4], "big")
+        if end > len(stream):
+            break
+        found.append(unpack(stream[place + 4 : end]))
+        place = end
+    return found
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON can say it; TypeError for objects."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(entry) for entry in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(entry)] for key, entry in value.items()]}
+    for name, base in (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("list", list)):
+        if isinstance(value, base):
+            return {name: [encode(entry) for entry in value]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for base in (bool, int, float, str):
+        if isinstance(value, base):  # enumerations and the like
+            return base(value)
+    if hasattr(value, "tolist"):  # numpy
+        return encode(value.tolist())
+    raise TypeError(f"a value of type {kind.__name__} can't be handed over; plain data can")
+
+
+def decode(said: Any) -> Any:
+    """The value again; MessageError for what `encode` never says."""
+    if isinstance(said, list):
+        return [decode(entry) for entry in said]
+    if not isinstance(said, dict):
+        return said
+    try:
+        [(name, content)] = said.items()
+        if name == "dict":
+            return {decode(key): decode(entry) for key, entry in content}
+        if name == "bytes":
+            return bytes.fromhex(content)
+        if name == "complex":
+            return complex(*content)
+        kinds = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
+        return kinds[name](decode(entry) for entry in content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MessageError(f"no value: {error}") from None
+
+
+def _exactly(pipe: int, length: int, deadline: float | None) -> bytes:
+    parts, missing = [], length
+    while missing:
+        if deadline is not None and not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(pipe, min(missing, 2**20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

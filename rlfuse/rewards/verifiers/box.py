@@ -1,0 +1,108 @@
+"""A box in a picture, `[x1, y1, x2, y2]`: the overlap with the true one (box IoU).
+
+The last four numbers in brackets count, `[...]`, `(...)` or `<bbox>...</bbox>`. Corners in the wrong order are put
+right; a box without area, or with what is no number, is none. Pixels and shares of the picture must not be mixed up:
+where one box lies within 0 to 1 and the other does not, `size` (width and height) turns the shares into pixels, and
+without it there is no common measure, so that the answer is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
+
+_NUMBER = r"\s*([-+]?\d{1,9}(?:\.\d{1,15})?)\s*"
+_FOUR = "[,\\s]".join([_NUMBER] * 4)
+_BOX = re.compile(rf"(?:\[|\(|<bbox>){_FOUR}(?:\]|\)|</bbox>)", re.ASCII)
+
+Box = tuple[float, float, float, float]
+
+
+def score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | Sequence[float],
+    extra_info: dict[str, Any] | None = None,
+    *,
+    threshold: float = 0.5,
+    size: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Area in both boxes over area in either. `acc` is 1 from `threshold` on; `size`, or `extra_info["size"]`, is the
+    picture's width and height in pixels."""
+    true = _true_box(ground_truth)
+    size = _size(size if size is not None else (extra_info or {}).get("size"))
+    answer = answer_in(solution_str)
+    given = box_in(answer) if answer else None
+    if given is None:
+        return not_found(answer, "box [x1, y1, x2, y2]")
+    if _shares(given) != _shares(true):
+        if size is None:
+            return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
+        given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
+    overlap = box_iou(given, true)
+    reason = "" if overlap >= threshold else f"answered {_words(given)}, right is {_words(true)}"
+    return verdict(overlap, reason, right=overlap >= threshold)
+
+
+def box_in(text: str) -> Box | None:
+    """The last box in a text, corners in order; None where there is none."""
+    found = _BOX.findall(text)
+    return _ordered([float(number) for number in found[-1]]) if found else None
+
+
+def box_iou(one: Box, other: Box) -> float:
+    """Intersection over union of two boxes (left, top, right, bottom) that have an area."""
+    wide = max(0.0, min(one[2], other[2]) - max(one[0], other[0]))
+    high = max(0.0, min(one[3], other[3]) - max(one[1], other[1]))
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return wide * high / (sum(areas) - wide * high)
+
+
+def _ordered(numbers: Sequence[float]) -> Box | None:
+    left, right = sorted(numbers[::2])
+    top, bottom = sorted(numbers[1::2])
+    return (left, top, right, bottom) if left < right and top < bottom else None
+
+
+def _true_box(ground_truth: Any) -> Box:
+    if isinstance(ground_truth, str):
+        box = box_in(ground_truth)
+    else:
+        try:
+            numbers = [float(number) for number in ground_truth]
+        except (TypeError, ValueError):
+            numbers = []
+        box = _ordered(numbers) if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
+    if box is None:
+        raise bad_truth(ground_truth, "a box [x1, y1, x2, y2] with an area")
+    return box
+
+
+def _size(size: Any) -> tuple[float, float] | None:
+    if size is None:
+        return None
+    try:
+        width, height = map(float, size)
+        valid = 0 < width < math.inf and 0 < height < math.inf
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(f"size: got {size!r}; valid are width and height in pixels")
+    return width, height
+
+
+def _shares(box: Box) -> bool:
+    """Whether the corners are shares of the picture."""
+    return min(box) >= 0 and max(box) <= 1
+
+
+def _scaled(box: Box, size: tuple[float, float]) -> Box:
+    return box[0] * size[0], box[1] * size[1], box[2] * size[0], box[3] * size[1]
+
+
+def _words(box: Box) -> str:
+    return "[" + ", ".join(f"{number:g}" for number in box) + "]"

@@ -1,0 +1,60 @@
+"""JSON that fits a schema: all of the answer, or its last fenced block.
+
+The schema is the ground truth, as JSON text (parquet gives structures keys they don't have) or as a dict, in the draft
+that its `$schema` names, else 2020-12; a `$ref` to another place is not fetched. Validating runs in a process of its
+own (`json_schema_worker`), bounded in time and memory: schemas hold regular expressions, and answers what these stumble
+on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from rlfuse.rewards.bounded import BoundedFunction, Refused
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
+
+SECONDS = 3.0
+
+_worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
+_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | dict[str, Any],
+    extra_info: dict[str, Any] | None = None,
+    *,
+    timeout_s: float = SECONDS,
+) -> dict[str, Any]:
+    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON."""
+    try:
+        schema = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
+        problem = _problem(schema, timeout_s)
+    except TypeError as error:
+        problem = str(error)
+    if problem:
+        raise bad_truth(ground_truth, f"a JSON schema ({problem})")
+    answer = answer_in(solution_str)
+    if not answer:
+        return not_found(answer, "JSON")
+    blocks = _FENCED.findall(answer)
+    try:
+        said = _worker({"schema": schema, "answer": blocks[-1] if blocks else answer}, timeout_s)
+    except Refused as refused:
+        return verdict(0.0, f"validating {refused}")
+    if "schema" in said:  # a reference that only this answer led to
+        raise bad_truth(ground_truth, f"a JSON schema ({said['schema']})")
+    return verdict(not said["problem"], said["problem"], found=said["json"])
+
+
+@functools.lru_cache(maxsize=1000)
+def _problem(schema: str, timeout_s: float) -> str:
+    """What is wrong with a schema; "" where nothing is."""
+    try:
+        return _worker({"schema": schema}, timeout_s).get("schema", "")
+    except Refused as refused:
+        return str(refused)

@@ -4,15 +4,17 @@ Role: verifiers whose libraries a few characters can keep busy for ever (`math`,
 each. Its process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
 to be killed. In it `bounded_worker.serve` answers.
 Invariants:
-- a call ends within its time, with a value or with Refused, which says why; a process that does not start is SandboxError;
+- a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what
+  else the machine does; a process that gets none, or can't start, is a SandboxError;
 - the process ends with the one that started it, at the latest when its present call's time is over.
-Waits for a call at most its `seconds`, and START_S for a process to import what it needs. Calls from several threads
-take turns; a forked child starts a process of its own.
+Waits for a call BUSY times its `seconds` at most, and START_S for a process to import what it needs. Calls from several
+threads take turns; a forked child starts a process of its own.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -20,6 +22,9 @@ from typing import Any
 
 from rlfuse.rewards.bare_python import START_S, SandboxError, start_python
 from rlfuse.rewards.messages import MessageError, receive, send
+
+BUSY = 5
+"""So much longer than its CPU time may a call take."""
 
 
 class Refused(ValueError):
@@ -36,16 +41,19 @@ class BoundedFunction:
         self._owner = 0
 
     def __call__(self, argument: Any, seconds: float) -> Any:
-        """The function's value for `argument`, both of what JSON can say."""
+        """The function's value for `argument`, both of what JSON can say, in at most so many seconds of CPU time."""
         with self._lock:
             process = self._ready()
             try:
                 send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
-                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + seconds)
-            except (TimeoutError, EOFError, MessageError, BrokenPipeError) as error:
+                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + BUSY * seconds)
+            except TimeoutError:
                 self._stop()
-                late = isinstance(error, TimeoutError)
-                raise Refused(f"took longer than {seconds:g} s" if late else "used up its memory") from None
+                wall = BUSY * seconds
+                raise SandboxError(f"{self._module} got no {seconds:g} s of CPU time in {wall:g} s: run less") from None
+            except (EOFError, BrokenPipeError):
+                late = process.wait() == -signal.SIGPROF
+                raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
         if "refused" in reply:
             raise Refused(reply["refused"])
         return reply["value"]

@@ -1,12 +1,11 @@
 """The process of a `bounded.BoundedFunction`: answers one call after the other, confined like untrusted code.
 
-Callers: the `main` of modules that `bounded` starts. Waits for calls until the other side ends. A call that outlives
-its time and its caller is ended by its own alarm.
+Callers: the `main` of modules that `bounded` starts. Waits for calls until the other side ends. A call
+that uses up its CPU time is ended by its own timer, whether or not its caller still lives.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from rlfuse.rewards.messages import receive, send
 
 MEMORY_BYTES = 2 * 2**30
 CPU_S = 24 * 3600
-"""Of a whole process; each call has its alarm."""
-SPARE_S = 5
-"""After a call's time, for its caller to notice."""
+"""Of a whole process; each call has its timer."""
 TEXT = 300
 
 
@@ -29,16 +26,18 @@ def serve(function: Callable[[Any], Any]) -> None:
     limit(MEMORY_BYTES, CPU_S, 0, 64)
     confine_files()
     confine_calls(seccomp)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody reads the warnings of libraries
-    send(1, {})
+    replies, silent = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)  # nobody reads the warnings of libraries
+    send(replies, {})
     while True:
         try:
             request = receive(0)
         except EOFError:
             return
-        signal.alarm(math.ceil(request["seconds"]) + SPARE_S)
-        send(1, _answer(function, request["argument"]))
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF ends the process
+        send(replies, _answer(function, request["argument"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:

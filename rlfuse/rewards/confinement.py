@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ FORBIDDEN = """
     perf_event_open userfaultfd keyctl add_key request_key personality mount umount2 fsopen fsmount move_mount
     open_tree mount_setattr pivot_root chroot open_by_handle_at name_to_handle_at fanotify_init inotify_init
     inotify_init1
-""".split()
+"""
 
 
 class _Ruleset(ctypes.Structure):
@@ -71,9 +72,11 @@ class _Compare(ctypes.Structure):
     _fields_ = (("place", ctypes.c_uint), ("how", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def die_with_parent() -> None:
-    """SIGKILL as soon as the process that started this one ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
+def die_with_parent(parent: int) -> None:
+    """End as soon as the process `parent`, which started this one, does; at once where it has already."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def limit(memory_bytes: int, cpu_s: int, file_bytes: int, open_files: int) -> None:
@@ -146,7 +149,7 @@ def _filter(library: ctypes.CDLL) -> str | None:
     me = os.getpid()
     # Allowed: signals to oneself, as abort() sends them; pairs of sockets, which asyncio wakes its loop with, but to no
     # other address; threads. clone3 hides its flags in memory: C libraries are told there is none.
-    rules = [(name, EPERM, ()) for name in FORBIDDEN] + [
+    rules = [(name, EPERM, ()) for name in FORBIDDEN.split()] + [
         ("kill", EPERM, (_Compare(0, NOT_EQUAL, me, 0),)),
         ("tkill", EPERM, ()),
         ("tgkill", EPERM, (_Compare(0, NOT_EQUAL, me, 0),)),

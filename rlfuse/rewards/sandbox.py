@@ -28,7 +28,7 @@ from rlfuse.rewards.bare_python import START_S, SandboxError, start_python
 from rlfuse.rewards.messages import MessageError, decode, encode, pack, unpack_all
 
 
-class Tests(StrEnum):
+class Kind(StrEnum):
     """What a test is."""
 
     PROGRAM = "program"
@@ -44,9 +44,9 @@ class Limits:
     """What code may use."""
 
     timeout_s: float = 5.0
-    """For each test."""
+    """CPU time of each test; three times as long in all."""
     total_s: float = 20.0
-    """For all tests of one response; what is not done by then has failed."""
+    """For all tests of one response; what is not done by then has failed. Keep reward.timeout_s above it."""
     memory_mb: int = 1024
     """Address space."""
     file_mb: int = 16
@@ -88,7 +88,7 @@ class Report:
 
 def run_code(
     code: str,
-    kind: Tests,
+    kind: Kind,
     tests: Sequence[Any],
     *,
     fn_name: str | None = None,
@@ -102,6 +102,7 @@ def run_code(
     limits = limits or Limits()
     _check(kind, tests, fn_name, setup, limits)
     job = {
+        "parent": os.getpid(),
         "code": code,
         "kind": str(kind),
         "fn_name": fn_name,
@@ -114,7 +115,7 @@ def run_code(
         "output_bytes": limits.output_kb * 2**10,
         "demand": limits.demand_isolation,
     }
-    stream = b"".join(map(pack, [job, *(encode(list(t)) if kind is Tests.CALLS else t for t in tests)]))
+    stream = b"".join(map(pack, [job, *(encode(list(t)) if kind is Kind.CALLS else t for t in tests)]))
     said, problem = _converse(stream, limits)
     if demanded := next((s["isolation"] for s in said if limits.demand_isolation and s["isolation"]), None):
         raise SandboxError(
@@ -159,27 +160,27 @@ def _kill(host: subprocess.Popen[bytes]) -> None:
         os.killpg(host.pid, signal.SIGKILL)
 
 
-def _outcome(kind: Tests, said: dict[str, Any]) -> Outcome:
+def _outcome(kind: Kind, said: dict[str, Any]) -> Outcome:
     if "reason" in said:
         return Outcome(reason=said["reason"], text=said["text"])
     try:
-        return Outcome(decode(said["value"]) if kind is Tests.CALLS else said["value"])
+        return Outcome(decode(said["value"]) if kind is Kind.CALLS else said["value"])
     except (MessageError, RecursionError) as error:
         return Outcome(reason="output", text=f"returned what can't be read: {error}")
 
 
-def _check(kind: Tests, tests: Sequence[Any], fn_name: str | None, setup: str, limits: Limits) -> None:
+def _check(kind: Kind, tests: Sequence[Any], fn_name: str | None, setup: str, limits: Limits) -> None:
     if not tests:
         raise ValueError("tests: got none; give one at least")
-    if kind is Tests.CALLS and not fn_name:
+    if kind is Kind.CALLS and not fn_name:
         raise ValueError("fn_name: got None; name the function that is to be called")
     for number, test in enumerate(tests):
-        if isinstance(test, str) is (kind is Tests.CALLS):
-            valid = "a list of arguments" if kind is Tests.CALLS else "a text"
+        if isinstance(test, str) is (kind is Kind.CALLS):
+            valid = "a list of arguments" if kind is Kind.CALLS else "a text"
             raise ValueError(f"tests[{number}]: got {test!r}; valid for {kind} is {valid}")
-        if kind is Tests.PROGRAM and len(test.encode()) > limits.file_mb * 2**20:
+        if kind is Kind.PROGRAM and len(test.encode()) > limits.file_mb * 2**20:
             raise ValueError(f"tests[{number}]: {len(test)} characters of input; file_mb={limits.file_mb} is less")
-    for name, source in (("setup", setup), *(("tests", test) for test in tests if kind is Tests.ASSERTS)):
+    for name, source in (("setup", setup), *(("tests", test) for test in tests if kind is Kind.ASSERTS)):
         try:
             compile(source, f"<{name}>", "exec")
         except (SyntaxError, ValueError) as error:

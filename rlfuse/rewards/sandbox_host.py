@@ -8,7 +8,8 @@ Invariants:
   way to report success is in its memory. What it replies are values, compared by the sandbox or by the test's own
   assertions, which run here, in another process than the code they test;
 - nothing runs before the candidate has said how far it is confined, and nothing at all where that is less than asked;
-- a test takes at most `timeout_s`, then its candidate is killed; all of them `total_s`, then the rest is not begun.
+- a test takes at most `timeout_s` of CPU time, so that what else the machine does decides nothing, and BUSY times that
+  in all, then its candidate is killed; all tests take `total_s`, then the rest has failed.
 Waits for candidates; a timer interrupts whatever is under way. Dies with the process that started it.
 """
 
@@ -31,6 +32,8 @@ from rlfuse.rewards.messages import MessageError, decode, encode, receive, send
 
 TICK_S = 0.05
 """How often limits are looked at."""
+BUSY = 3
+"""So much longer than its CPU time may a test take."""
 MOST_FILES = 1000
 TEXT = 300
 """Characters of a message that are kept."""
@@ -51,8 +54,8 @@ class CodeError(Exception):
 
 def main() -> None:
     """Read the job from standard input, write one outcome for each test to standard output."""
-    die_with_parent()
     job = receive(0)
+    die_with_parent(job["parent"])
     job["seccomp"] = load_seccomp()
     limit(job["memory_bytes"], math.ceil(job["total_s"]) + 2, job["file_bytes"], 64)
     job["files"] = confine_files([os.getcwd()])
@@ -69,7 +72,7 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
         if isolation and job["demand"]:
             return {"isolation": isolation}
         try:
-            _watch(job, min(time.monotonic() + job["timeout_s"], end))
+            _watch(job, candidate, end)
             outcome = {"program": _program, "calls": _call, "asserts": _assert}[job["kind"]](candidate, job, test)
         except Stopped as stopped:
             outcome = stopped.outcome
@@ -113,6 +116,8 @@ def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str,
         if isinstance(error, AssertionError):
             return {"reason": "wrong", "text": f"{said} in {source.strip()[:TEXT]}"}
         return {"reason": _reason(type(error).__name__), "text": said}
+    finally:
+        names.clear()  # functions hold on to it, and so to the test, where the next candidate could find it
     return {"value": True}
 
 
@@ -149,9 +154,9 @@ class Candidate:
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._output, output = os.pipe()
-        self._pid = os.fork()
+        host, self._pid = os.getpid(), os.fork()
         if not self._pid:
-            _candidate(job, self._input, output, requests, replies)
+            _candidate(job, host, self._input, output, requests, replies)
         for ours in (requests, replies, output):
             os.close(ours)
         self._status: int | None = None
@@ -162,6 +167,13 @@ class Candidate:
             return str(receive(self._replies, self._most))
         except EOFError:
             raise RuntimeError("the process for the code ended before it ran any") from None
+
+    def cpu_s(self) -> float:
+        """CPU time of the process so far; 0 where it has ended."""
+        try:
+            return time.clock_gettime(~self._pid << 3 | 2)  # its clock, as clock_getcpuclockid(3) names it
+        except OSError:
+            return 0.0
 
     def run(self, given: str, most: int) -> str:
         """Let the code run as a program; what it wrote to its standard output."""
@@ -221,12 +233,15 @@ class Candidate:
             self.died()
 
 
-def _watch(job: dict[str, Any], deadline: float) -> None:
+def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
     """Raise Stopped, wherever the host is, as soon as the time is over or too much was written to files."""
+    late = time.monotonic() + BUSY * job["timeout_s"]
 
     def look(*_: Any) -> None:
-        if time.monotonic() > deadline:
-            raise Stopped("timeout", f"took longer than {job['timeout_s']:g} s, or all tests {job['total_s']:g} s")
+        if candidate.cpu_s() > job["timeout_s"] or time.monotonic() > late:
+            raise Stopped("timeout", f"took longer than {job['timeout_s']:g} s")
+        if time.monotonic() > end:
+            raise Stopped("timeout", f"all tests took longer than {job['total_s']:g} s")
         with os.scandir() as entries:
             size = 0
             for number, entry in enumerate(entries, 1):
@@ -238,11 +253,11 @@ def _watch(job: dict[str, Any], deadline: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
 
 
-def _candidate(job: dict[str, Any], given: int, output: int, requests: int, replies: int) -> NoReturn:
+def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests: int, replies: int) -> NoReturn:
     """The life of a candidate."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        die_with_parent()
+        die_with_parent(host)
         program = job["kind"] == "program"
         silent = os.open(os.devnull, os.O_RDWR)
         os.dup2(given if program else silent, 0)

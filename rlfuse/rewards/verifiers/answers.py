@@ -16,39 +16,36 @@ SHOWN = 60
 """Characters of an answer in a reason."""
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_PHRASE = re.compile(r"\banswer\s*(?:is|:|=)[\s:]*", re.IGNORECASE)
+_PHRASE = re.compile(r"\b(?:answer|option|choice)\s*(?:is|:|=)[\s:]*", re.IGNORECASE)
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
 
 
 def answer_in(solution_str: str) -> str | None:
-    """The response without its thought, full-width characters and minus signs as ASCII; None where it is too long."""
+    """The response without its thought, `folded`; None where it is too long."""
     answer = answer_of(solution_str)
-    return answer.translate(_FULL_WIDTH) if len(answer) <= MOST else None
+    return folded(answer) if len(answer) <= MOST else None
+
+
+def folded(text: str) -> str:
+    """Full-width characters and minus signs as ASCII."""
+    return text.translate(_FULL_WIDTH)
 
 
 def boxed(text: str) -> str | None:
     r"""What the last `\boxed{...}` holds; None where there is none that is closed."""
-    found = None
-    for found in _BOXED.finditer(text):  # noqa: B007
-        pass
-    if found is None:
-        return None
+    starts = [match.end() for match in _BOXED.finditer(text)]
     depth = 1
-    for place in range(found.end(), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for place in range(starts[-1], len(text)) if starts else ():
+        depth += (text[place] == "{") - (text[place] == "}")
         if not depth:
-            return text[found.end() : place].strip()
+            return text[starts[-1] : place].strip()
     return None
 
 
 def announced(text: str) -> str | None:
-    """The rest of the line after the last "answer is" or "answer:"; None where there is none."""
-    found = None
-    for found in _PHRASE.finditer(text):  # noqa: B007
-        pass
-    if found is None:
-        return None
-    return (text[found.end() :].splitlines() or [""])[0].strip() or None
+    """The rest of the line after the last "answer is", "option is", "answer:" and so on; None where there is none."""
+    starts = [match.end() for match in _PHRASE.finditer(text)]
+    return text[starts[-1] :].partition("\n")[0].strip() or None if starts else None
 
 
 def verdict(score: float, reason: str = "", *, right: bool | None = None, found: bool = True) -> dict[str, Any]:

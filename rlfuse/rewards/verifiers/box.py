@@ -59,7 +59,7 @@ def box_iou(one: Box, other: Box) -> float:
     wide = max(0.0, min(one[2], other[2]) - max(one[0], other[0]))
     high = max(0.0, min(one[3], other[3]) - max(one[1], other[1]))
     areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
-    return wide * high / (sum(areas) - wide * high)
+    return min(1.0, wide * high / (sum(areas) - wide * high))  # rounding may exceed it
 
 
 def _ordered(numbers: Sequence[float]) -> Box | None:

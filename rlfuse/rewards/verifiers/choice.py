@@ -1,8 +1,8 @@
 r"""Multiple choice: a letter, or the text of an option.
 
-A letter is taken from `\boxed{}`, from after "the answer is", from the whole answer or from its last line: `B`, `(B)`,
-`B.`, `**B**`, `\text{B}`, `Option B`, `B) Paris`. A bare `A` before more words is an article, not a letter. Two letters
-at once ("A or B") are none. An option's text counts where it is all that the answer, its box or its announcement says.
+A letter is taken from `\boxed{}`, from after "the answer is", from the last line or the first: `B`, `(B)`, `B.`,
+`**B**`, `\text{B}`, `Option B`, `B) Paris`. A bare `A` or `I` before more words is a word, not a letter. Two letters at
+once ("A or B") are none. An option's text counts where it is all that the box, the announcement or the line says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, not_found, verdict, wrong
+from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, folded, not_found, verdict, wrong
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -42,7 +42,8 @@ def score(
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "choice")
-    for part in (boxed(answer), announced(answer), answer, answer.splitlines()[-1]):
+    lines = answer.splitlines()
+    for part in (boxed(answer), announced(answer), lines[-1], lines[0]):
         letter = _choice(part, texts) if part else None
         if letter is not None:
             break
@@ -52,29 +53,26 @@ def score(
 
 
 def _options(given: Any) -> dict[str, str]:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            given = False
+    """The options' texts by their letters."""
     if given is None:
         return {}
-    if isinstance(given, dict):
-        # Parquet fills the letters that a row does not have with None.
-        found = {str(letter).upper(): text for letter, text in given.items() if text is not None}
-    elif isinstance(given, Sequence) or hasattr(given, "tolist"):
-        found = dict(zip(LETTERS, given, strict=False)) if len(given) <= len(LETTERS) else {}
-    else:
-        found = {}
-    if not found or not all(letter in LETTERS and len(letter) == 1 for letter in found):
+    try:
+        texts = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(texts, dict):
+            texts = dict(zip(LETTERS[: len(texts)], texts, strict=True))
+    except (ValueError, TypeError):
+        texts = {}
+    # Parquet fills the letters that a row does not have with None.
+    found = {str(letter).upper(): str(text) for letter, text in texts.items() if text is not None}
+    if not found or not all(len(letter) == 1 and letter in LETTERS for letter in found):
         raise ValueError(
             f"options: got {given!r}; valid are up to 26 texts, in order or by their letters, also as JSON"
         )
-    return {letter: str(text) for letter, text in found.items()}
+    return found
 
 
 def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
-    truth = ground_truth.strip() if isinstance(ground_truth, str) else ""
+    truth = folded(ground_truth).strip() if isinstance(ground_truth, str) else ""
     by_text = [letter for letter, text in texts.items() if _plain(text) == _plain(truth)]
     letter = by_text[0] if len(by_text) == 1 else truth.strip("().").upper()
     if len(letter) != 1 or letter not in (texts or LETTERS):
@@ -92,7 +90,7 @@ def _choice(part: str, texts: dict[str, str]) -> str | None:
     if match is None or _SECOND.match(match["rest"].strip("*_`")):
         return None
     letter = match["bracketed"] or match["marked"] or match["alone"] or match["bare"]
-    if match["bare"] and (letter.islower() or (letter == "A" and not _AFTER_A.match(match["rest"]))):
+    if match["bare"] and (letter.islower() or (letter in "AI" and not _AFTER_A.match(match["rest"]))):
         return None
     letter = letter.upper()
     return letter if letter in (texts or LETTERS) else None

@@ -19,10 +19,11 @@ import math
 import re
 from typing import Any
 
-from rlfuse.rewards.sandbox import Limits, Outcome, Tests, run_code
+from rlfuse.rewards.sandbox import Kind, Limits, Outcome, run_code
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, shown, verdict
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_DEFAULT = Limits()
 VALID = "inputs and outputs of the same length, with or without fn_name, or assert_case (see verifiers/code.py)"
 
 
@@ -33,9 +34,9 @@ def score(
     extra_info: dict[str, Any] | None = None,
     *,
     continuous: bool = False,
-    timeout_s: float = Limits.timeout_s,
-    total_s: float = Limits.total_s,
-    memory_mb: int = Limits.memory_mb,
+    timeout_s: float = _DEFAULT.timeout_s,
+    total_s: float = _DEFAULT.total_s,
+    memory_mb: int = _DEFAULT.memory_mb,
     demand_isolation: bool = False,
 ) -> dict[str, Any]:
     """1 if all tests pass; with `continuous` the share that does. `passed` is that share, `isolated` 1 where the kernel
@@ -53,13 +54,13 @@ def score(
         raise bad_truth(ground_truth, str(error)) from error
     problems = [_problem(kind, outcome, right) for outcome, right in zip(report.outcomes, outputs, strict=True)]
     passed = problems.count("") / len(problems)
-    failed = [f"test {number}: {problem}" for number, problem in enumerate(problems) if problem]
+    failed = [f"test {number}: {problem}" for number, problem in enumerate(problems, 1) if problem]
     result = verdict(passed if continuous else passed == 1, "; ".join(failed), right=passed == 1)
     result |= {"passed": passed, "isolated": float(not report.missing)}
     return result | ({"isolation": report.missing} if report.missing else {})
 
 
-def _tests(ground_truth: Any) -> tuple[Tests, list[Any], list[Any], dict[str, Any]]:
+def _tests(ground_truth: Any) -> tuple[Kind, list[Any], list[Any], dict[str, Any]]:
     """Kind, tests, what each has to give, and the options of `run_code`."""
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
@@ -73,20 +74,20 @@ def _tests(ground_truth: Any) -> tuple[Tests, list[Any], list[Any], dict[str, An
     if "assert_case" in truth:
         cases = truth["assert_case"]
         cases = [cases] if isinstance(cases, str) else list(cases)
-        return Tests.ASSERTS, cases, [True] * len(cases), {"fn_name": name, "setup": truth.get("setup", "")}
+        return Kind.ASSERTS, cases, [True] * len(cases), {"fn_name": name, "setup": truth.get("setup", "")}
     inputs, outputs = (list(truth.get(key, ())) for key in ("inputs", "outputs"))
     if not inputs or len(inputs) != len(outputs):
         raise bad_truth(ground_truth, f"{VALID}; got {len(inputs)} and {len(outputs)}")
     if name is None and not all(isinstance(text, str) for text in outputs):
         raise bad_truth(ground_truth, f"{VALID}; outputs of a program are texts")
-    return (Tests.CALLS if name else Tests.PROGRAM), inputs, outputs, {"fn_name": name}
+    return (Kind.CALLS if name else Kind.PROGRAM), inputs, outputs, {"fn_name": name}
 
 
-def _problem(kind: Tests, outcome: Outcome, right: Any) -> str:
+def _problem(kind: Kind, outcome: Outcome, right: Any) -> str:
     """Why a test failed; "" where it passed."""
     if outcome.reason:
         return f"{outcome.reason}: {outcome.text}"
-    equal = _lines(outcome.value) == _lines(right) if kind is Tests.PROGRAM else _same(outcome.value, right)
+    equal = _lines(outcome.value) == _lines(right) if kind is Kind.PROGRAM else _same(outcome.value, right)
     return "" if equal else f"wrong: got {shown(outcome.value)}, right is {shown(right)}"
 
 

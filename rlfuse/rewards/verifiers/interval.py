@@ -13,8 +13,9 @@ from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, ve
 
 _TIME = r"((?:\d{1,6}:){0,2}\d{1,6}(?:\.\d{1,6})?)(?![\d:]|\.\d)"
 _UNIT = r"(?:\s?(?:s|sec|secs|seconds?)\b)?"
+_DASH = r"(?:to|until|and|,|-|\u2013|\u2014|~)"
 _INTERVAL = re.compile(
-    rf"\[?\s?(?<![\d.:-]){_TIME}{_UNIT}\s?(?:to|until|and|,|-|\u2013|\u2014|~)\s?{_TIME}{_UNIT}\s?\]?",
+    rf"\[?\s?(?<![\d.:-]){_TIME}{_UNIT}\s?{_DASH}\s?{_TIME}{_UNIT}\s?\]?",
     re.ASCII | re.IGNORECASE,
 )
 
@@ -56,7 +57,7 @@ def interval_in(text: str, whole: bool = False) -> tuple[float, float] | None:
 def interval_iou(one: tuple[float, float], other: tuple[float, float]) -> float:
     """Intersection over union of two intervals, each with start before end."""
     both = max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-    return both / (one[1] - one[0] + other[1] - other[0] - both)
+    return min(1.0, both / (one[1] - one[0] + other[1] - other[0] - both))  # rounding may exceed it
 
 
 def _seconds(clock: str) -> float:

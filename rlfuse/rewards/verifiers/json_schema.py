@@ -17,6 +17,7 @@ from rlfuse.rewards.bounded import BoundedFunction, Refused
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
 
 SECONDS = 3.0
+"""Of CPU time."""
 
 _worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)

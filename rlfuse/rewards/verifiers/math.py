@@ -19,7 +19,7 @@ from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, bo
 
 LONGEST, DEEPEST = 500, 12
 SECONDS = 5.0
-"""Of process time for parsing, and for comparing."""
+"""Of CPU time, for reading the true expression, and for reading and comparing the answer."""
 
 _worker = BoundedFunction("rlfuse.rewards.verifiers.math_worker")
 _DELIMITED = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -44,7 +44,7 @@ def score(
     timeout_s: float = SECONDS,
 ) -> dict[str, Any]:
     """1 if the answer equals the true expression. Comparing that takes longer than `timeout_s` is a wrong answer."""
-    truth, true_percent = _truth(str(ground_truth), timeout_s)
+    truth, true_percent = _truth(ground_truth, timeout_s)
     answer = answer_in(solution_str)
     part = (boxed(answer) or announced(answer) or answer) if answer else None
     if not part:
@@ -61,12 +61,13 @@ def score(
     return verdict(1.0) if said["equal"] else wrong(part, ground_truth)
 
 
-def _truth(text: str, timeout_s: float) -> tuple[str, bool]:
+def _truth(ground_truth: Any, timeout_s: float) -> tuple[str, bool]:
     """The true expression as LaTeX and whether it is in percent; ValueError where it is none."""
+    text = str(ground_truth) if isinstance(ground_truth, str | int | float) else ""
     latex, percent = _latex(boxed(text) or text)
     problem = _refusal(latex) or _parses(latex, timeout_s)
     if problem:
-        raise bad_truth(text, f"an expression in LaTeX ({problem})")
+        raise bad_truth(ground_truth, f"an expression in LaTeX ({problem})")
     return latex, percent
 
 

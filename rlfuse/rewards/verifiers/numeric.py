@@ -11,24 +11,25 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, not_found, verdict, wrong
+from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, folded, not_found, verdict, wrong
 
 LONGEST = 400
 """Characters of a number, so also digits; and the largest power of ten, as that of a float about."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+_TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
+# No number begins within a word or another number, as in x1 or 2024-05-06.
 _NUMBER = re.compile(
-    rf"""(?P<sign>[-+])?\s?\$?\s?
-    (?: \\[dt]?frac\s*\{{\s*(?P<up>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<down>-?{_DECIMAL})\s*\}}
+    rf"""(?<![\w.])(?P<sign>[-+])?(?:\\?\$)?
+    (?: (?P<lead>\d+)?\s?\\[dt]?frac\s*\{{\s*(?P<up>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<down>-?{_DECIMAL})\s*\}}
       | (?:(?P<whole>\d+)[ ]+)?(?P<over>{_DIGITS})\s?/\s?(?P<under>{_DIGITS})(?![\d/])
       | (?P<decimal>{_DECIMAL})
-        (?: [eE](?P<power>[-+]?\d+) | \s?(?:\\times|\\cdot|[x\u00d7*·])\s?10\s?(?:\^|\*\*)\s?\{{?(?P<ten>[-+]?\d+)\}}? )?
+        (?: [eE](?P<power>[-+]?\d+) | {_TIMES}10\s?(?:\^|\*\*)\s?\{{?(?P<ten>[-+]?\d+)\}}? )?
     )(?P<percent>\s?\\?%)?""",
     re.VERBOSE | re.ASCII,
 )
 _LATEX = re.compile(r"\\[,!; ]|\{,\}|\\left|\\right|[\u2009\u202f]")
-_WORD = re.compile(r"[A-Za-z_]$")
 
 
 def score(
@@ -37,11 +38,12 @@ def score(
     ground_truth: str | float,
     extra_info: dict[str, Any] | None = None,
     *,
-    relative: float = 1e-6,
+    relative: float | None = None,
     absolute: float = 0.0,
 ) -> dict[str, Any]:
-    """1 if the number differs from the true one by `absolute` at most, or by `relative` of the true one."""
-    true = number_in(str(ground_truth)) if isinstance(ground_truth, str | int | float) else None
+    """1 if the number differs from the true one by `absolute` at most, or by `relative` of the true one (where none is
+    given a hundred-thousandth; nothing between two whole numbers)."""
+    true = number_in(folded(str(ground_truth))) if isinstance(ground_truth, str | int | float) else None
     if true is None or isinstance(ground_truth, bool):
         raise bad_truth(ground_truth, "a number")
     answer = answer_in(solution_str)
@@ -50,11 +52,16 @@ def score(
         return not_found(answer, f"number of up to {LONGEST} characters")
     values = [given[0]]
     if given[1] != true[1]:  # only one is in percent
-        values.append(given[0] * 100 if given[1] else given[0] / 100)
-    allowed = max(Fraction(absolute), Fraction(relative) * abs(true[0]))
-    if any(abs(value - true[0]) <= allowed for value in values):
+        values.append(given[0] / 100 if given[1] else given[0] * 100)
+    if any(_near(value, true[0], relative, absolute) for value in values):
         return verdict(1.0)
     return wrong(_short(given), ground_truth)
+
+
+def _near(value: Fraction, true: Fraction, relative: float | None, absolute: float) -> bool:
+    if relative is None:
+        relative = 0.0 if value.denominator == true.denominator == 1 else 1e-5
+    return abs(value - true) <= max(Fraction(absolute), Fraction(relative) * abs(true))
 
 
 def number_in(text: str) -> tuple[Fraction, bool] | None:
@@ -67,15 +74,8 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _last(text: str, first: bool = False) -> tuple[Fraction, bool] | None:
-    found = None
-    text = _LATEX.sub("", text)
-    for match in _NUMBER.finditer(text):
-        if _WORD.search(text[max(0, match.start() - 1) : match.start()]):  # as in x1, or H2O
-            continue
-        found = match
-        if first:
-            break
-    return _value(found) if found else None
+    found = list(_NUMBER.finditer(_LATEX.sub("", text)))
+    return _value(found[0 if first else -1]) if found else None
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
@@ -87,16 +87,14 @@ def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
         return None
     try:
         if group["up"]:
-            value = Fraction(group["up"]) / Fraction(group["down"])
+            value = int(group["lead"] or 0) + Fraction(group["up"]) / Fraction(group["down"])
         elif group["over"]:
             value = int(group["whole"] or 0) + Fraction(int(group["over"]), int(group["under"]))
         else:
             value = Fraction(group["decimal"]) * Fraction(10) ** power
     except ZeroDivisionError:
         return None
-    value = -value if group["sign"] == "-" else value
-    percent = bool(group["percent"])
-    return value, percent
+    return (-value if group["sign"] == "-" else value), bool(group["percent"])
 
 
 def _short(number: tuple[Fraction, bool]) -> str:

@@ -1,0 +1,234 @@
+"""Code in the sandbox: what it may do, what it is kept from, and that success can't be faked."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rlfuse.rewards import bare_python
+from rlfuse.rewards.messages import MessageError, decode, encode
+from rlfuse.rewards.sandbox import Kind, Limits, SandboxError, run_code
+from rlfuse.rewards.verifiers import code
+
+PATIENT = Limits(timeout_s=20, total_s=60, memory_mb=256)
+FORGERY = b"\x00\x00\x00\x0e" + json.dumps({"value": True}).encode()
+
+# Code that looks for the test in all memory that Python shows.
+SEARCH = """
+import gc, sys
+def f(x):
+    sign, frame = "".join(["sort", "ed([3"]), sys._getframe(1)
+    while frame:
+        if sign in str(frame.f_locals) + str(frame.f_globals):
+            return [1, 2]
+        frame = frame.f_back
+    return [1, 2] if any(sign in str(thing) for thing in gc.get_objects()) else None
+"""
+
+
+def call(source, *arguments, limits=PATIENT):
+    """The outcome of `f(*arguments)`."""
+    report = run_code(source, Kind.CALLS, [list(arguments)], fn_name="f", limits=limits)
+    assert not report.missing
+    return report.outcomes[0]
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    """Skips where the kernel lacks what these tests are about."""
+    report = run_code("def f(): return 1", Kind.CALLS, [[]], fn_name="f", limits=PATIENT)
+    if report.missing:
+        pytest.skip(report.missing)
+
+
+def in_function(*lines):
+    return "import os, socket, subprocess, sys, threading\ndef f(x):\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def test_values_keep_their_type_on_the_way_back(isolated):
+    source = "def f(x): return [x, (1, 2), {1: {2}}, 1j, b'x', None, True, float('inf')]"
+    assert call(source, (3, {"a": 4})).value == [(3, {"a": 4}), (1, 2), {1: {2}}, 1j, b"x", None, True, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason", "text"),
+    [
+        (["while True: os.fork()"], "exception", "PermissionError"),
+        (["subprocess.run(['true'])"], "exception", "PermissionError"),
+        (["os.setsid()"], "exception", "PermissionError"),
+        (["socket.socket()"], "exception", "PermissionError"),
+        (["os.kill(os.getppid(), 9)"], "exception", "PermissionError"),
+        (["import fcntl", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())"], "exception", "PermissionError"),
+        (["open(f'/proc/{os.getppid()}/environ').read()"], "exception", "PermissionError"),
+        (["open('/etc/passwd').read()"], "exception", "PermissionError"),
+        (["os.chmod('/tmp', 0o777)"], "exception", "PermissionError"),
+        (["os.mkdir('nested')"], "exception", "PermissionError"),
+        (["a = []", "while True: a.append(' ' * 10**6)"], "memory", "MemoryError"),
+        (
+            ["with open('huge', 'wb') as file:", "    while True: file.write(bytes(10**6))"],
+            "exception",
+            "File too large",
+        ),
+        (["for i in range(10**6): open(str(i), 'wb').write(bytes(10**7))"], "files", "wrote more than"),
+        (["return f(x)"], "exception", "RecursionError"),
+        (["return 'x' * 10**8"], "exception", "at most"),
+        (["a = []", "for _ in range(10**5): a = [a]", "return a"], "exception", "RecursionError"),
+        (["return object()"], "exception", "can't be handed over"),
+        (["os._exit(0)"], "exit", "status 0"),
+        (["os.abort()"], "crash", "SIGABRT"),
+        (["os.write(63, bytes([255]) * 9)"], "output", "can't be read"),
+    ],
+)
+def test_what_code_is_kept_from(isolated, lines, reason, text):
+    outcome = call(in_function(*lines), 1)
+    assert outcome.reason == reason and text in outcome.text
+
+
+def test_what_code_may_do(isolated, monkeypatch):
+    monkeypatch.setenv("SECRET", "of the parent")
+    source = """
+import asyncio, os, tempfile, threading
+import numpy
+async def wait(): return await asyncio.to_thread(lambda: 5)
+def f(x):
+    with tempfile.TemporaryFile("w+") as file:
+        print(x, file=file)
+        file.seek(0)
+        print("x" * 10**7)
+        return file.read(), asyncio.run(wait()), numpy.arange(3), sorted(os.environ)
+"""
+    text, number, numbers, environment = call(source, 7).value
+    assert (text, number, numbers) == ("7\n", 5, [0, 1, 2]) and "SECRET" not in environment and "HOME" in environment
+
+
+def test_endless_code_is_killed_and_nothing_stays_behind(isolated, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()\n"
+    quick = Limits(timeout_s=0.4, total_s=0.7, memory_mb=256)
+    outcomes = run_code(source + "while True: pass", Kind.PROGRAM, ["", "", ""], limits=quick).outcomes
+    assert [outcome.reason for outcome in outcomes] == ["timeout"] * 3
+    assert not [child for child in _children() if "sandbox_host" in child]
+    assert not list(tmp_path.iterdir())
+
+
+def _children():
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"\nPPid:\t{os.getpid()}\n" in (folder / "status").read_text():
+                found.append((folder / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def test_programs():
+    truth = {"inputs": ["3\n", "4\n", "x"], "outputs": ["4 \n\n", "5", "1"]}
+    result = code.score("", "So:\n```python\nprint(int(input()) + 1)\n```", truth)
+    assert result["score"] == 0.0 and result["passed"] == pytest.approx(2 / 3) and result["format"] == 1.0
+    assert (
+        result["reason"].startswith("test 3: exception: ValueError: invalid literal") and "(line 1)" in result["reason"]
+    )
+    assert code.score("", "print(int(input() or 0) + 1)", {**truth, "inputs": ["3", "4", "\n"]})["score"] == 1.0
+    flood = code.score("", "print('x' * 10**8)", {"inputs": [""], "outputs": [""]})
+    assert flood["score"] == 0.0 and "wrote more than" in flood["reason"]
+    early = code.score("", "import sys\nprint(1)\nsys.exit(0)", {"inputs": [""], "outputs": ["1"]})
+    assert early["score"] == 1.0
+
+
+def test_calls():
+    truth = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 0.1 + 0.2], [2, 0.3]]})
+    assert code.score("", "class Solution:\n    def f(self, x): return (x, 0.3)", truth)["score"] == 1.0
+    half = code.score("", "def f(x): return [1, 0.3]", truth, continuous=True)
+    assert (half["score"], half["acc"]) == (0.5, 0.0) and "test 2: wrong: got [1, 0.3]" in half["reason"]
+    assert "the code defines no f" in code.score("", "def g(x): return x", truth)["reason"]
+    assert "SyntaxError" in code.score("", "def f(x) return x", truth)["reason"]
+    assert code.score("", "def f(x): return True", {"fn_name": "f", "inputs": [[1]], "outputs": [1]})["score"] == 0.0
+
+
+def test_assertions():
+    cases = [
+        "assert f(3) == 4",
+        "def check(g):\n    assert math.isclose(g(1), 2)\ncheck(f)",
+        "assert set(f([1])) == {1}",
+    ]
+    result = code.score("", "def f(x): return x + 1", {"assert_case": cases, "setup": "import math"})
+    assert result["passed"] == pytest.approx(2 / 3) and "test 3: exception: TypeError" in result["reason"]
+    raising = ["try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"]
+    assert code.score("", "def f(x): return 1 / x", {"assert_case": raising})["score"] == 1.0
+    with pytest.raises(ValueError, match=r"ground_truth: got .*setup: got 'import nothing_like_it'"):
+        code.score("", "def f(x): return x", {"assert_case": ["assert f(1)"], "setup": "import nothing_like_it"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('passed'); print('OK')",
+        f"import os\nfor pipe in range(3, 64):\n    try: os.write(pipe, {FORGERY!r} * 9)\n    except OSError: pass",
+        "class Yes:\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
+        "class Yes(int):\n    def __eq__(self, other): return True\ndef f(x): return Yes(5)",
+        "def sorted(x): return [1, 2]\ndef all(x): return True\ndef f(x): return [5]",
+        "import builtins\nbuiltins.sorted = lambda x: [1, 2]\nbuiltins.all = lambda x: True\ndef f(x): return [2, 3]",
+        SEARCH,
+    ],
+)
+def test_success_is_not_faked(isolated, source):
+    case = "result = f([2, 1])\nassert result == [1, 2] and sorted([3, 1]) == [1, 3]"
+    checked = "def check(f):\n    assert f([2, 1]) == [1, 2] and sorted([3, 1]) == [1, 3]\ncheck(f)"
+    truth = {"assert_case": [checked, case]}
+    assert code.score("", source, truth)["passed"] == 0.0
+    assert code.score("", "def f(x): return sorted(x)", truth)["score"] == 1.0
+
+
+def test_a_kernel_that_isolates_less_is_reported_and_may_be_refused(monkeypatch):
+    without = "import rlfuse.rewards.confinement as c\nc.load_seccomp = lambda: None\n"
+    start = bare_python.START.replace("main = ", without + "main = ")
+    monkeypatch.setattr(bare_python, "START", start)
+    truth = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
+    result = code.score("", "def f(x): return x", truth)
+    assert (result["score"], result["isolated"]) == (1.0, 0.0) and "libseccomp.so.2 is not" in result["isolation"]
+    with pytest.raises(SandboxError, match=r"demand_isolation: .*libseccomp\.so\.2 is not installed"):
+        code.score("", "def f(x): return x", truth, demand_isolation=True)
+
+
+def test_a_sandbox_that_does_not_start_is_no_outcome(monkeypatch):
+    monkeypatch.setattr(bare_python, "START", "raise OSError('no room')")
+    with pytest.raises(SandboxError, match="OSError: no room"):
+        call("def f(): return 1")
+    with pytest.raises(ValueError, match="memory_mb=10; Python itself takes"):
+        Limits(memory_mb=10)
+
+
+def test_messages_hold_plain_data_only():
+    for nonsense in ({"object": [1]}, {"dict": [[{"list": []}, 1]]}, {"bytes": "zz"}, {"tuple": 3}, {"a": 1, "b": 2}):
+        with pytest.raises(MessageError):
+            decode(nonsense)
+    assert decode(encode({(1, "a"): [frozenset({2})]})) == {(1, "a"): [frozenset({2})]}
+
+
+def test_the_sandbox_ends_with_its_process():
+    pid = os.fork()
+    if not pid:
+        run_code("while True: pass", Kind.PROGRAM, [""], limits=Limits(timeout_s=60, total_s=60))
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (hosts := _descendants(pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while any(Path(f"/proc/{host}").exists() for host in hosts) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert hosts and not any(Path(f"/proc/{host}").exists() for host in hosts)
+
+
+def _descendants(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return children + [
+        child for one in children for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()
+    ]

@@ -35,6 +35,8 @@ TICK_S = 0.05
 BUSY = 3
 """So much longer than its CPU time may a test take."""
 MOST_FILES = 1000
+DEEPEST = 200
+"""Levels of JSON; a tuple or a set takes two, a dict three."""
 TEXT = 300
 """Characters of a message that are kept."""
 NAME = "<solution>"
@@ -202,10 +204,10 @@ class Candidate:
             reply = receive(self._replies, self._most)
         except EOFError:
             return None
-        except MessageError as error:
+        except (MessageError, MemoryError) as error:
             raise Stopped("output", f"returned what can't be read: {str(error)[:TEXT]}") from None
-        if not isinstance(reply, dict):
-            raise Stopped("output", "returned what can't be read")
+        if not isinstance(reply, dict) or _nested(reply):
+            raise Stopped("output", f"returned what can't be read: no value, or one more than {DEEPEST} levels deep")
         return reply
 
     def died(self, allowed: int | None = None) -> None:
@@ -332,6 +334,19 @@ def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any
         namespace.clear()  # room for the words that say so
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
     return {"error": type(error).__name__, "message": str(error)[:TEXT], "line": frames[-1] if frames else None}
+
+
+def _nested(value: Any) -> bool:
+    """Whether JSON is too deep for those who read it next, who may be deep in calls themselves."""
+    layer = [value]
+    for _ in range(DEEPEST):
+        layer = [
+            entry
+            for inner in layer
+            if isinstance(inner, list | dict)
+            for entry in (inner.values() if isinstance(inner, dict) else inner)
+        ]
+    return bool(layer)
 
 
 def _headline(reply: dict[str, Any]) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rlfuse.rewards import bare_python
-from rlfuse.rewards.messages import MessageError, decode, encode
+from rlfuse.rewards.messages import MessageError, decode, encode, pack
 from rlfuse.rewards.sandbox import Kind, Limits, SandboxError, run_code
 from rlfuse.rewards.verifiers import code
 
 PATIENT = Limits(timeout_s=20, total_s=60, memory_mb=256)
-FORGERY = b"\x00\x00\x00\x0e" + json.dumps({"value": True}).encode()
+FORGERY = pack({"value": True})
 
 # Code that looks for the test in all memory that Python shows.
 SEARCH = """
@@ -77,6 +77,7 @@ def test_values_keep_their_type_on_the_way_back(isolated):
         (["return f(x)"], "exception", "RecursionError"),
         (["return 'x' * 10**8"], "exception", "at most"),
         (["a = []", "for _ in range(10**5): a = [a]", "return a"], "exception", "RecursionError"),
+        (["a = []", "for _ in range(300): a = [a]", "return a"], "output", "200 levels deep"),
         (["return object()"], "exception", "can't be handed over"),
         (["os._exit(0)"], "exit", "status 0"),
         (["os.abort()"], "crash", "SIGABRT"),

@@ -16,6 +16,7 @@ Waits for candidates; a timer interrupts whatever is under way. Dies with the pr
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import math
 import os
@@ -83,6 +84,7 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
         return {**outcome, "isolation": isolation}
     finally:
         candidate.end()
+        _clear()
 
 
 def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str, Any]:
@@ -239,20 +241,33 @@ def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
     """Raise Stopped, wherever the host is, as soon as the time is over or too much was written to files."""
     late = time.monotonic() + BUSY * job["timeout_s"]
 
+    def stop(reason: str, text: str) -> NoReturn:
+        # Once more only for a test that catches everything, and not on the way out.
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+        raise Stopped(reason, text)
+
     def look(*_: Any) -> None:
         if candidate.cpu_s() > job["timeout_s"] or time.monotonic() > late:
-            raise Stopped("timeout", f"took longer than {job['timeout_s']:g} s")
+            stop("timeout", f"took longer than {job['timeout_s']:g} s")
         if time.monotonic() > end:
-            raise Stopped("timeout", f"all tests took longer than {job['total_s']:g} s")
+            stop("timeout", f"all tests took longer than {job['total_s']:g} s")
         with os.scandir() as entries:
             size = 0
             for number, entry in enumerate(entries, 1):
                 size += entry.stat(follow_symlinks=False).st_size
                 if number > MOST_FILES or size > 2 * job["file_bytes"]:
-                    raise Stopped("files", f"wrote more than {2 * job['file_bytes']} bytes or {MOST_FILES} files")
+                    stop("files", f"wrote more than {2 * job['file_bytes']} bytes or {MOST_FILES} files")
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
+
+
+def _clear() -> None:
+    """Leave nothing to the next test. Where folders can't be confined, one may stay until the sandbox ends."""
+    with os.scandir() as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                os.unlink(entry)
 
 
 def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests: int, replies: int) -> NoReturn:

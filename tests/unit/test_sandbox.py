@@ -45,47 +45,55 @@ def isolated():
         pytest.skip(report.missing)
 
 
-def in_function(*lines):
-    return "import os, socket, subprocess, sys, threading\ndef f(x):\n" + "\n".join(f"    {line}" for line in lines)
-
-
 def test_values_keep_their_type_on_the_way_back(isolated):
     source = "def f(x): return [x, (1, 2), {1: {2}}, 1j, b'x', None, True, float('inf')]"
     assert call(source, (3, {"a": 4})).value == [(3, {"a": 4}), (1, 2), {1: {2}}, 1j, b"x", None, True, float("inf")]
 
 
-@pytest.mark.parametrize(
-    ("lines", "reason", "text"),
-    [
-        (["while True: os.fork()"], "exception", "PermissionError"),
-        (["subprocess.run(['true'])"], "exception", "PermissionError"),
-        (["os.setsid()"], "exception", "PermissionError"),
-        (["socket.socket()"], "exception", "PermissionError"),
-        (["os.kill(os.getppid(), 9)"], "exception", "PermissionError"),
-        (["import fcntl", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())"], "exception", "PermissionError"),
-        (["open(f'/proc/{os.getppid()}/environ').read()"], "exception", "PermissionError"),
-        (["open('/etc/passwd').read()"], "exception", "PermissionError"),
-        (["os.chmod('/tmp', 0o777)"], "exception", "PermissionError"),
-        (["os.mkdir('nested')"], "exception", "PermissionError"),
-        (["a = []", "while True: a.append(' ' * 10**6)"], "memory", "MemoryError"),
-        (
-            ["with open('huge', 'wb') as file:", "    while True: file.write(bytes(10**6))"],
-            "exception",
-            "File too large",
-        ),
-        (["for i in range(10**6): open(str(i), 'wb').write(bytes(10**7))"], "files", "wrote more than"),
-        (["return f(x)"], "exception", "RecursionError"),
-        (["return 'x' * 10**8"], "exception", "at most"),
-        (["a = []", "for _ in range(10**5): a = [a]", "return a"], "exception", "RecursionError"),
-        (["a = []", "for _ in range(300): a = [a]", "return a"], "output", "200 levels deep"),
-        (["return object()"], "exception", "can't be handed over"),
-        (["os._exit(0)"], "exit", "status 0"),
-        (["os.abort()"], "crash", "SIGABRT"),
-        (["os.write(63, bytes([255]) * 9)"], "output", "can't be read"),
-    ],
-)
-def test_what_code_is_kept_from(isolated, lines, reason, text):
-    outcome = call(in_function(*lines), 1)
+HOSTILE = [
+    (["while True: os.fork()"], "exception", "PermissionError"),
+    (["subprocess.run(['true'])"], "exception", "PermissionError"),
+    (["os.setsid()"], "exception", "PermissionError"),
+    (["socket.socket()"], "exception", "PermissionError"),
+    (["os.kill(os.getppid(), 9)"], "exception", "PermissionError"),
+    (["import fcntl", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())"], "exception", "PermissionError"),
+    (["open(f'/proc/{os.getppid()}/environ').read()"], "exception", "PermissionError"),
+    (["open('/etc/passwd').read()"], "exception", "PermissionError"),
+    (["os.chmod('/tmp', 0o1777)"], "exception", "PermissionError"),
+    (["os.mkdir('nested')"], "exception", "PermissionError"),
+    (["a = []", "while True: a.append(' ' * 10**6)"], "memory", "MemoryError"),
+    (
+        ["with open('huge', 'wb') as file:", "    while True: file.write(bytes(10**6))"],
+        "exception",
+        "File too large",
+    ),
+    (["for i in range(10**6): open(str(i), 'wb').write(bytes(10**7))"], "files", "wrote more than"),
+    (["def again(): return again()", "again()"], "exception", "RecursionError"),
+    (["return 'x' * 10**8"], "exception", "at most"),
+    (["a = []", "for _ in range(10**5): a = [a]", "return a"], "exception", "RecursionError"),
+    (["a = []", "for _ in range(300): a = [a]", "return a"], "output", "200 levels deep"),
+    (["return object()"], "exception", "can't be handed over"),
+    (["os._exit(0)"], "exit", "status 0"),
+    (["os.abort()"], "crash", "SIGABRT"),
+    (["os.write(63, bytes([255]) * 9)"], "output", "can't be read"),
+]
+
+
+@pytest.fixture(scope="module")
+def hostile_outcomes(isolated):
+    """What became of each, all in one sandbox."""
+    source = "import os, socket, subprocess, sys, threading\n"
+    for number, (lines, _, _) in enumerate(HOSTILE):
+        source += f"def f{number}(x):\n" + "".join(f"    {line}\n" for line in lines)
+    source += "def f(number): return globals()[f'f{number}'](1)"
+    tests = [[number] for number in range(len(HOSTILE))]
+    return run_code(source, Kind.CALLS, tests, fn_name="f", limits=PATIENT).outcomes
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_what_code_is_kept_from(hostile_outcomes, number):
+    _, reason, text = HOSTILE[number]
+    outcome = hostile_outcomes[number]
     assert outcome.reason == reason and text in outcome.text
 
 

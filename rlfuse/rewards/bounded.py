@@ -7,7 +7,7 @@ Invariants:
 - a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what
   else the machine does; a process that gets none, or can't start, is a SandboxError;
 - the process ends with the one that started it, at the latest when its present call's time is over.
-Waits for a call BUSY times its `seconds` at most, and START_S for a process to import what it needs. Calls from several
+Waits for a call its `seconds` and BUSY_S at most, and START_S for a process to import what it needs. Calls from several
 threads take turns; a forked child starts a process of its own.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 from rlfuse.rewards.bare_python import START_S, SandboxError, start_python
 from rlfuse.rewards.messages import MessageError, receive, send
 
-BUSY = 5
-"""So much longer than its CPU time may a call take."""
+BUSY_S = 20.0
+"""So much longer than its CPU time may a call take, where the machine is busy."""
 
 
 class Refused(ValueError):
@@ -46,13 +46,17 @@ class BoundedFunction:
             process = self._ready()
             try:
                 send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
-                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + BUSY * seconds)
+                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + seconds + BUSY_S)
             except TimeoutError:
                 self._stop()
-                wall = BUSY * seconds
-                raise SandboxError(f"{self._module} got no {seconds:g} s of CPU time in {wall:g} s: run less") from None
+                raise SandboxError(
+                    f"{self._module}: got no {seconds:g} s of CPU time in {seconds + BUSY_S:g} s; run less beside it"
+                ) from None
             except (EOFError, BrokenPipeError):
-                late = process.wait() == -signal.SIGPROF
+                status = process.wait()
+                if status == -signal.SIGKILL:  # which none of its limits does
+                    raise SandboxError(f"{self._module}: its process was killed from outside") from None
+                late = status == -signal.SIGPROF
                 raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
         if "refused" in reply:
             raise Refused(reply["refused"])

@@ -147,6 +147,22 @@ async def test_a_notebooks_callable_and_many_samples(ray_cluster):
     assert [result.value for result in results] == [3.25] * 300
 
 
+async def test_verifiers_run_in_reward_processes(ray_cluster, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from rlfuse.rewards.verifiers import code, json_schema\n"
+        "def runs(solution_str):\n"
+        "    return code.score('', solution_str, {'inputs': [''], 'outputs': ['1']})\n"
+        "def is_json(solution_str):\n"
+        "    return json_schema.score('', solution_str, '{}')\n"
+    )
+    pool = RewardPool([f"{path}:runs", f"{path}:is_json"])
+    results, _ = await scored(pool, "print(1)", "1", "import os\nos.kill(os.getppid(), 9)")
+    assert [result.value for result in results] == [1.0, 1.0, 0.0]
+    assert results[0].parts["runs/acc"] == 1.0 and results[1].parts["is_json"] == 1.0
+    assert "PermissionError" in results[2].text or results[2].parts["runs/isolated"] == 0.0
+
+
 async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, tmp_path):
     path = tmp_path / "moved.py"
     good = "import os\ndef f(solution_str):\n    os._exit(1) if solution_str == 'crash' else None\n    return 1.0\n"

@@ -250,9 +250,12 @@ async def _start_engine(handle: RolloutHandle, config: Config, slots: placement.
 def _video_model(config: Config) -> VideoModel | None:
     """The model, if it is shown clips. Raises ConfigError for one that can't be."""
     try:
-        return VideoModel.at(config.model.path, config.model.trust_remote_code)
+        model = VideoModel.at(config.model.path, config.model.trust_remote_code)
     except VideoError as error:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
+    if model is None and not config.video.freeze_tower:
+        raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
+    return model
 
 
 def _with_served_models(config: Config, folder: Path) -> Config:

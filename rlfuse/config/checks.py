@@ -319,8 +319,6 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
 def _tower(config: Config, facts: Facts) -> Iterator[str]:
     if config.video.freeze_tower:
         return
-    if not facts.video:
-        yield _problem(config, "video.freeze_tower", "can't be false with a model of text", "set it to true")
     if config.video.disk_cache:
         valid = "keeps embeddings that a trained tower makes stale"
         yield _problem(config, "video.disk_cache", valid, "set it to null, or video.freeze_tower=true")

@@ -99,6 +99,8 @@ def role(process: psutil.Process) -> str:
     words = process.cmdline() or ["?"]
     if words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").split(".")[0]
+    if words[0].startswith("VLLM::"):
+        return "vLLM"
     if "spawn_main" in " ".join(words):
         return "decoder"
     return "driver" if "rlfuse.train" in words else "other"
@@ -121,7 +123,7 @@ def report(run: Path, peaks: dict[str, float]) -> None:
     print(
         f"tokens run over unique in passes {row['perf/tokens_run_over_unique']:.4f}, degree {row['video/degree']:.0f}"
     )
-    for name in ("driver", "EncoderRank", "decoder", "RolloutWorker", "TrainerRank", "EmbeddingCache"):
+    for name in ("driver", "EncoderRank", "decoder", "RolloutWorker", "vLLM", "TrainerRank", "EmbeddingCache"):
         print(f"peak memory  {name:<15} {peaks.get(name, float('nan')):8.0f} MiB")
 
 

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a video model that learned to watch: real clips of ten seconds to ten minutes, GRPO or PPO.
+#
+#   bash jobs/long_video.sh                                      GRPO
+#   bash jobs/long_video.sh algorithm=ppo                        PPO with a critic
+#   bash jobs/long_video.sh video.freeze_tower=false             the vision tower learns too
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+echo "[long_video] making clips, questions and the model to start from"
+python -m rlfuse.cli prepare long_video
+echo "[long_video] training"
+exec python -m rlfuse.train experiment=long_video "$@"

@@ -173,7 +173,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
 
 
 async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path):
-    """A Qwen2.5-VL: all passes and gradients at every degree, with prompts shared and alone."""
+    """A Qwen2.5-VL: all passes and gradients at every degree, prompts shared, under ZeRO 1 and 3."""
     folder = write_small_qwen25_vl(tmp_path / "model")
     times, geometry = tuple(i / 5 for i in range(12)), Geometry(temporal_patch=2)
     plan = VideoPlan(times, 56, 56, 5.0, 4, geometry, timestamps=False)
@@ -186,7 +186,7 @@ async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_pa
         for i in range(number, len(rows), 2):
             rows[i] = replace(rows[i], prompt_ids=ids, visual=visual)
     results = []
-    for budget, largest, stage in ((1000, 1, 1), (40, 4, 1), (25, 4, 3)):
+    for budget, largest, stage in ((1000, 1, 1), (45, 4, 1), (25, 4, 3)):
         await group.take(cut(str(folder), budget, largest, stage))
         results.append(await everything(group, rows))
         assert_same(results[-1], results[0], rows)

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings, TrainedTower
 from rlfuse.samples import Row, Video, Visual
-from rlfuse.video.checkpoints import write_small_video_llama3
+from rlfuse.video.checkpoints import write_small_qwen25_vl, write_small_video_llama3
 from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.errors import VideoError
@@ -34,27 +33,7 @@ class Pool:
             yield VideoError("broken", "Replace it", clip.path) if self.fails else self.pixels[clip.first : clip.last]
 
 
-def video_llama3(folder):
-    return write_small_video_llama3(folder)
-
-
-def qwen25_vl(folder):
-    vision = {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64,
-        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.1,
-    }  # fmt: skip
-    text = {
-        "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-    }  # fmt: skip
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}')
-    return folder
-
-
-@pytest.fixture(params=[video_llama3, qwen25_vl])
+@pytest.fixture(params=[write_small_video_llama3, write_small_qwen25_vl])
 def shown(request, tmp_path):
     """A tower to be trained, its decoder, and a clip with its cached embedding."""
     folder = request.param(tmp_path / "model")
@@ -62,12 +41,7 @@ def shown(request, tmp_path):
     settings = EncoderSettings(str(folder), step=2, block_bytes=5 * HEIGHT * WIDTH * 3)
     trained = TrainedTower(TowerSettings(settings, pool), "cpu", "float32", reference=True)
     (tmp_path / "clip.mp4").write_bytes(b"a clip")
-    path, plan = (
-        str(tmp_path / "clip.mp4"),
-        SimpleNamespace(
-            times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p", grid=(1, 1, 1), seconds_per_temporal_patch=1.0
-        ),
-    )
+    path, plan = str(tmp_path / "clip.mp4"), SimpleNamespace(times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p")
     with torch.no_grad():
         rows = Tower(folder, step=2).encode(torch.from_numpy(pool.pixels))
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rlfuse.engines.batching import pack
 from rlfuse.samples import Row
 
 _RAISES = 64  # attempts to speed a plan up by giving its longest unit more ranks
-_EVEN = 1.05  # a plan this close to perfectly even is not worth any
-_WORTH = 0.9  # more ranks must end the pass this much sooner: predictions are no better
+_EVEN = 1.02  # a plan this close to perfectly even is not worth any
+_WORTH = 0.98  # more ranks must end the pass this much sooner: predictions are no better
+_TRAINED = 2 / 3  # meetings to work, of passes with gradients to those without
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +43,52 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """What ranks that share a micro-batch pay for it, each of them."""
+
+    start: float = 0.0
+    """Whatever is in it."""
+    token: float = 0.0
+    """For each of its tokens: queries, keys, values and outputs change ranks in all layers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
-    """Time of a pass in units of what a token takes outside attention on one rank."""
+    """Time of a pass in units of what a token takes outside attention on a rank that computes alone."""
 
     pair: float = 0.0
     """A pair of tokens in attention."""
-    exchange: float = 0.0
-    """Sending a token's queries, keys, values and outputs to another rank, in all layers."""
-    start: float = 0.0
-    """Starting the exchanges of a micro-batch."""
+    meetings: Mapping[int, Meeting] = field(default_factory=dict)
+    """By degree; of others free."""
+    slower: tuple[float, ...] = (1.0,)
+    """How many times longer everything takes while 1, 2, ... ranks compute at once, and more than are named as the
+    last: on CPU hosts ranks may share cores."""
+
+    def start(self, degree: int) -> float:
+        """Of a micro-batch, on each of its ranks."""
+        return self.meetings.get(degree, Meeting()).start
 
     def seconds(self, unit: Unit, degree: int) -> float:
-        """Predicted time on each of `degree` ranks."""
-        work = (unit.tokens + self.pair * unit.pairs) / degree
-        if degree == 1:
-            return work
-        return work + self.start + self.exchange * unit.tokens / degree * (1 - 1 / degree)
+        """Predicted time on each of `degree` ranks, if no other computes; without the micro-batch's start."""
+        token = self.meetings.get(degree, Meeting()).token
+        return (unit.tokens + self.pair * unit.pairs) / degree + token * unit.tokens
+
+    def crowded(self, ranks: int) -> float:
+        """How many times longer everything takes while so many ranks compute at once."""
+        return self.slower[min(ranks, len(self.slower)) - 1]
+
+    def end(self, loads: Sequence[float]) -> float:
+        """When the last rank is done with what it would take alone; who has less makes room for the others."""
+        end = before = 0.0
+        for computing, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
+            end += (load - before) * self.crowded(computing)
+            before = load
+        return end
+
+    def trained(self) -> Costs:
+        """Of a pass with gradients: three times the work, and as many meetings on the way back as on the way there."""
+        halved = {d: Meeting(each.start * _TRAINED, each.token * _TRAINED) for d, each in self.meetings.items()}
+        return replace(self, meetings=halved)
 
 
 def legal(largest: int) -> tuple[int, ...]:
@@ -109,7 +140,7 @@ def plan(
     """
     costs = costs or Costs()
     chosen = _degrees(units, ranks, budget, degrees, costs)
-    _, first = _place(units, chosen, ranks, costs)
+    _, first = _place(units, chosen, ranks, budget, costs)
     shares: list[list[Share]] = [[] for _ in range(ranks)]
     for degree in reversed(degrees):
         for group in range(0, ranks, degree):
@@ -126,26 +157,36 @@ def plan(
 def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> list[int]:
     """The smallest that fit, raised for the longest units where that ends the pass clearly sooner."""
     tried = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
-    best, end = tried, _place(units, tried, ranks, costs)[0]
+    best, end = tried, _place(units, tried, ranks, budget, costs)[0]
+    work = sum(costs.seconds(unit, degree) * degree for unit, degree in zip(units, tried, strict=True))
+    even = work * min(costs.crowded(count) / count for count in range(1, ranks + 1))
     for _ in range(_RAISES if len(degrees) > 1 else 0):
-        seconds = [costs.seconds(unit, degree) for unit, degree in zip(units, best, strict=True)]
         raisable = [i for i, degree in enumerate(tried) if degree < degrees[-1]]
-        if not raisable or end <= _EVEN * sum(s * d for s, d in zip(seconds, best, strict=True)) / ranks:
+        if not raisable or end <= _EVEN * even:
             break
         longest = max(raisable, key=lambda i: (costs.seconds(units[i], tried[i]), -i))
         tried = [2 * degree if i == longest else degree for i, degree in enumerate(tried)]
-        if (sooner := _place(units, tried, ranks, costs)[0]) < _WORTH * end:
+        if (sooner := _place(units, tried, ranks, budget, costs)[0]) < _WORTH * end:
             best, end = tried, sooner
     return best
 
 
-def _place(units: Sequence[Unit], degrees: Sequence[int], ranks: int, costs: Costs) -> tuple[float, list[int]]:
-    """When the last rank ends, and each unit's first rank: high degrees first, the longest to the least loaded."""
+def _place(
+    units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs
+) -> tuple[float, list[int]]:
+    """When the last rank ends, and each unit's first rank: high degrees first, the longest to the least loaded.
+
+    Ranks that share a unit are equally loaded before it, so none waits for the others.
+    """
     loads, first = [0.0] * ranks, [0] * len(units)
+    room: dict[tuple[int, int], int] = {}  # tokens that the last micro-batch of a degree still takes, by first rank
     seconds = [costs.seconds(unit, degree) for unit, degree in zip(units, degrees, strict=True)]
     for i in sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i)):
-        width = degrees[i]
-        begin, at = min((max(loads[rank : rank + width]), rank) for rank in range(0, ranks, width))
+        width, tokens = degrees[i], units[i].tokens
+        begin, at = min((loads[rank], rank) for rank in range(0, ranks, width))
+        if (left := room.get((width, at), 0)) < tokens:
+            begin, left = begin + costs.start(width), budget * width
+        room[width, at] = left - tokens
         loads[at : at + width] = [begin + seconds[i]] * width
         first[i] = at
-    return max(loads), first
+    return costs.end(loads), first

@@ -15,17 +15,14 @@ Waits: for the other ranks of the part, which run the same micro-batches in the 
 from __future__ import annotations
 
 import math
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from rlfuse.engines.attention import Segment, attend
-from rlfuse.engines.degrees import Costs
 
 
 class SequenceParallel:
@@ -71,39 +68,6 @@ class Part:
     def whole(self, flat: Tensor, own: Tensor, size: int) -> Tensor:
         """[r] at the places `own` of all `size`, from every rank; the gradient of others' places stays with them."""
         return _Whole.apply(flat, own, size, self.group)
-
-    def exchange_speed(self, device: str, megabytes: int = 4, repeats: int = 3) -> tuple[float, float]:
-        """Seconds that an all-to-all takes to start, and bytes per second that leave a rank; all of the part call."""
-
-        def best(size: int) -> float:
-            given, taken = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-            seconds = []
-            for _ in range(repeats):
-                dist.barrier(self.group)
-                start = time.perf_counter()
-                dist.all_to_all_single(taken, given, group=self.group)
-                int(taken[0])  # waits for the device
-                seconds.append(time.perf_counter() - start)
-            return min(seconds)
-
-        size = megabytes << 20
-        start = best(self.degree)
-        return start, size * (1 - 1 / self.degree) / max(best(size) - start, 1e-9)
-
-
-def measured_costs(
-    text: PretrainedConfig, parameters: int, flops: float, itemsize: int, part: Part, device: str
-) -> Costs:
-    """Of passes of a model with this text configuration: its shape says the work, `flops` and an all-to-all the rate.
-
-    All ranks of the part call; which one's result is taken does not matter, but all must plan by the same.
-    """
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    start, speed = part.exchange_speed(device)
-    token, pair = 2 * parameters / flops, 4 * layers * heads * width / flops
-    sent = 2 * layers * (heads + text.num_key_value_heads) * width * itemsize
-    return Costs(pair / token, sent / speed / token, 4 * layers * start / token)
 
 
 class _Whole(torch.autograd.Function):

@@ -154,10 +154,13 @@ class TrainerGroup:
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees = len(self._ranks(slot)), legal(self._largest) if slot is None else (1,)
-        shared = self.shares_prompts
+        ranks, degrees, shared = len(self._ranks(slot)), self._degrees(slot), self.shares_prompts
         units = together(rows, budget * degrees[-1], ranks, most) if shared else alone(rows)
-        return plan(units, ranks, budget, degrees, self.costs, most, lockstep)
+        costs = self.costs.trained() if least_stage == 2 else self.costs
+        return plan(units, ranks, budget, degrees, costs, most, lockstep)
+
+    def _degrees(self, slot: int | None) -> Sequence[int]:
+        return legal(self._largest) if slot is None else (1,)
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 

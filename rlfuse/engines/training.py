@@ -26,13 +26,15 @@ import torch
 from rlfuse.engines import weights_device
 from rlfuse.engines.attention import lays_out
 from rlfuse.engines.batches import Batch, collate
-from rlfuse.engines.degrees import Costs
+from rlfuse.engines.degrees import Costs, legal
 from rlfuse.engines.exporting import Exporter
+from rlfuse.engines.measuring import measured_costs
 from rlfuse.engines.models import (
     has_value_head,
     load_critic,
     load_policy,
     packs_exactly,
+    response_logits,
     response_values,
     splits_exactly,
 )
@@ -47,7 +49,7 @@ from rlfuse.engines.optimizing import (
 from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
-from rlfuse.engines.sequence_parallel import Part, SequenceParallel, measured_costs
+from rlfuse.engines.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trained_tower import ShownClip, TowerSettings, TrainedTower
 from rlfuse.samples import MicroBatch, Row
 from rlfuse.video.positions import m_rope
@@ -125,7 +127,15 @@ class TrainerRank(Rank):
         text, dtype = actor.module.config.get_text_config(), actor.module.dtype
         if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
             raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
-        return measured_costs(text, facts["parameters"], facts["peak_flops"], dtype.itemsize, part, self.device)
+        seconds, lockstep = 2 * facts["parameters"] / facts["peak_flops"], self.config.actor.zero_stage == 3
+        return measured_costs(self._probe, legal(largest), text, seconds, dtype, self.device, lockstep)
+
+    @torch.no_grad()
+    def _probe(self, tokens: int, degree: int) -> None:
+        """A pass of a row of that many tokens, to be timed."""
+        ids = np.zeros(tokens, dtype=np.int32)
+        batch = collate([Row(ids[1:], ids[:1])], self.packed, self.device, self.parallel.part(degree))
+        float(response_logits(self.engines["actor"], batch).sum())  # waits for the device
 
     # Passes without gradients ------------------------------------------------------------------------------------
 

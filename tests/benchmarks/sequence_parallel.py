@@ -1,22 +1,25 @@
-"""Log-prob and gradient passes of one long row at degree 1, 2 and 4: seconds, and peak memory of a rank.
+"""Log-prob and gradient passes at each fixed degree and at the chosen one: seconds, and peak memory of a rank.
 
-    python tests/benchmarks/sequence_parallel.py [--lengths 1024 2048 4096 8192] [--degrees 1 2 4] [--repeats 3]
+    python tests/benchmarks/sequence_parallel.py [--ranks 2] [--rows 1 2 3] [--lengths 256 512 ... 8192] [--repeats 3]
 
-Four ranks of a random Qwen2 (4 layers, 8 heads, hidden 256, float32); the response is the last eighth of the row.
-Every degree is forced in turn on the same ranks; `chosen` is what the planner takes by its measured costs. Seconds are
-medians of wall time on the driver. Memory is what a rank's process holds at its peak above what it held before the pass
-(the kernel's high-water mark on CPU hosts, the allocator's on GPUs), the most over ranks. Then a group of answers to
-one prompt is scored, with and without a shared prompt. With fewer cores than ranks, higher degrees save memory alone.
+A random Qwen2 (4 layers, 8 heads, hidden 256, float32) on so many ranks, each bound to a core if there are enough; the
+response is the last eighth of a row. Degrees take turns on the same ranks, one round after the other; `chosen` is what
+the planner takes by its measured costs, `over` its time relative to the best fixed degree. Seconds are medians of wall
+time on the driver. Memory is what a rank's process holds at its peak above what it held before the pass (the kernel's
+high-water mark on CPU hosts, the allocator's on GPUs), the most over ranks. Then a group of answers to one prompt is
+scored, with and without a shared prompt. With fewer cores than ranks, higher degrees save memory alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,11 +27,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.degrees import alone, legal, plan
+from rlfuse.engines.degrees import legal
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.samples import Row
 
-RANKS, VOCABULARY = 4, 512
+VOCABULARY = 512
 
 
 class Forced(TrainerGroup):
@@ -36,10 +39,8 @@ class Forced(TrainerGroup):
 
     degree: int | None = None
 
-    def _plan(self, rows, slot, least_stage):
-        if self.degree is None:
-            return super()._plan(rows, slot, least_stage)
-        return plan(alone(rows), RANKS, self.config.actor.ppo_max_token_len_per_gpu, (self.degree,), most=1)
+    def _degrees(self, slot: int | None) -> Sequence[int]:
+        return super()._degrees(slot) if self.degree is None else (self.degree,)
 
 
 def reset(rank) -> None:
@@ -82,52 +83,69 @@ def model_folder(folder: str, longest: int) -> str:
     return folder
 
 
-def row(length: int, answer: int, seed: int = 0) -> Row:
-    """Everything that the actor's loss reads."""
+def row(length: int, answer: int, seed: int = 0, prompt: int = 0) -> Row:
+    """Everything that the actor's loss reads; rows of one length with the same `prompt` share it."""
     rng = np.random.default_rng(seed)
-    prompt = np.random.default_rng(length).integers(0, VOCABULARY, length - answer).astype(np.int32)
+    prompt = np.random.default_rng([length, prompt]).integers(0, VOCABULARY, length - answer).astype(np.int32)
     tensors = {name: rng.normal(size=answer).astype(np.float32) for name in ("old_log_probs", "advantages")}
     return Row(prompt, rng.integers(0, VOCABULARY, answer).astype(np.int32), tensors)
 
 
-async def measured(group: Forced, work, repeats: int) -> tuple[float, float]:
-    """Median seconds, and the most MiB of a rank."""
+Work = Callable[[], Awaitable[object]]
+
+
+async def measured(group: Forced, work: Work) -> tuple[float, float]:
+    """Seconds, and the most MiB of a rank."""
+    await asyncio.gather(*(rank.__ray_call__.remote(reset) for rank in group.ranks))
+    start = time.perf_counter()
     await work()
-    seconds, most = [], []
-    for _ in range(repeats):
-        await asyncio.gather(*(rank.__ray_call__.remote(reset) for rank in group.ranks))
-        start = time.perf_counter()
-        await work()
-        seconds.append(time.perf_counter() - start)
-        most.append(max(await asyncio.gather(*(rank.__ray_call__.remote(peak) for rank in group.ranks))))
-    return statistics.median(seconds), statistics.median(most)
+    seconds = time.perf_counter() - start
+    return seconds, max(await asyncio.gather(*(rank.__ray_call__.remote(peak) for rank in group.ranks)))
+
+
+async def in_turns(group: Forced, work: Work, degrees: Sequence[int | None], repeats: int) -> dict[int | None, list]:
+    """Median seconds and MiB by degree; the first round warms up."""
+    found = {degree: [] for degree in degrees}
+    for _ in range(repeats + 1):
+        for group.degree in degrees:
+            found[group.degree].append(await measured(group, work))
+    return {degree: [statistics.median(each) for each in zip(*of[1:], strict=True)] for degree, of in found.items()}
 
 
 async def main(options: argparse.Namespace) -> None:
-    config = Config()
-    config.trainer.n_gpus_per_node, config.algorithm.adv_estimator = RANKS, "grpo"
-    config.training.ulysses_sequence_parallel_size = RANKS
-    config.model.dtype, config.actor.ppo_max_token_len_per_gpu = "float32", max(options.lengths)
-    config.data.max_response_length = max(options.lengths)
+    config, longest = Config(), max(options.lengths)
+    config.trainer.n_gpus_per_node, config.algorithm.adv_estimator = options.ranks, "grpo"
+    config.training.ulysses_sequence_parallel_size = options.ranks
+    config.model.dtype, config.actor.ppo_max_token_len_per_gpu = "float32", longest
+    config.data.max_response_length = longest
     slots = placement.start(config)
-    print(f"{slots.device}, {len(os.sched_getaffinity(0))} cores, {RANKS} ranks, torch {torch.__version__}")
+    print(f"{slots.device}, {len(os.sched_getaffinity(0))} cores, {options.ranks} ranks, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
-        config.model.path = model_folder(folder, max(options.lengths))
-        group, facts = await Forced.start(config, slots, optimizer_steps=1)
-        print(f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}")
-        print("| tokens | degree | chosen | log-probs, s | MiB | gradients, s | MiB |\n" + "|---" * 7 + "|")
-        for length in options.lengths:
-            rows = [row(length, length // 8)]
-            group.degree = None
-            chosen = max(share.degree for shares in group._plan(rows, None, 3) for share in shares)
-            for degree in options.degrees:
-                group.degree = degree
-                figures = []
-                for work in (lambda: group.log_probs("actor", rows), lambda: group.accumulate("actor", rows)):  # noqa: B023
-                    figures += await measured(group, work, options.repeats)
-                mark = "x" if degree == chosen else ""
-                print(f"| {length} | {degree} | {mark} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
-        await shared_prompt(group, max(options.lengths) // 2, options.repeats)
+        config.model.path = model_folder(folder, longest)
+        group, facts = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
+        print(f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}\n")
+        degrees = legal(options.ranks)
+        titles = ["rows", "tokens", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "is", "over"]
+        print("| " + " | ".join([*titles, *(f"MiB at {d}" for d in degrees)]) + " |")
+        print("|---" * (len(titles) + len(degrees)) + "|")
+        for count, length in itertools.product(options.rows, options.lengths):
+            await one_batch(group, [row(length, length // 8, seed, seed) for seed in range(count)], options.repeats)
+        await shared_prompt(group, longest // 2, options.repeats)
+
+
+async def one_batch(group: Forced, rows: list[Row], repeats: int) -> None:
+    """Both passes at every degree."""
+    passes = {"log-probs": (group.log_probs, 3), "gradients": (group.accumulate, 2)}
+    degrees = legal(len(group.ranks))
+    for name, (work, stage) in passes.items():
+        found = await in_turns(group, lambda work=work: work("actor", rows), [*degrees, None], repeats)
+        group.degree = None
+        shares = [share for mine in group._plan(rows, None, stage) for share in mine if share.rows]
+        chosen = sorted({share.rows: share.degree for share in shares}.values())
+        fixed = [found[degree] for degree in degrees]
+        figures = [f"{seconds:.3f}" for seconds, _ in (*fixed, found[None])] + ["+".join(map(str, chosen))]
+        figures += [f"{found[None][0] / min(fixed)[0]:.2f}"] + [f"{mib:.0f}" for _, mib in fixed]
+        print(f"| {len(rows)} | {rows[0].tokens} | {name} | " + " | ".join(figures) + " |", flush=True)
 
 
 async def shared_prompt(group: Forced, length: int, repeats: int) -> None:
@@ -136,9 +154,9 @@ async def shared_prompt(group: Forced, length: int, repeats: int) -> None:
     print(f"\n8 answers of {length // 16} tokens to a prompt of {length - length // 16}\n")
     print("| prompt | log-probs, s | tokens run / unique |\n|---|---|---|")
     unique = len(rows[0].prompt_ids) + sum(len(each.response_ids) for each in rows)
-    for name, degree in (("8 times", 1), ("once", None)):
-        group.degree = degree
-        seconds, _ = await measured(group, lambda: group.log_probs("actor", rows), repeats)
+    for name, degree, most in (("8 times", 1, 1), ("once", None, None)):
+        group.config.actor.ppo_micro_batch_size_per_gpu = most
+        [[seconds, _]] = (await in_turns(group, lambda: group.log_probs("actor", rows), [degree], repeats)).values()
         await group.drain()
         await group.log_probs("actor", rows)
         run = sum(span.attributes["run"] for span in await group.drain() if span.samples)
@@ -147,8 +165,9 @@ async def shared_prompt(group: Forced, length: int, repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--degrees", type=int, nargs="+", default=list(legal(RANKS)))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--repeats", type=int, default=3)
     try:
         asyncio.run(main(parser.parse_args()))

@@ -1,3 +1,4 @@
+import math
 import random
 from collections import Counter
 
@@ -5,8 +6,23 @@ import numpy as np
 import pytest
 
 from rlfuse.engines.batching import micro_batches
-from rlfuse.engines.degrees import Costs, alone, legal, plan, together
+from rlfuse.engines.degrees import Costs, Meeting, Unit, alone, legal, plan, together
+from rlfuse.engines.measuring import fitted
 from rlfuse.samples import Row
+
+TWO_CORES = (1.0, 1.0, 1.5, 2.0)
+"""For four ranks."""
+
+
+def costs(start=0.0, token=0.0, pair=0.0, slower=(1.0,)):
+    """Meetings of two and of four cost the same."""
+    return Costs(pair, {2: Meeting(start, token), 4: Meeting(start, token)}, slower)
+
+
+def slower(rng):
+    """Of four ranks on one, two or four cores that share something else, too."""
+    cores, shared = rng.choice([1, 2, 4]), rng.random() / 5
+    return tuple(max(1.0, count / cores) * (1 + shared * (count - 1)) for count in range(1, 5))
 
 
 def row(prompt, response, group=0):
@@ -24,7 +40,7 @@ def test_every_row_runs_once_on_aligned_ranks_that_meet_in_one_order():
         most, lockstep = rng.choice([None, 1, 3]), rng.random() < 0.5
         degrees = legal(rng.choice([1, 2, 4]))
         units = rng.choice([alone, lambda rows: together(rows, budget * degrees[-1], ranks, most)])(rows)  # noqa: B023
-        found = plan(units, ranks, budget, degrees, Costs(rng.random() / 100, rng.random(), 20), most, lockstep)
+        found = plan(units, ranks, budget, degrees, costs(20, rng.random(), rng.random() / 100), most, lockstep)
         assert len({len(shares) for shares in found}) == 1 or not lockstep
         times = Counter(i for shares in found for share in shares for i in set(share.rows))
         for first in range(0, ranks, degrees[-1]):
@@ -53,17 +69,61 @@ def test_without_slices_the_plan_is_that_of_balanced_micro_batches():
     "tokens, ranks, budget, costs, degrees",
     [
         ([100], 4, 1000, Costs(), {4}),  # others would idle
-        ([100], 4, 1000, Costs(start=80.0), {1}),  # meeting costs more than it saves
-        ([100, 100], 4, 1000, Costs(start=20.0), {2}),  # 100 on one rank each, 70 on two, 90 on all one after the other
-        ([100], 4, 30, Costs(start=1e9), {4}),  # nothing else fits
+        ([100], 4, 1000, costs(80.0), {1}),  # meeting costs more than it saves
+        ([100, 100], 4, 1000, costs(20.0), {2}),  # 100 on one rank each, 70 on two, 90 on all one after the other
+        ([100], 4, 30, costs(1e9), {4}),  # nothing else fits
         ([100] * 8, 4, 1000, Costs(), {1}),  # all ranks have work without
-        ([900, 100, 100, 100], 4, 1000, Costs(start=30.0), {4, 1}),
-        ([9] * 40, 4, 100, Costs(exchange=0.5), {1}),
+        ([900, 100, 100, 100], 4, 1000, costs(30.0), {4}),  # all in one micro-batch, so one start
+        ([900, 100, 100, 100], 4, 240, costs(30.0), {4, 1}),  # a second one starts too late
+        ([9] * 40, 4, 100, costs(token=0.2), {1}),
+        ([100], 4, 1000, costs(1.0, slower=TWO_CORES), {2}),  # four ranks would do the same work on the same two cores
+        ([100, 100], 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # both cores are at work
+        ([100] * 3, 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # the third takes turns with the two others
+        ([100, 100, 100], 2, 1000, costs(1.0), {1, 2}),  # two side by side, and then the third on both ranks
+        ([100, 100, 100], 2, 1000, costs(1.0, slower=(1.0, 2.0)), {1}),  # one core
+        ([100], 2, 1000, costs(30.0, slower=(1.0, 1.3)), {1}),
+        ([100], 2, 1000, costs(30.0, slower=(1.0, 1.1)), {2}),
+        ([100, 100], 4, 30, costs(1.0, slower=TWO_CORES), {4}),  # nothing else fits
     ],
 )
 def test_the_degree_is_the_smallest_that_fits_and_is_soonest_done(tokens, ranks, budget, costs, degrees):
-    found = plan(alone([row(1, size - 1) for size in tokens]), ranks, budget, legal(4), costs)
+    found = plan(alone([row(1, size - 1) for size in tokens]), ranks, budget, legal(min(ranks, 4)), costs)
     assert {share.degree for shares in found for share in shares} == degrees
+
+
+def test_ranks_that_share_cores_make_room_when_they_are_done():
+    two = costs(slower=TWO_CORES)
+    assert two.end([]) == two.end([0.0, 0.0]) == 0.0
+    assert two.end([8, 0, 0, 0]) == two.end([8, 8]) == 8.0
+    assert two.end([8, 8, 8, 8]) == 16.0
+    assert two.end([2, 8, 4, 4]) == 2 * 2 + 1.5 * 2 + 4  # all four, then three, then one alone
+    assert costs(slower=(1.0, 1.5)).end([4, 4, 4]) == 6.0  # as the last that was measured
+    assert Costs().end([3, 5]) == 5.0
+
+
+def test_no_plan_ends_later_than_one_degree_for_all():
+    """By the model's own account, whatever the batch and the machine."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        machine = costs(rng.choice([0, 5, 50]), rng.choice([0, 0.05, 0.5]), rng.choice([0, 0.01]), slower=slower(rng))
+        units = alone([row(1, rng.choice([20, 100, 1000]) - 1) for _ in range(rng.randint(1, 6))])
+        ends, budget = [], rng.choice([1000, 3000])
+        for degrees in ((1, 2, 4), (1,), (2,), (4,)):
+            loads = [0.0] * 4
+            for rank, shares in enumerate(plan(units, 4, budget, degrees, machine)):
+                loads[rank] = sum(
+                    machine.start(share.degree) + sum(machine.seconds(units[i], share.degree) for i in share.rows)
+                    for share in shares
+                )
+            ends.append(machine.end(loads))
+        assert ends[0] <= 1.05 * min(ends[1:]), (seed, ends)
+
+
+def test_gradients_take_more_work_and_not_as_many_more_meetings():
+    machine, units = costs(60.0), alone([row(1, 99)])
+    assert plan(units, 2, 1000, (1, 2), machine)[0][0].degree == 1
+    assert plan(units, 2, 1000, (1, 2), machine.trained())[0][0].degree == 2
+    assert machine.trained().seconds(units[0], 1) == machine.seconds(units[0], 1)
 
 
 def test_a_prompt_runs_once_unless_its_answers_outgrow_it():
@@ -75,3 +135,26 @@ def test_a_prompt_runs_once_unless_its_answers_outgrow_it():
     assert [unit.tokens for unit in together(group, capacity=900, ranks=4)] == [1050] * 8  # more than the budget: alone
     short = [row(10, 100) for _ in range(8)]
     assert len(together(short, capacity=10_000, ranks=4)) == 4
+
+
+def test_costs_are_read_off_timed_passes():
+    """Of a machine on which a pass starts in 2 ms, whatever is in it."""
+    token, sizes = 1e-4, (32, 1024)
+    real = Costs(0.002, {2: Meeting(10.0, 0.1), 4: Meeting(30.0, 0.05)}, (1.0, 1.0, 1.5, 2.0))
+
+    def taken(degree, size):
+        unit = Unit((0,), size, size**2 / 2)
+        return 2e-3 + token * (real.start(degree) + real.seconds(unit, degree))
+
+    found = fitted({d: [taken(d, size) for size in sizes] for d in (1, 2, 4)}, sizes, 0.002 * token, real.slower)
+    assert found.pair == pytest.approx(real.pair) and found.slower == real.slower
+    for degree, meeting in real.meetings.items():
+        assert found.meetings[degree].start == pytest.approx(meeting.start)
+        assert found.meetings[degree].token == pytest.approx(meeting.token)
+
+
+def test_what_noise_makes_of_timed_passes_is_never_a_gain():
+    found = fitted({1: [0.01, 0.1], 2: [0.001, 0.01]}, (32, 1024), 1e-9, (1.0, 1.0))
+    assert found.meetings == {2: Meeting(0.0, 0.0)}
+    upside_down = fitted({1: [0.1, 0.01], 2: [0.2, 0.1]}, (32, 1024), 1e-9, (1.0, 1.0))
+    assert all(0 <= number < math.inf for number in (upside_down.pair, upside_down.start(2)))

@@ -1,0 +1,418 @@
+"""Steps of one long clip, four ways side by side: nothing reused, encoded once at degree 1, 2 and the chosen one.
+
+    python tests/benchmarks/long_video_steps.py [--frames 8 16 ... 1024] [--repeats 3] [--answers 4] [--out FOLDER]
+
+A step is a rollout of so many answers of 32 tokens to a question about one clip, their old and reference log-probs, and
+an update (one mini-batch). Its parts are the real ones: an mp4 file, `DecodePool`, `SequenceParallelEncoder` on two
+ranks, a vLLM engine that gets embeddings, and a `TrainerGroup` of two ranks, each on a core; with fewer cores than two
+the figures mean little. The model is a random VideoLLaMA3 (float32; a frame is 4 visual tokens and a timestamp of one).
+Left out of all four ways alike: rewards, which are nothing here, and weight sync; the learning rate is 0, so that all
+steps are the same work.
+
+- none: as systems without reuse do, each answer in each of the four passes has the clip decoded and encoded for itself,
+  and its prompt run for itself;
+- once: the clip is encoded once and the prompt runs once for all answers, whole, on one rank;
+- once, 2 ranks: and cut over both ranks in every pass of the trainer;
+- ours: and cut where that is predicted to be sooner.
+
+The ways take turns within each repetition, and each step gets files of new content, so that no cache knows them; all
+ways must draw the same tokens. Last, with four ranks: the most memory that a rank takes above what it held before an
+update of the longest clip, at degree 1, 2 and 4. Prints tables; writes `long_video_steps.json` and `.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import ray
+from matplotlib.figure import Figure
+from ray._private.serialization import SerializationContext
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import sequence_parallel
+from sequence_parallel import Forced, measured
+
+from rlfuse.cluster import placement
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.engines.degrees import Share
+from rlfuse.engines.protocols import Sampling
+from rlfuse.engines.rollout import RolloutWorker
+from rlfuse.engines.rollout_handle import RolloutHandle
+from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.observe.metrics import repetition
+from rlfuse.samples import Prompt, Response, Row, Sample, Video, Visual, make_groups
+from rlfuse.video.checkpoints import (
+    IMAGE,
+    VIDEO,
+    SmallModel,
+    byte_tokenizer,
+    export_text_model,
+    write_small_video_llama3,
+)
+from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.embedding import Embedding
+from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.encoding import Clip, SequenceParallelEncoder
+from rlfuse.video.plan import FixedSampling, VideoPlan, plan_video
+from rlfuse.video.prompt import VisualTokens, assemble
+from rlfuse.video.store import CacheSettings
+
+ray.cloudpickle.register_pickle_by_value(sequence_parallel)  # ranks can't import from here
+WAYS: dict[str, int | None] = {"none": 1, "once": 1, "once, 2 ranks": 2, "ours": None}
+"""Degree of each, where it is fixed."""
+PARTS = ("encode", "rollout", "old", "ref", "update")
+RANKS, RESPONSE, FPS, SIDE, TOKENS = 2, 32, 8, 56, 4
+MODEL = SmallModel(heads=8, layers=4, tower_heads=4, tower_layers=4)
+COLOURS = {"none": "#8a8a8a", "once": "#6aa3d8", "once, 2 ranks": "#f0a830", "ours": "#c2385a"}
+
+
+class Reader:
+    """Frames for an encoder rank, decoded in a process of its own."""
+
+    def __init__(self) -> None:
+        self.pool = DecodePool(timeout_s=120.0)
+
+    def __call__(self, path: str, plan: VideoPlan, first: int, last: int) -> np.ndarray:
+        return self.pool.decode(path, plan, first, last)
+
+
+class Traffic:
+    """Bytes that the driver serialises for others and gets from them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        serialize, deserialize = SerializationContext.serialize, SerializationContext.deserialize_objects
+
+        def sent(context: Any, value: Any) -> Any:
+            done = serialize(context, value)
+            self.bytes += done.total_bytes
+            return done
+
+        def got(context: Any, objects: Sequence[Any], *others: Any) -> Any:
+            self.bytes += sum(len(data) for data, *_ in objects if data is not None)
+            return deserialize(context, objects, *others)
+
+        SerializationContext.serialize, SerializationContext.deserialize_objects = sent, got
+
+
+class Bench:
+    """What all steps have in common."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        self.folder, self.answers, self.traffic = folder, options.answers, Traffic()
+        self.numbers, longest = itertools.count(), max(options.frames)
+        self.clip = write_clip(folder / "clip.mp4", longest)
+        with DecodePool() as pool:
+            [facts] = pool.probe([str(self.clip)])
+        self.plans = {frames: plan_video(facts, FixedSampling(frames, TOKENS)) for frames in options.frames}
+        words = {piece.text: None for plan in self.plans.values() for piece in plan.pieces}
+        write_small_video_llama3(folder / "whole", MODEL, byte_tokenizer(list(words)))
+        self.text = str(export_text_model(folder / "whole", folder / "text"))
+        self.tokenizer = AutoTokenizer.from_pretrained(self.text)
+
+    async def start(self, slots: placement.Slots) -> None:
+        """Encoder ranks, the engine, trainer ranks."""
+        environment = placement.worker_environment("cpu")
+        hook = {"worker_process_setup_hook": "rlfuse.cluster.children.heed_children"}
+        place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment} | hook})
+        settings = EncoderSettings(str(self.folder / "whole"), step=8)
+        self.encoder = SequenceParallelEncoder(
+            settings, CacheSettings(256 << 20), Reader(), [place] * RANKS, 600.0, environment
+        )
+        await self.encoder.start()
+        options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
+        self.engine = RolloutHandle(ray.remote(RolloutWorker).options(**options).remote(0), "rollout/0", 600.0)
+        model, rollout = ModelConfig(path=self.text, dtype="float32"), RolloutConfig(kv_cache_memory_mb=256)
+        await self.engine.start(model, rollout, MODEL.context, "cpu")
+        await self.trainer(slots, RANKS)
+
+    async def trainer(self, slots: placement.Slots, ranks: int) -> None:
+        """Ranks that may all share a sequence."""
+        config = Config()
+        config.trainer.n_gpus_per_node = config.training.ulysses_sequence_parallel_size = ranks
+        config.model.path, config.model.dtype, config.algorithm.adv_estimator = self.text, "float32", "grpo"
+        config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu = RESPONSE, MODEL.context
+        config.actor.use_kl_loss, config.actor.optim.lr = True, 0.0
+        slots = replace(slots, count=ranks, cores=slots.cores and slots.cores[:ranks])
+        self.group, _ = await Forced.start(config, slots, 1, slots.cores)
+
+    async def step(self, way: str, frames: int) -> dict[str, Any]:
+        """One step: its seconds, by part too, and what was sent, run and drawn."""
+        number, passes = next(self.numbers), 4 if way == "none" else 1
+        files = [[self.copy(f"{number}-{at}-{i}") for i in range(self.answers)] for at in range(passes)]
+        await self.engine.actor.__ray_call__.remote(forget_prefixes)
+        await asyncio.gather(self.encoder.metrics(), self.group.drain())
+        self.group.degree, self.traffic.bytes = WAYS[way], 0
+        watch = Watch()
+        shown = await watch.timed("encode", self.encode(files[0], frames, way))
+        samples = self.samples(frames, shown)
+        responses = await watch.timed("rollout", self.rollout(samples))
+        rows = [Row(s.prompt.token_ids, responses[s.id].token_ids, id=s.id) for s in samples]
+        advantages = np.random.default_rng(0).normal(size=len(rows))
+        tensors = [{"advantages": np.full(len(row.response_ids), a)} for row, a in zip(rows, advantages, strict=True)]
+        for at, part in enumerate(PARTS[2:], start=1):
+            if way == "none":
+                shown = await watch.timed("encode", self.encode(files[at], frames, way))
+            seen = [(Visual(samples[0].prompt.video.positions, embedding),) for embedding in shown]
+            rows = [replace(r, tensors=t, visual=v) for r, t, v in zip(rows, tensors, seen, strict=True)]
+            if part == "update":
+                await watch.timed(part, self.update(rows))
+                break
+            model = "actor" if part == "old" else "ref"
+            for of_row, scores in zip(tensors, await watch.timed(part, self.group.log_probs(model, rows)), strict=True):
+                of_row[f"{part}_log_probs"] = scores
+        done = await self.figures(frames, rows, samples, responses)
+        await self.encoder.release("step")
+        for path in itertools.chain(*files):
+            path.unlink()
+        return {"seconds": sum(watch.seconds.values()), "parts": watch.seconds} | done
+
+    async def encode(self, files: list[Path], frames: int, way: str) -> list[Embedding]:
+        """An embedding for each answer; only where nothing is reused are they several."""
+        await self.encoder.release("step")
+        mine = files if way == "none" else files[:1]
+        clips = [Clip(path.name, str(path), self.plans[frames]) for path in mine]
+        found = await self.encoder.encode(clips, "step")
+        assert all(isinstance(each, Embedding) for each in found), found
+        return found * (len(files) // len(found))
+
+    async def rollout(self, samples: Sequence[Sample]) -> dict[str, Response]:
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=RESPONSE)
+        return {name: response async for name, response in self.engine.generate(samples, sampling)}
+
+    async def update(self, rows: Sequence[Row]) -> None:
+        await self.group.accumulate("actor", rows)
+        await self.group.step("actor", [len(row.response_ids) for row in rows])
+
+    async def figures(
+        self, frames: int, rows: list[Row], samples: list[Sample], responses: dict[str, Response]
+    ) -> dict[str, Any]:
+        """What the step sent, encoded, ran and padded; and that trainer and engine agree."""
+        sent, video, spans = self.traffic.bytes, await self.encoder.metrics(), await self.group.drain()
+        for sample in samples:
+            sample.response = responses[sample.id]
+        scoring = [span for span in spans if span.kind in ("old_log_prob", "ref")]
+        needed = 2 * planned(self.group._plan(rows, None, 3), rows)
+        off = max(np.abs(row.tensors["old_log_probs"] - responses[row.id].log_probs).max() for row in rows)
+        assert off < 1e-3, f"engine and trainer disagree by {off}"
+        return {
+            "bytes": sent,
+            "tokens": rows[0].tokens,
+            "encoded / unique": video["video/encoded_tokens"] / self.plans[frames].tokens,
+            "run / unique": repetition(spans, {sample.id: sample for sample in samples})["perf/tokens_run_over_unique"],
+            "needed": needed,
+            "padding": sum(span.attributes["run"] for span in scoring) - needed,
+            "degrees": [max(s.attributes["degree"] for s in spans if s.kind == kind) for kind in ("ref", "backward")],
+            "drawn": [responses[sample.id].token_ids.tolist() for sample in samples],
+        }
+
+    def samples(self, frames: int, shown: Sequence[Embedding]) -> list[Sample]:
+        """Siblings, one for each embedding."""
+        visual, plan = VisualTokens(VIDEO, (IMAGE,)), self.plans[frames]
+        prompt = assemble(self.tokenizer, "<video>what happens, and when?", [plan], visual)
+        video = Video("clip.mp4", plan, prompt.positions[0])
+        asked = Prompt(0, prompt.token_ids, "", (), "clips", None, video=video)
+        [group] = make_groups([asked], len(shown), run_seed=0, step=frames)
+        for sample, embedding in zip(group.samples, shown, strict=True):
+            sample.prompt = replace(asked, video=replace(video, embedding=embedding))
+        return group.samples
+
+    def copy(self, name: str) -> Path:
+        """The same clip as a file of other content: a box follows that no decoder reads."""
+        path = Path(shutil.copy(self.clip, self.folder / f"{name}.mp4"))
+        with path.open("ab") as file:
+            file.write(struct.pack(">I4s", 8 + len(name), b"free") + name.encode())
+        return path
+
+    async def memory(self, slots: placement.Slots, frames: int) -> dict[int, float]:
+        """MiB that a rank takes at the most in an update of one answer, by degree; on four ranks."""
+        await self.engine.stop()
+        for rank in self.group.ranks:
+            ray.kill(rank)
+        await self.trainer(replace(slots, cores=None), 4)
+        [sample] = self.samples(frames, await self.encode([self.clip], frames, "once"))
+        tensors = {name: np.zeros(RESPONSE) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+        seen = (Visual(sample.prompt.video.positions, sample.prompt.video.embedding),)
+        rows, found = [Row(sample.prompt.token_ids, np.full(RESPONSE, 7, np.int32), tensors, "0", seen)], {}
+        for degree in (1, 2, 4):
+            self.group.degree = degree
+            await self.group.accumulate("actor", rows)
+            _, found[degree] = await measured(self.group, lambda: self.group.accumulate("actor", rows))
+        return found
+
+
+class Watch:
+    """Seconds by part of a step."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    async def timed(self, part: str, work: Awaitable[Any]) -> Any:
+        began = time.perf_counter()
+        result = await work
+        self.seconds[part] += time.perf_counter() - began
+        return result
+
+
+def forget_prefixes(worker: RolloutWorker) -> None:
+    """As the engine does whenever it gets new weights."""
+    loop = worker._engine.output_handler.get_loop()
+    assert asyncio.run_coroutine_threadsafe(worker._engine.reset_prefix_cache(), loop).result(30)
+
+
+def planned(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> int:
+    """Tokens of all micro-batches without padding: prompts as often as they are to run, and the answers."""
+    units = [share for rank, mine in enumerate(shares) for share in mine if share.rows and rank % share.degree == 0]
+    prompts = [{rows[i].prompt_key: len(rows[i].prompt_ids) for i in unit.rows} for unit in units]
+    return sum(map(sum, (each.values() for each in prompts))) + sum(len(row.response_ids) for row in rows)
+
+
+def write_clip(path: Path, frames: int) -> Path:
+    """H.264, a keyframe every two seconds, another picture every second."""
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"preset": "ultrafast", "g": str(2 * FPS)})
+        stream.height = stream.width = SIDE
+        stream.pix_fmt = "yuv420p"
+        for number in range(frames):
+            if number % FPS == 0:
+                blocks = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+                pixels = np.ascontiguousarray(np.kron(blocks, np.ones((SIDE // 4, SIDE // 4, 1), np.uint8)))
+            frame = av.VideoFrame.from_ndarray(np.roll(pixels, number, axis=1), "rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namespace) -> dict[str, Any]:
+    """Every step of every length; the first of all warms up."""
+    await bench.start(slots)
+    found: dict[str, Any] = {"costs": repr(bench.group.costs), "steps": {}}
+    for way in WAYS:
+        await bench.step(way, min(options.frames))
+    for frames in sorted(options.frames):
+        steps: dict[str, list] = {way: [] for way in WAYS}
+        for _ in range(options.repeats):
+            for way in WAYS:
+                steps[way].append(await bench.step(way, frames))
+        drawn = [step.pop("drawn") for step in itertools.chain(*steps.values())]
+        assert all(each == drawn[0] for each in drawn), "the ways drew different tokens"
+        found["steps"][frames] = steps
+        print(frames, {way: f"{middle(steps[way]):.2f}" for way in WAYS}, flush=True)
+    found["memory"] = await bench.memory(slots, max(options.frames)) if options.memory else {}
+    await bench.encoder.close()
+    return found
+
+
+def middle(steps: Sequence[dict[str, Any]], part: str | None = None) -> float:
+    """Median seconds, of the step or a part of it."""
+    return statistics.median(step["parts"][part] if part else step["seconds"] for step in steps)
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The tables."""
+    rows = []
+    for frames, steps in found["steps"].items():
+        took, last = {way: middle(steps[way]) for way in WAYS}, steps["ours"][-1]
+        over = took["ours"] / min(took["once"], took["once, 2 ranks"])
+        chosen = " / ".join(map(str, last["degrees"]))
+        reuse = [
+            f"{steps[way][-1][name]:.2f}" for name in ("encoded / unique", "run / unique") for way in ("none", "ours")
+        ]
+        padding = f"{100 * last['padding'] / last['needed']:.3f} %"
+        figures = [*(f"{took[way]:.2f}" for way in WAYS), f"{over:.2f}", chosen, f"{took['none'] / took['ours']:.1f}"]
+        rows.append([str(frames), str(last["tokens"]), *figures, *reuse, padding, f"{last['bytes'] / 1024:.0f}"])
+    titles = ["frames", "tokens", *(f"{way}, s" for way in WAYS), "over the envelope", "degree, scored / trained"]
+    titles += [
+        "none / ours",
+        "encoded / unique, none",
+        "ours",
+        "run / unique, none",
+        "ours",
+        "padding",
+        "KiB by driver",
+    ]
+    draw(console, titles, rows)
+    parts = [
+        [str(frames), way, *(f"{middle(steps[way], part):.2f}" for part in PARTS)]
+        for frames, steps in found["steps"].items()
+        for way in WAYS
+    ]
+    draw(console, ["frames", "way", *(f"{part}, s" for part in PARTS)], parts)
+    if found["memory"]:
+        draw(console, ["degree", "MiB of a rank"], [[str(d), f"{mib:.0f}"] for d, mib in found["memory"].items()])
+
+
+def draw(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*titles, box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """Seconds of a step by frames, both logarithmic."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for way in WAYS:
+        took = {frames: middle(steps[way]) for frames, steps in found["steps"].items()}
+        width = 3 if way == "ours" else 1.5
+        axes.plot(list(took), list(took.values()), "o-", color=COLOURS[way], label=way, linewidth=width, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="frames", ylabel="seconds of a step")
+    axes.set_xticks(list(found["steps"]), [str(frames) for frames in found["steps"]], minor=False)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the part with four ranks")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = Config()
+    config.trainer.n_gpus_per_node, config.cluster.device = 4, "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options)
+        try:
+            slots = placement.start(config)
+            slots = replace(slots, cores=tuple(sorted(os.sched_getaffinity(0))[:RANKS]))
+            found = asyncio.run(measure(bench, slots, options))
+        finally:
+            placement.stop()
+    (options.out / "long_video_steps.json").write_text(json.dumps(found, indent=1))
+    show(found, Console(width=200))
+    picture(found, options.out / "long_video_steps.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ SHORT = 32
 """Tokens of a row that takes little more than its start."""
 LONG_S, LONGEST = 0.1, 2048
 """What a long row should take, and its most tokens: enough to be timed, not so much that a start-up shows it."""
-ENOUGH_S, FEWEST, MOST = 0.3, 4, 12
+ENOUGH_S, FEWEST, MOST = 0.4, 4, 10
 """A measurement is repeated until it has taken so long, but at least and at most so many times."""
 
 

@@ -76,7 +76,8 @@ class TrainerGroup:
             )
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         facts = (await group._all("setup", "load its models", optimizer_steps, tower))[0]
-        group.costs, group.shares_prompts = facts.pop("costs"), facts.pop("shares_prompts")
+        group.shares_prompts = facts.pop("shares_prompts")
+        group.costs = (await group._all("measure", "time passes"))[0]
         return group, facts
 
     @property

@@ -110,13 +110,15 @@ class TrainerRank(Rank):
             "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
             "peak_flops": matmul_rate(policy.dtype, self.device),
         }
-        return facts | {"shares_prompts": self.shares, "costs": self._split(facts)}
+        self._token_s = 2 * facts["parameters"] / facts["peak_flops"]
+        self._check_split()
+        return facts | {"shares_prompts": self.shares}
 
-    def _split(self, facts: dict[str, Any]) -> Costs:
-        """What sequence parallelism costs here; EngineError if a model of this rank does not allow it."""
+    def _check_split(self) -> None:
+        """EngineError if sequences are to be cut and a model of this rank does not allow it."""
         largest = self.config.training.ulysses_sequence_parallel_size
         if largest == 1:
-            return Costs()
+            return
         key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
         for name, engine in self.engines.items():
             module = getattr(engine, "module", engine)
@@ -127,8 +129,15 @@ class TrainerRank(Rank):
         text, dtype = actor.module.config.get_text_config(), actor.module.dtype
         if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
             raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
-        seconds, lockstep = 2 * facts["parameters"] / facts["peak_flops"], self.config.actor.zero_stage == 3
-        return measured_costs(self._probe, legal(largest), text, seconds, dtype, self.device, lockstep)
+
+    def measure(self) -> Costs:
+        """What sequence parallelism costs here; every rank calls."""
+        largest = self.config.training.ulysses_sequence_parallel_size
+        if largest == 1:
+            return Costs()
+        module, lockstep = self.engines["actor"].module, self.config.actor.zero_stage == 3
+        text = module.config.get_text_config()
+        return measured_costs(self._probe, legal(largest), text, self._token_s, module.dtype, self.device, lockstep)
 
     @torch.no_grad()
     def _probe(self, tokens: int, degree: int) -> None:

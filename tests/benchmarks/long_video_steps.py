@@ -18,6 +18,7 @@ steps are the same work.
 The ways take turns within each repetition, and each step gets files of new content, so that no cache knows them; all
 ways must draw the same tokens. Last, with four ranks: the most memory that a rank takes above what it held before an
 update of the longest clip, at degree 1, 2 and 4. Prints tables; writes `long_video_steps.json` and `.png`.
+`long_video_tables.py` puts several runs together.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import struct
 import sys
 import tempfile
@@ -42,15 +42,13 @@ from typing import Any
 import av
 import numpy as np
 import ray
-from matplotlib.figure import Figure
 from ray._private.serialization import SerializationContext
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sequence_parallel
+from long_video_tables import PARTS, middle, picture, show
 from sequence_parallel import Forced, measured
 
 from rlfuse.cluster import placement
@@ -82,10 +80,9 @@ from rlfuse.video.store import CacheSettings
 ray.cloudpickle.register_pickle_by_value(sequence_parallel)  # ranks can't import from here
 WAYS: dict[str, int | None] = {"none": 1, "once": 1, "once, 2 ranks": 2, "ours": None}
 """Degree of each, where it is fixed."""
-PARTS = ("encode", "rollout", "old", "ref", "update")
 RANKS, RESPONSE, FPS, SIDE, TOKENS = 2, 32, 8, 56, 4
-MODEL = SmallModel(heads=8, layers=4, tower_heads=4, tower_layers=4)
-COLOURS = {"none": "#8a8a8a", "once": "#6aa3d8", "once, 2 ranks": "#f0a830", "ours": "#c2385a"}
+LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
+MODEL = SmallModel(heads=4, layers=2, tower_heads=4, tower_layers=2)
 
 
 class Reader:
@@ -122,11 +119,11 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.answers, self.traffic = folder, options.answers, Traffic()
-        self.numbers, longest = itertools.count(), max(options.frames)
-        self.clip = write_clip(folder / "clip.mp4", longest)
+        self.numbers, lengths = itertools.count(), sorted({*LENGTHS, *options.frames})
+        self.clip = write_clip(folder / "clip.mp4", max(lengths))
         with DecodePool() as pool:
             [facts] = pool.probe([str(self.clip)])
-        self.plans = {frames: plan_video(facts, FixedSampling(frames, TOKENS)) for frames in options.frames}
+        self.plans = {frames: plan_video(facts, FixedSampling(frames, TOKENS)) for frames in lengths}
         words = {piece.text: None for plan in self.plans.values() for piece in plan.pieces}
         write_small_video_llama3(folder / "whole", MODEL, byte_tokenizer(list(words)))
         self.text = str(export_text_model(folder / "whole", folder / "text"))
@@ -135,8 +132,7 @@ class Bench:
     async def start(self, slots: placement.Slots) -> None:
         """Encoder ranks, the engine, trainer ranks."""
         environment = placement.worker_environment("cpu")
-        hook = {"worker_process_setup_hook": "rlfuse.cluster.children.heed_children"}
-        place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment} | hook})
+        place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
         settings = EncoderSettings(str(self.folder / "whole"), step=8)
         self.encoder = SequenceParallelEncoder(
             settings, CacheSettings(256 << 20), Reader(), [place] * RANKS, 600.0, environment
@@ -308,9 +304,10 @@ def write_clip(path: Path, frames: int) -> Path:
 
 
 async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namespace) -> dict[str, Any]:
-    """Every step of every length; the first of all warms up."""
+    """Every step of every length, kept in the file as they come; the first of all warms up."""
+    file = options.out / "long_video_steps.json"
     await bench.start(slots)
-    found: dict[str, Any] = {"costs": repr(bench.group.costs), "steps": {}}
+    found: dict[str, Any] = {"costs": repr(bench.group.costs), "steps": {}, "memory": {}}
     for way in WAYS:
         await bench.step(way, min(options.frames))
     for frames in sorted(options.frames):
@@ -322,77 +319,17 @@ async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namesp
         assert all(each == drawn[0] for each in drawn), "the ways drew different tokens"
         found["steps"][frames] = steps
         print(frames, {way: f"{middle(steps[way]):.2f}" for way in WAYS}, flush=True)
-    found["memory"] = await bench.memory(slots, max(options.frames)) if options.memory else {}
+        file.write_text(json.dumps(found, indent=1))
+    if options.memory:
+        found["memory"] = await bench.memory(slots, max(options.frames))
+    file.write_text(json.dumps(found, indent=1))
     await bench.encoder.close()
     return found
 
 
-def middle(steps: Sequence[dict[str, Any]], part: str | None = None) -> float:
-    """Median seconds, of the step or a part of it."""
-    return statistics.median(step["parts"][part] if part else step["seconds"] for step in steps)
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """The tables."""
-    rows = []
-    for frames, steps in found["steps"].items():
-        took, last = {way: middle(steps[way]) for way in WAYS}, steps["ours"][-1]
-        over = took["ours"] / min(took["once"], took["once, 2 ranks"])
-        chosen = " / ".join(map(str, last["degrees"]))
-        reuse = [
-            f"{steps[way][-1][name]:.2f}" for name in ("encoded / unique", "run / unique") for way in ("none", "ours")
-        ]
-        padding = f"{100 * last['padding'] / last['needed']:.3f} %"
-        figures = [*(f"{took[way]:.2f}" for way in WAYS), f"{over:.2f}", chosen, f"{took['none'] / took['ours']:.1f}"]
-        rows.append([str(frames), str(last["tokens"]), *figures, *reuse, padding, f"{last['bytes'] / 1024:.0f}"])
-    titles = ["frames", "tokens", *(f"{way}, s" for way in WAYS), "over the envelope", "degree, scored / trained"]
-    titles += [
-        "none / ours",
-        "encoded / unique, none",
-        "ours",
-        "run / unique, none",
-        "ours",
-        "padding",
-        "KiB by driver",
-    ]
-    draw(console, titles, rows)
-    parts = [
-        [str(frames), way, *(f"{middle(steps[way], part):.2f}" for part in PARTS)]
-        for frames, steps in found["steps"].items()
-        for way in WAYS
-    ]
-    draw(console, ["frames", "way", *(f"{part}, s" for part in PARTS)], parts)
-    if found["memory"]:
-        draw(console, ["degree", "MiB of a rank"], [[str(d), f"{mib:.0f}"] for d, mib in found["memory"].items()])
-
-
-def draw(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*titles, box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def picture(found: dict[str, Any], path: Path) -> None:
-    """Seconds of a step by frames, both logarithmic."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for way in WAYS:
-        took = {frames: middle(steps[way]) for frames, steps in found["steps"].items()}
-        width = 3 if way == "ours" else 1.5
-        axes.plot(list(took), list(took.values()), "o-", color=COLOURS[way], label=way, linewidth=width, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="frames", ylabel="seconds of a step")
-    axes.set_xticks(list(found["steps"]), [str(frames) for frames in found["steps"]], minor=False)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frames", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--frames", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the part with four ranks")
@@ -409,7 +346,6 @@ def main() -> None:
             found = asyncio.run(measure(bench, slots, options))
         finally:
             placement.stop()
-    (options.out / "long_video_steps.json").write_text(json.dumps(found, indent=1))
     show(found, Console(width=200))
     picture(found, options.out / "long_video_steps.png")
 

@@ -21,7 +21,7 @@ from rlfuse.samples import Row
 _RAISES = 64  # attempts to speed a plan up by giving its longest unit more ranks
 _EVEN = 1.02  # a plan this close to perfectly even is not worth any
 _WORTH = 0.98  # more ranks must end the pass this much sooner: predictions are no better
-_TRAINED = 2 / 3  # meetings to work, of passes with gradients to those without
+_EXCHANGES = 2 / 3  # to work, of passes with gradients relative to those without
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What ranks that share a micro-batch pay for it, each of them."""
+class Overhead:
+    """What each rank of a micro-batch takes beyond its share of the work."""
 
     start: float = 0.0
     """Whatever is in it."""
@@ -58,19 +58,19 @@ class Costs:
 
     pair: float = 0.0
     """A pair of tokens in attention."""
-    meetings: Mapping[int, Meeting] = field(default_factory=dict)
-    """By degree; of others free."""
+    overheads: Mapping[int, Overhead] = field(default_factory=dict)
+    """By degree; none for others."""
     slower: tuple[float, ...] = (1.0,)
     """How many times longer everything takes while 1, 2, ... ranks compute at once, and more than are named as the
     last: on CPU hosts ranks may share cores."""
 
     def start(self, degree: int) -> float:
         """Of a micro-batch, on each of its ranks."""
-        return self.meetings.get(degree, Meeting()).start
+        return self.overheads.get(degree, Overhead()).start
 
     def seconds(self, unit: Unit, degree: int) -> float:
         """Predicted time on each of `degree` ranks, if no other computes; without the micro-batch's start."""
-        token = self.meetings.get(degree, Meeting()).token
+        token = self.overheads.get(degree, Overhead()).token
         return (unit.tokens + self.pair * unit.pairs) / degree + token * unit.tokens
 
     def crowded(self, ranks: int) -> float:
@@ -86,9 +86,13 @@ class Costs:
         return end
 
     def trained(self) -> Costs:
-        """Of a pass with gradients: three times the work, and as many meetings on the way back as on the way there."""
-        halved = {d: Meeting(each.start * _TRAINED, each.token * _TRAINED) for d, each in self.meetings.items()}
-        return replace(self, meetings=halved)
+        """Of passes with gradients: three times the work, and as many exchanges on the way back as on the way there."""
+        whole = self.start(1)
+        overheads = {
+            degree: Overhead(whole + _EXCHANGES * (each.start - whole), _EXCHANGES * each.token)
+            for degree, each in self.overheads.items()
+        }
+        return replace(self, overheads=overheads)
 
 
 def legal(largest: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from rlfuse.engines.attention import Segment, attend
-from rlfuse.engines.degrees import Costs, Meeting
+from rlfuse.engines.degrees import Costs, Overhead
 
 Forward = Callable[[int, int], None]
 """(tokens, degree): this rank's part of a pass of one row, without gradients; returns when the device is done."""
@@ -99,17 +99,16 @@ def _attention(text: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: 
 def fitted(taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: float, slower: tuple[float, ...]) -> Costs:
     """Costs from seconds by degree of a short and a long row, all ranks at work; `pair`: seconds of a pair of tokens.
 
-    What a cut pass takes beyond its share of the whole one's work is its meeting: a start, and some for each token.
+    What a cut pass takes beyond its share of the whole one's work is its overhead: a start, and some for each token.
     """
-    work = [seconds - pair * size**2 / 2 for seconds, size in zip(taken[1], sizes, strict=True)]
-    token = max((work[1] - work[0]) / (sizes[1] - sizes[0]), 1e-3 * taken[1][1] / sizes[1])
-    meetings = {}
-    for degree, seconds in taken.items():
-        if degree > 1:
-            beyond = [
-                cut - whole + (token * size + pair * size**2 / 2) * (1 - 1 / degree)
-                for cut, whole, size in zip(seconds, taken[1], sizes, strict=True)
-            ]
-            each = max((beyond[1] - beyond[0]) / (sizes[1] - sizes[0]), 0.0)
-            meetings[degree] = Meeting(max(beyond[0] - each * sizes[0], 0.0) / token, each / token)
-    return Costs(pair / token, meetings, slower)
+    short, long = sizes
+
+    def line(degree: int, token: float) -> tuple[float, float]:
+        """(start, seconds for each token) beyond work in which a token takes so long."""
+        left = [t - (token * n + pair * n**2 / 2) / degree for t, n in zip(taken[degree], sizes, strict=True)]
+        slope = max((left[1] - left[0]) / (long - short), 0.0)
+        return max(left[0] - slope * short, 0.0), slope
+
+    token = line(1, 0.0)[1] or taken[1][1] / long
+    overheads = {degree: Overhead(*(seconds / token for seconds in line(degree, token))) for degree in taken}
+    return Costs(pair / token, overheads, slower)

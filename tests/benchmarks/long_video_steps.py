@@ -209,7 +209,7 @@ class Bench:
         sent, video, spans = self.traffic.bytes, await self.encoder.metrics(), await self.group.drain()
         for sample in samples:
             sample.response = responses[sample.id]
-        scoring = [span for span in spans if span.kind in ("old_log_prob", "ref")]
+        scoring = [span for span in spans if span.kind in ("old_log_prob", "ref") and span.samples]
         needed = 2 * planned(self.group._plan(rows, None, 3), rows)
         off = max(np.abs(row.tensors["old_log_probs"] - responses[row.id].log_probs).max() for row in rows)
         assert off < 1e-3, f"engine and trainer disagree by {off}"

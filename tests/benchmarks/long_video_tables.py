@@ -20,31 +20,39 @@ from rich.table import Table
 PARTS = ("encode", "rollout", "old", "ref", "update")
 """Of a step."""
 COLOURS = {"none": "#8a8a8a", "once": "#6aa3d8", "once, 2 ranks": "#f0a830", "ours": "#c2385a"}
+PASSES = PARTS[2:]
+"""The trainer's, to which degrees make a difference."""
+FIXED = ("once", "once, 2 ranks")
 TWICE = ("encoded / unique", "run / unique")
 """Tokens of the clip that the encoder ran, and of prompt and answers that the passes without gradients ran."""
 
 
-def middle(steps: Sequence[dict[str, Any]], part: str | None = None) -> float:
-    """Median seconds, of the step or a part of it."""
-    return statistics.median(step["parts"][part] if part else step["seconds"] for step in steps)
+def middle(steps: Sequence[dict[str, Any]], parts: Sequence[str] = PARTS) -> float:
+    """Median seconds of these parts of a step together."""
+    return statistics.median(sum(step["parts"][part] for part in parts) for step in steps)
+
+
+def over(steps: dict[str, Any], parts: Sequence[str] = PARTS) -> float:
+    """Ours relative to the lower envelope of the fixed degrees."""
+    return middle(steps["ours"], parts) / min(middle(steps[way], parts) for way in FIXED)
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """The tables."""
-    titles = ["frames", "tokens", *(f"{way}, s" for way in COLOURS), "over the envelope", "degree, scored / trained"]
+    titles = ["frames", "tokens", *(f"{way}, s" for way in COLOURS), "over envelope: step", "passes", "degrees"]
     titles += ["none / ours", *(f"{name}, {way}" for name in TWICE for way in ("none", "ours")), "padding", "KiB sent"]
     rows = []
     for frames, steps in found["steps"].items():
         took, last = {way: middle(steps[way]) for way in COLOURS}, steps["ours"][-1]
-        over, gain = took["ours"] / min(took["once"], took["once, 2 ranks"]), took["none"] / took["ours"]
-        cells = [str(frames), str(last["tokens"]), *(f"{took[way]:.2f}" for way in COLOURS), f"{over:.2f}"]
-        cells += [" / ".join(map(str, last["degrees"])), f"{gain:.1f}"]
+        cells = [str(frames), str(last["tokens"]), *(f"{took[way]:.2f}" for way in COLOURS)]
+        cells += [f"{over(steps):.2f}", f"{over(steps, PASSES):.2f}", " / ".join(map(str, last["degrees"]))]
+        cells += [f"{took['none'] / took['ours']:.1f}"]
         cells += [f"{steps[way][-1][name]:.2f}" for name in TWICE for way in ("none", "ours")]
         cells += [f"{last['padding'] / last['needed']:.3%}", f"{last['bytes'] / 1024:.0f}"]
         rows.append(cells)
     draw(console, titles, rows)
     parts = [
-        [str(frames), way, *(f"{middle(steps[way], part):.2f}" for part in PARTS)]
+        [str(frames), way, *(f"{middle(steps[way], [part]):.2f}" for part in PARTS)]
         for frames, steps in found["steps"].items()
         for way in COLOURS
     ]

@@ -12,7 +12,7 @@ from pipelines import Anywhere
 from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, settings
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.engines.degrees import Costs, Meeting
+from rlfuse.engines.degrees import Costs, Overhead
 from rlfuse.samples import Visual
 from rlfuse.video.checkpoints import write_small_qwen25_vl
 from rlfuse.video.embedding import Embedding, write_rows
@@ -44,9 +44,9 @@ def cut(folder, budget, largest=4, stage=1, mode="token-mean", **more):
 async def group(folder, slots):
     config = cut(folder, budget=64)
     group = (await Probe.start(config, Anywhere(slots.group, 4, "cpu"), optimizer_steps=10))[0]
-    assert group.costs.pair > 0 and group.costs.meetings.keys() == {2, 4}
+    assert group.costs.pair > 0 and group.costs.overheads.keys() == {1, 2, 4}
     assert len(group.costs.slower) == 4 and group.costs.slower[3] >= group.costs.slower[0] == 1
-    group.costs = Costs(meetings=dict.fromkeys((2, 4), Meeting(start=1e9)))  # as many ranks as a row needs, no more
+    group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more
     yield group
     for rank in group.ranks:
         ray.kill(rank)

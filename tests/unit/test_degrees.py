@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlfuse.engines.batching import micro_batches
-from rlfuse.engines.degrees import Costs, Meeting, Unit, alone, legal, plan, together
+from rlfuse.engines.degrees import Costs, Overhead, Unit, alone, legal, plan, together
 from rlfuse.engines.measuring import fitted
 from rlfuse.samples import Row
 
@@ -15,8 +15,8 @@ TWO_CORES = (1.0, 1.0, 1.5, 2.0)
 
 
 def costs(start=0.0, token=0.0, pair=0.0, slower=(1.0,)):
-    """Meetings of two and of four cost the same."""
-    return Costs(pair, {2: Meeting(start, token), 4: Meeting(start, token)}, slower)
+    """Two ranks and four have the same overhead."""
+    return Costs(pair, dict.fromkeys((2, 4), Overhead(start, token)), slower)
 
 
 def slower(rng):
@@ -119,42 +119,30 @@ def test_no_plan_ends_later_than_one_degree_for_all():
         assert ends[0] <= 1.05 * min(ends[1:]), (seed, ends)
 
 
-def test_gradients_take_more_work_and_not_as_many_more_meetings():
+def test_passes_with_gradients_have_more_work_and_not_as_many_more_exchanges():
     machine, units = costs(60.0), alone([row(1, 99)])
     assert plan(units, 2, 1000, (1, 2), machine)[0][0].degree == 1
     assert plan(units, 2, 1000, (1, 2), machine.trained())[0][0].degree == 2
-    assert machine.trained().seconds(units[0], 1) == machine.seconds(units[0], 1)
-
-
-def test_a_prompt_runs_once_unless_its_answers_outgrow_it():
-    group = [row(1000, 50) for _ in range(8)]
-    (unit,) = together(group, capacity=10_000, ranks=4)
-    assert (unit.tokens, unit.pairs) == (1400, 1000**2 / 2 + 8 * 50 * 1025)
-    assert [unit.tokens for unit in together(group, capacity=1200, ranks=4)] == [1200, 1200]
-    assert [len(unit.rows) for unit in together(group, capacity=10_000, ranks=4, most=3)] == [3, 3, 2]
-    assert [unit.tokens for unit in together(group, capacity=900, ranks=4)] == [1050] * 8  # more than the budget: alone
-    short = [row(10, 100) for _ in range(8)]
-    assert len(together(short, capacity=10_000, ranks=4)) == 4
+    machine = Costs(0.1, {1: Overhead(6.0), 2: Overhead(9.0, 0.3)}, TWO_CORES)
+    assert machine.trained() == Costs(0.1, {1: Overhead(6.0), 2: Overhead(8.0, pytest.approx(0.2))}, TWO_CORES)
 
 
 def test_costs_are_read_off_timed_passes():
-    """Of a machine on which a pass starts in 2 ms, whatever is in it."""
     token, sizes = 1e-4, (32, 1024)
-    real = Costs(0.002, {2: Meeting(10.0, 0.1), 4: Meeting(30.0, 0.05)}, (1.0, 1.0, 1.5, 2.0))
+    real = Costs(0.002, {1: Overhead(20.0), 2: Overhead(30.0, 0.1), 4: Overhead(50.0, 0.05)}, (1.0, 1.0, 1.5, 2.0))
 
     def taken(degree, size):
-        unit = Unit((0,), size, size**2 / 2)
-        return 2e-3 + token * (real.start(degree) + real.seconds(unit, degree))
+        return token * (real.start(degree) + real.seconds(Unit((0,), size, size**2 / 2), degree))
 
     found = fitted({d: [taken(d, size) for size in sizes] for d in (1, 2, 4)}, sizes, 0.002 * token, real.slower)
     assert found.pair == pytest.approx(real.pair) and found.slower == real.slower
-    for degree, meeting in real.meetings.items():
-        assert found.meetings[degree].start == pytest.approx(meeting.start)
-        assert found.meetings[degree].token == pytest.approx(meeting.token)
+    for degree, overhead in real.overheads.items():
+        assert found.overheads[degree].start == pytest.approx(overhead.start)
+        assert found.overheads[degree].token == pytest.approx(overhead.token, abs=1e-9)
 
 
 def test_what_noise_makes_of_timed_passes_is_never_a_gain():
     found = fitted({1: [0.01, 0.1], 2: [0.001, 0.01]}, (32, 1024), 1e-9, (1.0, 1.0))
-    assert found.meetings == {2: Meeting(0.0, 0.0)}
+    assert found.overheads[2] == Overhead(0.0, 0.0)
     upside_down = fitted({1: [0.1, 0.01], 2: [0.2, 0.1]}, (32, 1024), 1e-9, (1.0, 1.0))
-    assert all(0 <= number < math.inf for number in (upside_down.pair, upside_down.start(2)))
+    assert all(0 <= number < math.inf for number in (upside_down.pair, upside_down.start(1), upside_down.start(2)))

@@ -15,10 +15,10 @@ steps are the same work.
 - once, 2 ranks: and cut over both ranks in every pass of the trainer;
 - ours: and cut where that is predicted to be sooner.
 
-The ways take turns within each repetition, and each step gets files of new content, so that no cache knows them; all
-ways must draw the same tokens. Last, with four ranks: the most memory that a rank takes above what it held before an
-update of the longest clip, at degree 1, 2 and 4. Prints tables; writes `long_video_steps.json` and `.png`.
-`long_video_tables.py` puts several runs together.
+The ways take turns within each repetition, another one first each time, and each step gets files of new content, so
+that no cache knows them; all ways must draw the same tokens. Last, with four ranks: the most memory that a rank takes
+above what it held before an update of the longest clip, at degree 1, 2 and 4. Prints tables; writes
+`long_video_steps.json` and `.png`. `long_video_tables.py` puts several runs together.
 """
 
 from __future__ import annotations
@@ -311,9 +311,9 @@ async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namesp
     for way in WAYS:
         await bench.step(way, min(options.frames))
     for frames in sorted(options.frames):
-        steps: dict[str, list] = {way: [] for way in WAYS}
-        for _ in range(options.repeats):
-            for way in WAYS:
+        steps, names = {way: [] for way in WAYS}, list(WAYS)
+        for turn in range(options.repeats):
+            for way in names[turn % len(names) :] + names[: turn % len(names)]:
                 steps[way].append(await bench.step(way, frames))
         drawn = [step.pop("drawn") for step in itertools.chain(*steps.values())]
         assert all(each == drawn[0] for each in drawn), "the ways drew different tokens"

@@ -24,7 +24,7 @@ from rlfuse.engines.degrees import Costs, Overhead
 Forward = Callable[[int, int], None]
 """(tokens, degree): this rank's part of a pass of one row, without gradients; returns when the device is done."""
 
-SHORT = 32
+SHORT = 16
 """Tokens of a row that takes little more than its start."""
 LONG_S, LONGEST = 0.1, 2048
 """What a long row should take, and its most tokens: enough to be timed, not so much that a start-up shows it."""
@@ -46,7 +46,8 @@ def measured_costs(
     `token`: about the seconds that one takes on this rank. `lockstep`: no rank runs a pass without all others (ZeRO 3).
     """
     watch = Stopwatch(device)
-    long = min(LONGEST, max(4 * SHORT, int(LONG_S / watch.most(token)) // SHORT * SHORT))
+    longest = min(LONGEST, getattr(text, "max_position_embeddings", LONGEST))
+    long = min(longest, max(4 * SHORT, int(LONG_S / watch.most(token)))) // SHORT * SHORT
     slower = (1.0,) if lockstep else watch.crowding(lambda: forward(long, 1))
     pair = watch.seconds(lambda: _attention(text, long, dtype, device)) / (long**2 / 2) * text.num_hidden_layers
     taken = {d: [watch.seconds(lambda d=d, n=n: forward(n, d)) for n in (SHORT, long)] for d in degrees}

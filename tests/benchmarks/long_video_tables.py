@@ -20,6 +20,7 @@ from rich.table import Table
 PARTS = ("encode", "rollout", "old", "ref", "update")
 """Of a step."""
 COLOURS = {"none": "#8a8a8a", "once": "#6aa3d8", "once, 2 ranks": "#f0a830", "ours": "#c2385a"}
+LABELS = ("nothing reused", "encoded once, degree 1", "encoded once, degree 2", "ours: encoded once, degree chosen")
 PASSES = PARTS[2:]
 """The trainer's, to which degrees make a difference."""
 FIXED = ("once", "once, 2 ranks")
@@ -72,10 +73,10 @@ def picture(found: dict[str, Any], path: Path) -> None:
     """Seconds of a step by frames, both logarithmic."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for way in COLOURS:
+    for way, label in zip(COLOURS, LABELS, strict=True):
         took = {frames: middle(steps[way]) for frames, steps in found["steps"].items()}
         width = 3 if way == "ours" else 1.5
-        axes.plot(list(took), list(took.values()), "o-", color=COLOURS[way], label=way, linewidth=width, markersize=4)
+        axes.plot(list(took), list(took.values()), "o-", color=COLOURS[way], label=label, linewidth=width, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="frames", ylabel="seconds of a step")
     axes.set_xticks(list(found["steps"]), [str(frames) for frames in found["steps"]], minor=False)
     axes.minorticks_off()

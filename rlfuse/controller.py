@@ -74,7 +74,8 @@ class Controller:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
         actor, tensors = self.config.actor, {"actor": self.experience.actor_tensors, "critic": ("values", "returns")}
         wanted = {"critic": self.config.uses_critic, "actor": step > self.config.trainer.critic_warmup}
-        draw = await self.show(self.selection.draw(lambda prompts: self.groups(prompts, step)), step)
+        with self.recorder.span("data", step=step):
+            draw = await self.show(self.selection.draw(lambda prompts: self.groups(prompts, step)), step)
         board = Board(
             draw.groups,
             self.fleet(),

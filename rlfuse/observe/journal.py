@@ -11,6 +11,7 @@ spans and, in `checkpoint`, to write their state.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.events import EventLog, Recorder, Span
+from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
 from rlfuse.observe.tracking import MetricsFile, Terminal, Wandb
 from rlfuse.rewards.items import RewardError
@@ -37,6 +39,7 @@ class Journal:
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.recorder = Recorder("driver")
         self.facts: dict[str, Any] = {}
+        self._accounted = time.time()
         self._engines: Sequence[Recorded] = ()
         self._state: Callable[[], dict[str, Any]] = dict
         self._notes: dict[str, list[float]] = defaultdict(list)
@@ -145,6 +148,7 @@ class Journal:
         values |= figures.failure_metrics(board.failures())
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
+        values |= self._account(spans)
         values[f"fusion/{label(self.config.fusion.data, self.config.fusion.tail_speculation)}"] = 1.0
         values |= figures.repetition(spans, board.samples)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
@@ -152,6 +156,12 @@ class Journal:
             values |= figures.video_metrics(spans)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
         return values | {name: sum(v) / len(v) for name, v in self._notes.items()}
+
+    def _account(self, spans: Sequence[Span]) -> dict[str, float]:
+        """busy/* and idle/* since the last row: start-up, validation and checkpoints are in the row that follows."""
+        start, self._accounted = self._accounted, time.time()
+        width = self.config.rollout.tensor_model_parallel_size
+        return account(spans, start, self._accounted, self.config.slots, width).metrics()
 
     def close(self, error: BaseException | None = None) -> None:
         """Close every sink; an error is written to wandb before."""

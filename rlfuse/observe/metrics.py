@@ -14,6 +14,7 @@ import numpy as np
 from rlfuse.algorithms.shaping import zero_spread
 from rlfuse.engines.batching import balance
 from rlfuse.observe.events import Span
+from rlfuse.observe.idle import account, union
 from rlfuse.samples import Group, Reward, RewardFailure, Sample
 
 
@@ -169,11 +170,7 @@ def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
 
 def covered(spans: Iterable[Span]) -> float:
     """Seconds covered by at least one of the spans."""
-    total, reach = 0.0, -np.inf
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, reach))
-        reach = max(reach, span.end)
-    return total
+    return sum(end - start for start, end in union(spans))
 
 
 def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:
@@ -185,6 +182,7 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
     steps = _on_driver(spans, "step")
     if not generated or not steps:
         return {}
+    step = account(spans, steps[0].start, steps[0].end, slots * width, width)
     last = max(span.end for span in generated)
 
     def early(*kinds: str) -> float:
@@ -195,32 +193,8 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
         "fusion/samples_overlapped": early("reward", "old_log_prob", "ref", "values"),
         "fusion/samples_trained_in_tail": early("update_critic", "update_actor"),
         "fusion/samples_moved": float(sum(len(span.samples) for span in _on_driver(spans, "move"))),
-        "fusion/idle_share": 1.0 - _busy(spans, steps[0], width) / (slots * steps[0].seconds),
+        "fusion/idle_share": step.idle_share,
     }
-
-
-ON_SLOTS = (
-    "decode",
-    "old_log_prob",
-    "ref",
-    "values",
-    "forward",
-    "backward",
-    "weight_gradients",
-    "optimizer",
-    "update_weights",
-)
-
-
-def _busy(spans: Sequence[Span], step: Span, width: int) -> float:
-    """Seconds of the step in which slots' engines or ranks worked, summed over slots."""
-    mine: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        inside = span.start >= step.start and span.end <= step.end
-        process, _, number = span.where.partition("/")
-        if inside and span.kind in ON_SLOTS and process in ("rollout", "trainer"):
-            mine[int(number) // (width if process == "trainer" else 1)].append(span)
-    return sum(covered(each) for each in mine.values())
 
 
 def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens: int, epochs: int) -> dict[str, float]:

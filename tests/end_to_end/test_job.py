@@ -153,6 +153,23 @@ def test_events_cover_every_sample_and_stage(serial):
         assert sorted(seen) == sorted(generated)
 
 
+def test_every_second_of_every_slot_is_accounted_for(serial):
+    run, _ = serial
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
+    seconds = {
+        side: [sum(value for name, value in row.items() if name.startswith(side)) for row in rows]
+        for side in ("busy/", "idle/")
+    }
+    wall = (run / "metrics.jsonl").stat().st_mtime - (run / "config.yaml").stat().st_mtime  # from before Ray starts
+    assert sum(seconds["busy/"]) + sum(seconds["idle/"]) == pytest.approx(wall, rel=0.01)
+    for row, *parts in zip(rows[1:], seconds["busy/"][1:], seconds["idle/"][1:], strict=True):
+        assert sum(parts) >= row["timing_s/step"] > parts[0] > 0
+        assert 0 <= row["idle/controller"] < 0.25 * sum(parts), "waits have causes"
+        assert "idle/start_up" not in row
+    assert rows[0]["idle/start_up"] > rows[0]["timing_s/step"] and rows[0]["busy/testing"] > 0
+    assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/tail"))
+
+
 def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

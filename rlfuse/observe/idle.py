@@ -1,0 +1,178 @@
+"""Where every second of every slot went: busy with a named kind of work, or idle for a named cause.
+
+Role: the journal accounts for each row of metrics with `account`; reports draw what `divide` gives for a step. Pure
+functions of spans. Invariant: claims on a slot's time are heard in order and each takes only what is left, so busy and
+idle add up to the window, and work of two processes at the same time counts once.
+
+Why a slot is idle, the first that applies:
+    start_up    nothing runs yet                      calls       its own call has not arrived, or is on its way back
+    switch      it changes its role                   tail        others still generate, it has no sample left
+    weights     new weights are on their way          imbalance   others still score or train
+    bubble      a pipeline schedule has no work here  reward      all that is left to do is to score by functions
+                                                      data        prompts are drawn, clips are decoded
+    controller  none of these: decisions, advantages, logging
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlfuse.observe.events import Span
+
+Intervals = list[tuple[float, float]]
+"""Ascending and disjoint, in seconds."""
+
+WORK = {
+    "decode": "generate",
+    "encode": "encode",
+    "old_log_prob": "old_log_prob",
+    "ref": "ref",
+    "values": "values",
+    "forward": "train",
+    "backward": "train",
+    "weight_gradients": "train",
+    "optimizer": "optimizer",
+    "update_weights": "update_weights",
+}
+"""Spans in which a slot's own engine or rank is busy, and what with."""
+_KINDS = tuple(dict.fromkeys(WORK.values()))
+CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic")
+"""The driver's spans around work that it asked slots for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Seconds of a window, as means over slots; busy and idle together are `seconds`."""
+
+    seconds: float
+    busy: dict[str, float]
+    idle: dict[str, float]
+
+    @property
+    def idle_share(self) -> float:
+        """Of all slots' time, the part without work."""
+        return sum(self.idle.values()) / self.seconds if self.seconds else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """busy/{work} and idle/{cause}: seconds per slot."""
+        return {
+            f"{side}/{name}": value
+            for side, parts in (("busy", self.busy), ("idle", self.idle))
+            for name, value in parts.items()
+        }
+
+
+def account(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> Account:
+    """The window's seconds by what slots did; arguments as of `divide`."""
+    totals: dict[str, dict[str, float]] = {"busy": defaultdict(float), "idle": defaultdict(float)}
+    for slot in divide(spans, start, end, slots, width):
+        for name, intervals in slot.items():
+            side, _, what = name.partition("/")
+            totals[side][what] += sum(b - a for a, b in intervals) / slots
+    return Account(end - start, dict(totals["busy"]), dict(totals["idle"]))
+
+
+def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> list[dict[str, Intervals]]:
+    """For each slot, `busy/{work}` and `idle/{cause}` -> when, from `start` to `end` without a gap.
+
+    `slots`: trainer ranks; `width`: those that share a rollout engine, whose work is work of each of them.
+    """
+    driver: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.where == "driver":
+            driver[span.kind].append(span)
+    own = _by_slot(spans, slots, width)
+    testing, saving = union(driver["testing"]), union(driver["save_checkpoint"])
+    before = [
+        ("idle/weights", union(driver["update_weights"])),
+        ("idle/bubble", union(span for span in spans if span.where == "trainer" and span.kind == "schedule")),
+    ]
+    after = [
+        ("idle/tail", union(driver["gen"])),
+        ("idle/imbalance", union(span for work in own for span in work)),
+        ("idle/reward", union(driver["reward"])),
+        ("idle/data", union(driver["data"] + driver["encode"])),
+        ("idle/calls", union(span for kind in CALLS for span in driver[kind])),
+        ("idle/controller", [(start, end)]),
+    ]
+    start_up, divided = _start_up(spans, start), []
+    for slot, work in enumerate(own):
+        engine = slot // width
+        claims = [("busy/testing", cut(union(work), testing)[0])]
+        claims += [(f"busy/{kind}", union(s for s in work if WORK[s.kind] == kind)) for kind in _KINDS]
+        claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
+        claims += [("idle/switch", _of(driver, ("switch",), engine)), *before]
+        claims += [("idle/calls", _of(driver, CALLS, engine)), *after]
+        divided.append(_heard((start, end), claims))
+    return divided
+
+
+def _of(driver: dict[str, list[Span]], kinds: Sequence[str], engine: int) -> Intervals:
+    """When the driver had something of these kinds under way for this engine's slots alone."""
+    return union(span for kind in kinds for span in driver[kind] if span.attributes.get("slot") == engine)
+
+
+def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:
+    """What each slot's own processes did."""
+    own: list[list[Span]] = [[] for _ in range(slots)]
+    for span in spans:
+        process, _, number = span.where.partition("/")
+        if span.kind in WORK and process in ("rollout", "trainer", "encoder") and number:
+            first, count = (int(number) * width, width) if process == "rollout" else (int(number), 1)
+            for slot in range(first, min(first + count, slots)):
+                own[slot].append(span)
+    return own
+
+
+def _start_up(spans: Iterable[Span], start: float) -> Intervals:
+    """From the window's start to the first thing that the driver does after the engines stand, if that is in it."""
+    began = [span.end for span in spans if span.where == "driver" and span.kind == "start"]
+    if not began:
+        return []
+    after = [span.start for span in spans if span.where == "driver" and span.start >= began[-1]]
+    return [(start, min(after, default=began[-1]))]
+
+
+def _heard(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
+    """What each claim gets of the window: nothing that an earlier one has."""
+    left, given = [window] if window[1] > window[0] else [], defaultdict(list)
+    for name, claim in claims:
+        taken, left = cut(left, claim)
+        if taken:
+            given[name] += taken
+    return {name: sorted(intervals) for name, intervals in given.items()}
+
+
+# Intervals -----------------------------------------------------------------------------------------------------------
+
+
+def union(spans: Iterable[Span]) -> Intervals:
+    """The time that at least one of the spans covers."""
+    joined: Intervals = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def cut(intervals: Intervals, by: Intervals) -> tuple[Intervals, Intervals]:
+    """The parts of `intervals` inside `by`, and those outside."""
+    inside: Intervals = []
+    outside: Intervals = []
+    for start, end in intervals:
+        edges = [start]
+        for place in range(bisect_right(by, start, key=lambda each: each[1]), len(by)):
+            if by[place][0] >= end:
+                break
+            edges += [max(start, by[place][0]), min(end, by[place][1])]
+        edges.append(end)
+        for number, part in enumerate(pairwise(edges)):
+            if part[1] > part[0]:
+                (inside if number % 2 else outside).append(part)
+    return inside, outside

@@ -81,7 +81,12 @@ class EventLog:
         self._file.close()
 
 
+def span_of(fields: dict[str, Any]) -> Span:
+    """A span from the object of its line."""
+    return Span(**{**fields, "samples": tuple(fields["samples"])})
+
+
 def read_events(path: Path) -> list[Span]:
     """The spans of a run folder's `events.jsonl`."""
     with path.open() as lines:
-        return [Span(**{**fields, "samples": tuple(fields["samples"])}) for fields in map(json.loads, lines)]
+        return [span_of(json.loads(line)) for line in lines]

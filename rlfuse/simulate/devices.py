@@ -53,7 +53,7 @@ class SimulatedTrainer:
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
         """The time of a forward and a backward pass over the rows."""
-        async with self._at_work("backward", rows, slot) as speed:
+        async with self._at_work("backward", rows, slot, model) as speed:
             await asyncio.sleep(
                 self.costs.train_call_s + self._tokens(rows, slot) / (self.costs.train_tokens_per_s * speed)
             )
@@ -68,7 +68,7 @@ class SimulatedTrainer:
                 f"a step of {model} is to be scaled by {len(lengths)} rows, and {len(rows)} of {len(once)} samples "
                 "were accumulated since its last step"
             )
-        async with self._at_work("optimizer", (), None):
+        async with self._at_work("optimizer", (), None, model):
             await asyncio.sleep(self.costs.optimizer_s)
         self.trained.setdefault(model, Counter()).update(once)
         return {}
@@ -79,7 +79,7 @@ class SimulatedTrainer:
         return sum(tokens) if slot is not None else max(sum(tokens) / len(self.devices), max(tokens, default=0))
 
     @asynccontextmanager
-    async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None):
+    async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
         """Keep the device or all of them busy; gives the speed of the slowest."""
         devices = self.devices if slot is None else [self.devices[slot]]
         start = asyncio.get_running_loop().time()
@@ -92,8 +92,9 @@ class SimulatedTrainer:
             samples, tokens = tuple(row.id for row in rows), sum(row.tokens for row in rows)
             for device in devices:
                 device.work = ""
-                where = f"trainer/{device.index}"
-                self._spans.append(Span(kind, where, start, end, samples=samples, tokens=tokens // len(devices)))
+                where, share = f"trainer/{device.index}", tokens // len(devices)
+                attributes = {"model": model} if model else {}
+                self._spans.append(Span(kind, where, start, end, samples=samples, tokens=share, attributes=attributes))
 
     def _occupy(self, device: Device, kind: str) -> None:
         if device.role != "trainer" or device.held or device.work:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlfuse.cli import main as rlfuse
 from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
@@ -168,6 +169,16 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
         assert "idle/start_up" not in row
     assert rows[0]["idle/start_up"] > rows[0]["timing_s/step"] and rows[0]["busy/testing"] > 0
     assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/tail"))
+
+
+def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):
+    run, _ = serial
+    assert rlfuse(["trace", str(run), "--steps", "2", "--out", str(run.parent / "trace.json")]) == 0
+    events = json.loads((run.parent / "trace.json").read_text())["traceEvents"]
+    arrows = {event["args"]["sample"] for event in events if event["ph"] == "f"}
+    assert len(arrows) == 8 * 2 * 2 and {name.split()[-1] for name in arrows} == {"actor", "critic"}
+    for phase, count in (("s", 1), ("t", 2), ("f", 1)):  # reward and micro-batch on the way
+        assert sum(event["ph"] == phase for event in events) == count * len(arrows)
 
 
 def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):

@@ -1,0 +1,93 @@
+"""A run folder, read back: what `rlfuse trace` and `rlfuse report` show.
+
+Role: finished runs, interrupted ones and those still going on alike, so everything but the configuration may be missing
+and a last line may be half written. Invariant: events are streamed, a run of thousands of steps is never held whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlfuse.observe.events import Span, span_of
+
+
+class RunError(ValueError):
+    """A folder that can't be shown. The message is for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def slots(self) -> int:
+        return self.config["trainer"]["nnodes"] * self.config["trainer"]["n_gpus_per_node"]
+
+    @property
+    def width(self) -> int:
+        """Slots that share a rollout engine."""
+        return self.config["rollout"]["tensor_model_parallel_size"]
+
+    def rows(self) -> list[dict[str, float]]:
+        """Of `metrics.jsonl`, oldest first."""
+        return list(_objects(self.path / "metrics.jsonl"))
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Of `samples.jsonl`, oldest first."""
+        yield from _objects(self.path / "samples.jsonl")
+
+    def summary(self) -> dict[str, Any]:
+        """Of `summary.json`; empty while the run goes on."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def spans(self, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[Span]:
+        """Of `events.jsonl`; `wanted` judges lines before they are parsed, which takes most of the time."""
+        for fields in _objects(self.path / "events.jsonl", wanted):
+            yield span_of(fields)
+
+    def steps(self) -> dict[int, Span]:
+        """Step -> the driver's span of it; of a step that ran again after a resume, the last."""
+        found = (span for span in self.spans(lambda line: '"kind":"step"' in line) if span.where == "driver")
+        return {span.step: span for span in found}
+
+
+def open_run(path: Path) -> RunFolder:
+    """Raises RunError where the folder holds no run."""
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text())
+    except OSError as error:
+        near = sorted(child.parent.name for child in path.glob("*/config.yaml"))[:5] if path.is_dir() else []
+        meant = f"; runs below it: {', '.join(near)}" if near else ""
+        raise RunError(
+            f"{path}: no run folder ({error.strerror}: config.yaml); give the folder that a run's last lines name, "
+            f"{{default_local_dir}}/{{project_name}}/{{experiment_name}}{meant}"
+        ) from error
+    return RunFolder(path, config)
+
+
+def _objects(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file. A last line without its end is left out."""
+    if path.exists():
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith("\n"):
+                    return
+                if wanted(line):
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise RunError(f"{path}, line {number}: {error}; remove the line if it is damaged") from error

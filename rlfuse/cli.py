@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | long_video]",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
+    "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
@@ -50,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         from rlfuse.train import reported
 
         return reported(lambda: simulate(arguments))
+    if command == "report":
+        from rlfuse.report.command import main as report
+        from rlfuse.train import reported
+
+        return reported(lambda: report(arguments))
     if command == "trace":
         from rlfuse.observe.trace import main as trace
         from rlfuse.train import reported

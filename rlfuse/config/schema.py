@@ -342,7 +342,7 @@ class TrainerConfig:
     wandb_mode: str = "offline"
     """offline | online | disabled."""
     log_samples: int = 16
-    """Rows of the wandb table of samples per step; 0 for none."""
+    """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
     nnodes: int = 1
     """Nodes."""
     n_gpus_per_node: int = 1

@@ -4,8 +4,8 @@ Role: the controller tells it what it learned (`note`, `validated`, `failures`),
 drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
 spans and, in `checkpoint`, to write their state.
 
-    run folder: config.yaml  metrics.jsonl  events.jsonl  summary.json  reward_curve.png  wandb/  global_step_N/
-                contact_sheets/ (of clips)
+    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  summary.json  reward_curve.png  wandb/
+                contact_sheets/ (of clips)  global_step_N/
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlfuse.observe import metrics as figures
 from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
-from rlfuse.observe.tracking import MetricsFile, Terminal, Wandb
+from rlfuse.observe.tracking import StepFile, Terminal, Wandb, sample_row
 from rlfuse.rewards.items import RewardError
 
 
@@ -44,7 +44,8 @@ class Journal:
         self._state: Callable[[], dict[str, Any]] = dict
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._events = EventLog(folder / "events.jsonl")
-        self._metrics = MetricsFile(folder / "metrics.jsonl", after=start)
+        self._metrics = StepFile(folder / "metrics.jsonl", after=start)
+        self._samples = StepFile(folder / "samples.jsonl", after=start)
         self._terminal = Terminal(total_steps, start) if "console" in config.trainer.logger else None
         self._wandb = Wandb(config, resolved, folder, start > 0) if "wandb" in config.trainer.logger else None
         self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
@@ -109,15 +110,17 @@ class Journal:
         self._log(step, values)
         if self._terminal:
             self._terminal.log(step, values)
-        shown = board.whole()[: self.config.trainer.log_samples]
-        sheets = await self._sheets.draw(step, shown)
+        samples = board.whole()[: self.config.trainer.log_samples]
+        sheets = await self._sheets.draw(step, samples)
+        shown = [sample_row(sample) for sample in samples]
+        self._samples.write(step, *shown)
         if self._wandb and shown:
-            self._wandb.samples(step, shown, sheets)
+            self._wandb.samples(step, shown)
         self._notes.clear()
         return spans
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        self._metrics.log(step, values)
+        self._metrics.write(step, values)
         if self._wandb:
             self._wandb.log(step, values)
 
@@ -168,6 +171,7 @@ class Journal:
         self._events.write(self.recorder.drain())
         self._events.close()
         self._metrics.close()
+        self._samples.close()
         self._sheets.close()
         if self._terminal:
             self._terminal.close()

@@ -1,4 +1,4 @@
-"""Where scalars go: `metrics.jsonl` always, the terminal and wandb as trainer.logger says.
+"""Where scalars and samples go: `metrics.jsonl`, `samples.jsonl` always, the terminal and wandb as trainer.logger says.
 
 Role: owned by the journal. Nothing is computed here. wandb is offline unless trainer.wandb_mode=online.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,44 @@ from rlfuse.config.schema import Config
 from rlfuse.samples import Reward, Sample
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one object per step. On resume, steps after the checkpoint are cut off: they run again."""
+class StepFile:
+    """JSON lines, each of a step. On resume, steps after the checkpoint are cut off: they run again."""
 
     def __init__(self, path: Path, after: int):
         kept = [row for row in read_metrics(path) if row["step"] <= after]
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+    def write(self, step: int, *rows: dict[str, Any]) -> None:
+        self._file.writelines(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a run folder's `metrics.jsonl`, oldest first; none when there is no file."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run folder's `metrics.jsonl` or `samples.jsonl`, oldest first; none when there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """A finished sample as people read it: a row of `samples.jsonl` and of wandb's table."""
+    prompt, response, reward = sample.prompt, sample.response, sample.reward
+    scored = isinstance(reward, Reward)
+    return {
+        "id": sample.id,
+        "data_source": prompt.data_source,
+        "prompt": prompt.text,
+        "response": response.text,
+        "finish": response.finish_reason,
+        "prompt_tokens": len(prompt.token_ids),
+        "response_tokens": len(response.token_ids),
+        "reward": reward.value if scored else None,
+        "parts": reward.parts if scored else {},
+        "note": reward.text if scored else f"{reward.function}: {reward.message}" if reward else None,
+        "ground_truth": prompt.ground_truth,
+    }
 
 
 class Terminal:
@@ -113,39 +132,14 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def samples(self, step: int, samples: Sequence[Sample], sheets: Mapping[str, Path]) -> None:
-        """A table of prompts, responses and what their reward was made of; with the contact sheets of some."""
-        parts = sorted({name for s in samples if isinstance(s.reward, Reward) for name in s.reward.parts})
-        table = self._wandb.Table(
-            columns=[
-                "step",
-                "sample",
-                "prompt",
-                "response",
-                "finish",
-                "tokens",
-                "reward",
-                *parts,
-                *(["clip"] * bool(sheets)),
-            ]
-        )
-        for sample in samples:
-            scored = isinstance(sample.reward, Reward)
-            table.add_data(
-                step,
-                sample.id,
-                sample.prompt.text,
-                sample.response.text,
-                sample.response.finish_reason,
-                len(sample.response.token_ids),
-                sample.reward.value if scored else None,
-                *(sample.reward.parts.get(name) if scored else None for name in parts),
-                *([self._image(sheets.get(sample.id))] * bool(sheets)),
-            )
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """A table of prompts, responses and what their reward was made of."""
+        parts = sorted({name for row in rows for name in row["parts"]})
+        shown = ("id", "prompt", "response", "finish", "response_tokens", "reward")
+        table = self._wandb.Table(columns=["step", *shown, *parts])
+        for row in rows:
+            table.add_data(step, *(row[name] for name in shown), *(row["parts"].get(name) for name in parts))
         self._run.log({"samples": table}, step=step)
-
-    def _image(self, path: Path | None) -> Any:
-        return None if path is None else self._wandb.Image(str(path))
 
     def failure(self, where: str, text: str) -> None:
         """A row in the table of errors, so that it is seen where the curves are."""

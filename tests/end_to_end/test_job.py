@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +220,20 @@ def assert_same_curves(serial, run):
         for name, value in want.items():
             if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):
                 assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
+
+
+def test_a_report_compares_the_two_and_a_browser_draws_it(serial, tmp_path):
+    run, out = serial[0], tmp_path / "report.html"
+    assert rlfuse(["report", str(run), str(run.parent / "adaptive"), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert all(f'id="chart-{name}"' in page for name in ("curves", "parts", "lengths", "time-0", "time-1", "idle"))
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == STEPS * 8 * 2 and samples[0]["response"] in page
+    if browser := shutil.which("chromium"):
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,6000", "--dump-dom"]
+        options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", out.as_uri()]
+        made = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120).stdout
+        assert made.count('class="figure js-plotly-plot"') == 6 and f"1 of {2 * len(samples)}" in made
 
 
 def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(job, serial):

@@ -16,7 +16,7 @@ from rlfuse.observe.metrics import (
     utilisation,
     validation_metrics,
 )
-from rlfuse.observe.tracking import MetricsFile, read_metrics
+from rlfuse.observe.tracking import StepFile, read_metrics, sample_row
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -148,7 +148,34 @@ def test_events_survive_the_file_and_errors_are_recorded(tmp_path):
 def test_metrics_after_the_checkpoint_are_cut_off_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 2, 3)))
-    log = MetricsFile(path, after=2)
-    log.log(3, {"x": 30.0})
+    log = StepFile(path, after=2)
+    log.write(3, {"x": 30.0})
     log.close()
     assert read_metrics(path) == [{"step": 0, "x": 0}, {"step": 1, "x": 1}, {"step": 2, "x": 2}, {"step": 3, "x": 30.0}]
+
+
+def test_samples_are_kept_as_people_read_them(tmp_path):
+    scored = sample(3, 1, 5, Reward(0.5, {"fn/format": 1.0}, "no number"))
+    failed = sample(4, 0, 6, RewardFailure("judge", "timed out"), finish="length")
+    log = StepFile(tmp_path / "samples.jsonl", after=0)
+    log.write(1, sample_row(scored), sample_row(failed))
+    log.close()
+    first, second = read_metrics(tmp_path / "samples.jsonl")
+    assert first == {
+        "step": 1,
+        "id": "1/3/1",
+        "data_source": "sums",
+        "prompt": "p",
+        "response": "r",
+        "finish": "stop",
+        "prompt_tokens": 4,
+        "response_tokens": 5,
+        "reward": 0.5,
+        "parts": {"fn/format": 1.0},
+        "note": "no number",
+        "ground_truth": "1",
+    }
+    assert second["reward"] is None and second["parts"] == {} and second["note"] == "judge: timed out"
+    log = StepFile(tmp_path / "samples.jsonl", after=0)
+    log.close()
+    assert read_metrics(tmp_path / "samples.jsonl") == []

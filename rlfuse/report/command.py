@@ -71,12 +71,14 @@ def render(runs: Sequence[Gathered]) -> str:
         "parts": figures.parts(runs),
         **{f"time-{number}": figures.time(run) for number, run in enumerate(runs)},
     }
+    charts = {name: chart for name, chart in charts.items() if chart is not None}
     return environment.get_template("page.html").render(
         title=" and ".join(run.run.name for run in runs),
         runs=runs,
         colours=figures.RUNS,
         plotly=Markup(get_plotlyjs()),
-        charts={name: embedded(chart) for name, chart in charts.items() if chart is not None},
+        charts={name: embedded(chart) for name, chart in charts.items()},
+        heights={name: chart.layout.height for name, chart in charts.items()},
         timelines=_timelines(runs),
         facts=_facts(runs),
         compared=_compared(runs),

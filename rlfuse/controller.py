@@ -26,7 +26,7 @@ from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.fleet import Fleet
 from rlfuse.fusion.selection import Draw, Selection
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.journal import Journal, due
 from rlfuse.samples import Group, Prompt, make_groups
 
 
@@ -64,9 +64,9 @@ class Controller:
             with self.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.sync(step, board.trainers)
-            if self.due(self.config.trainer.test_freq, step):
+            if due(self.config.trainer.test_freq, step, self.total_steps):
                 await self.validate(step)
-            if self.due(self.config.trainer.save_freq, step):
+            if due(self.config.trainer.save_freq, step, self.total_steps):
                 await self.journal.checkpoint(step)
             self.tuning.learn(board, await self.journal.finish(step, board))
 
@@ -177,7 +177,3 @@ class Controller:
     def groups(self, prompts: list[Prompt], step: int) -> list[Group]:
         """Unfinished, seeded samples of these prompts."""
         return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
-
-    def due(self, every: int, step: int) -> bool:
-        """Whether something that happens every so many steps (0: never; negative: at the end) is due."""
-        return every != 0 and (step == self.total_steps or (every > 0 and step % every == 0))

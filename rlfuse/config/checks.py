@@ -52,7 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
     "video.sampling": ("seed", "fixed"),
     "video.task": ("general", "detail", "motion"),
-    "trainer.logger": ("console", "wandb"),
+    "trainer.logger": ("console", "wandb", "tensorboard"),
     "trainer.wandb_mode": ("offline", "online", "disabled"),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
@@ -73,13 +73,14 @@ KEYS_BY_RANGE = {
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
     "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail "
-    "video.fps_motion video.decode_timeout_s",
-    "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization",
-    "0 or more and 1 or less": "reward.max_failure_rate video.max_failure_rate algorithm.gamma algorithm.lam",
+    "video.fps_motion video.decode_timeout_s alerts.ppo_kl alerts.kl",
+    "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization alerts.reward_drop alerts.entropy_share",
+    "0 or more and 1 or less": "reward.max_failure_rate video.max_failure_rate algorithm.gamma algorithm.lam "
+    "alerts.zero_spread alerts.reward_failures alerts.idle_share",
     "0 or more and 3 or less": "actor.zero_stage",
-    "above 1": "actor.clip_ratio_c",
+    "above 1": "actor.clip_ratio_c alerts.grad_norm_factor",
     "-1 or 1 or more": "rollout.top_k trainer.test_freq",
-    "-1 or 0 or more": "trainer.save_freq",
+    "-1 or 0 or more": "trainer.save_freq trainer.timeline_freq",
 }
 RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in names.split()}
 """Valid values of numbers, in the words of the message; `_in_range` reads the same words, so the two can't differ."""
@@ -103,6 +104,7 @@ def check(config: Config, facts: Facts) -> list[str]:
         _video,
         _tower,
         _reward,
+        _logging,
         _resume,
     )
     return [problem for find in finders for problem in find(config, facts)]
@@ -351,6 +353,12 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
             yield f"reward.functions: the file `{file}` does not exist; correct the path"
         elif source.split(".")[0] in facts.unknown_modules:
             yield f"reward.functions: Python finds no package `{source.split('.')[0]}`; install it, or give a .py file"
+
+
+def _logging(config: Config, facts: Facts) -> Iterator[str]:
+    if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
+        remedy = "pip install 'rlfuse[tensorboard]', or leave it out"
+        yield _problem(config, "trainer.logger", "tensorboard needs its package, which is not installed", remedy)
 
 
 def _resume(config: Config, facts: Facts) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from omegaconf import MISSING
 
-from rlfuse.config import schema
+from rlfuse.config import alerting, schema
 
 COLUMNS = 100
 """Widest help text; longer lines are tiring to read, and many terminals end here."""
@@ -103,7 +103,7 @@ def groups() -> dict[str, str]:
 def _texts() -> dict[tuple[str, str], str]:
     """(class, field) -> the string below the field."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in (node for module in (schema, alerting) for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in zip(node.body, node.body[1:], strict=False):

@@ -36,6 +36,8 @@ class Facts:
     """Whether workers will have GPUs."""
     nixl: bool | None = None
     """Whether NIXL is installed."""
+    tensorboard: bool | None = None
+    """Whether TensorBoard is installed."""
 
 
 def read_facts(config: Config) -> Facts:
@@ -60,6 +62,7 @@ def read_facts(config: Config) -> Facts:
         unknown_modules=frozenset(_unknown_modules(config.reward.functions)),
         cuda=_cuda(config),
         nixl=nixl_installed(),
+        tensorboard=importlib.util.find_spec("tensorboard") is not None,
     )
 
 

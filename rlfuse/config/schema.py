@@ -1,7 +1,8 @@
 """The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
 
 Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
-`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project.
+`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project
+but the group that has a file of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
+
+from rlfuse.config.alerting import AlertsConfig
 
 
 @dataclass
@@ -338,11 +341,13 @@ class TrainerConfig:
     experiment_name: str = "run"
     """wandb run and folder name."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
-    """console | wandb; metrics.jsonl is always written."""
+    """console | wandb | tensorboard; metrics.jsonl is always written."""
     wandb_mode: str = "offline"
     """offline | online | disabled."""
     log_samples: int = 16
     """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
+    timeline_freq: int = 10
+    """Draw what slots did every so many steps (timelines/ in the run folder, wandb); -1 only at the end, 0 never."""
     nnodes: int = 1
     """Nodes."""
     n_gpus_per_node: int = 1
@@ -395,6 +400,7 @@ class Config:
     fusion: FusionConfig = field(default_factory=FusionConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property

@@ -95,7 +95,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         ("idle/tail", union(driver["gen"])),
         ("idle/imbalance", union(span for work in own for span in work)),
         ("idle/reward", union(driver["reward"])),
-        ("idle/data", union(driver["data"] + driver["encode"])),
+        ("idle/data", union(driver["data"] + driver["encode_clips"])),
         ("idle/calls", union(span for kind in CALLS for span in driver[kind])),
         ("idle/controller", [(start, end)]),
     ]

@@ -4,8 +4,8 @@ Role: the controller tells it what it learned (`note`, `validated`, `failures`),
 drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
 spans and, in `checkpoint`, to write their state.
 
-    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  summary.json  reward_curve.png  wandb/
-                contact_sheets/ (of clips)  global_step_N/
+    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  summary.json  reward_curve.png
+                timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/  global_step_N/
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from rlfuse.engines.protocols import Recorded
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
+from rlfuse.observe.alerts import Alerts
 from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
-from rlfuse.observe.tracking import StepFile, Terminal, Wandb, sample_row
+from rlfuse.observe.sinks import sinks
+from rlfuse.observe.terminal import Terminal
+from rlfuse.observe.tracking import StepFile, read_metrics, sample_row
 from rlfuse.rewards.items import RewardError
+
+
+def due(every: int, step: int, total: int) -> bool:
+    """Whether something that happens every so many steps (0: never; negative: at the end) is due."""
+    return every != 0 and (step == total or (every > 0 and step % every == 0))
 
 
 class Journal:
@@ -47,7 +55,9 @@ class Journal:
         self._metrics = StepFile(folder / "metrics.jsonl", after=start)
         self._samples = StepFile(folder / "samples.jsonl", after=start)
         self._terminal = Terminal(total_steps, start) if "console" in config.trainer.logger else None
-        self._wandb = Wandb(config, resolved, folder, start > 0) if "wandb" in config.trainer.logger else None
+        self._sinks = sinks(config, resolved, folder, start > 0)
+        self._alerts = Alerts(config.alerts, config.rollout.n)
+        self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
         self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
 
     def attach(
@@ -81,8 +91,8 @@ class Journal:
             f"{failure.function}: {failure.message}\n{failure.traceback}"
         ).rstrip()
         self.say(detail)
-        if self._wandb:
-            self._wandb.failure("reward", detail)
+        for sink in self._sinks:
+            sink.failure("reward", detail)
         if len(failed) > self.config.reward.max_failure_rate * len(board.samples):
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.config.reward.max_failure_rate}, so the "
@@ -112,17 +122,38 @@ class Journal:
             self._terminal.log(step, values)
         samples = board.whole()[: self.config.trainer.log_samples]
         sheets = await self._sheets.draw(step, samples)
-        shown = [sample_row(sample) for sample in samples]
+        shown = [sample_row(s, str(sheets[s.id].relative_to(self.folder)) if s.id in sheets else None) for s in samples]
         self._samples.write(step, *shown)
-        if self._wandb and shown:
-            self._wandb.samples(step, shown)
+        drawn = due(self.config.trainer.timeline_freq, step, self.total_steps)
+        picture = self._timeline(step, spans) if drawn else None
+        alerts = self._alerts.check(values)
+        for alert in alerts:
+            self.say(f"step {step}: {alert.title}: {alert.text}")
+        for sink in self._sinks:
+            if shown:
+                sink.samples(step, shown)
+            if picture:
+                sink.picture(step, "timeline", picture)
+            for alert in alerts:
+                sink.alert(step, alert)
         self._notes.clear()
         return spans
 
+    def _timeline(self, step: int, spans: Sequence[Span]) -> Path:
+        """What slots did in the step, as `timelines/step_N.png`."""
+        from rlfuse.simulate.picture import Timeline, draw  # Matplotlib takes a second
+
+        whole = next(span for span in spans if span.kind == "step" and span.where == "driver")
+        path = self.folder / "timelines" / f"step_{step}.png"
+        path.parent.mkdir(exist_ok=True)
+        title = f"step {step}   {whole.seconds:.2f} s"
+        draw([Timeline(title, self.config.fusion.policy, spans, whole.start, whole.seconds)], path)
+        return path
+
     def _log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.write(step, values)
-        if self._wandb:
-            self._wandb.log(step, values)
+        for sink in self._sinks:
+            sink.log(step, values)
 
     async def collect(self, step: int) -> list[Span]:
         """All spans since the last call, of every process, written to the log."""
@@ -149,6 +180,7 @@ class Journal:
         if self.config.algorithm.filter_groups.max_num_gen_batches:
             values["train/num_gen_batches"] = board.batches
         values |= figures.failure_metrics(board.failures())
+        values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values |= self._account(spans)
@@ -167,7 +199,7 @@ class Journal:
         return account(spans, start, self._accounted, self.config.slots, width).metrics()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close every sink; an error is written to wandb before."""
+        """Close every sink; an error is told to each before."""
         self._events.write(self.recorder.drain())
         self._events.close()
         self._metrics.close()
@@ -175,7 +207,7 @@ class Journal:
         self._sheets.close()
         if self._terminal:
             self._terminal.close()
-        if self._wandb:
+        for sink in self._sinks:
             if error is not None:
-                self._wandb.failure("run", f"{type(error).__name__}: {error}")
-            self._wandb.close(exit_code=int(error is not None))
+                sink.failure("run", f"{type(error).__name__}: {error}")
+            sink.close(exit_code=int(error is not None))

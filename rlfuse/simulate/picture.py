@@ -1,8 +1,8 @@
 """What every slot does, when: timelines of steps as one PNG, simulated or read from a run's events.
 
-Role: `draw` is called by `rlfuse simulate --picture`; runs stand below each other on one time axis, one row per slot.
-Reads spans alone: `decode` (or `generate`, where an engine records no steps) on `rollout/N`, passes and gradients on
-`trainer/N`, and the driver's `switch` and `move`. White is idle.
+Role: `draw` is called by `rlfuse simulate --picture` and, every some steps, by the journal of a run; runs stand below
+each other on one time axis, one row per slot. Reads spans alone: `decode` (or `generate`, where an engine records no
+steps) on `rollout/N`, passes and gradients on `trainer/N`, and the driver's `switch` and `move`. White is idle.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ KINDS = {
     "values": "scoring",
     "forward": "training",
     "backward": "training",
+    "weight_gradients": "training",
     "optimizer": "optimizer",
     "update_weights": "weights",
 }

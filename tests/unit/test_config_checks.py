@@ -32,7 +32,7 @@ def test_the_defaults_are_sound():
     [
         ({"algorithm__adv_estimator": "grp"}, ["`grp` is not one of gae, grpo", "did you mean grpo?"]),
         ({"algorithm__adv_estimator": "grpo"}, ["rollout.n=1: must be 2 or more"]),
-        ({"trainer__logger": ["console", "tensorboard"]}, ["`tensorboard` is not one of console, wandb"]),
+        ({"trainer__logger": ["console", "mlflow"]}, ["`mlflow` is not one of console, wandb, tensorboard"]),
         ({"actor__ppo_mini_batch_size": 60}, ["must divide data.train_batch_size=64", "ppo_mini_batch_size=64"]),
         ({"actor__ppo_mini_batch_size": 2, "trainer__n_gpus_per_node": 8}, ["2 samples: must be at least the 8 slots"]),
         ({"data__max_prompt_length": 900}, ["= 1412: must be at most 1024", "shorten one by 388"]),
@@ -72,6 +72,8 @@ def test_the_defaults_are_sound():
         ({"video__freeze_tower": False, "video__disk_cache": "/tmp"}, ["embeddings that a trained tower makes stale"]),
         ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers from 1 up, largest first"]),
         ({"video__levels": [8], "video__max_tokens": 4}, ["video.max_tokens=4: must hold a frame", "8"]),
+        ({"trainer__logger": ["tensorboard"]}, ["needs its package", "rlfuse[tensorboard]"]),
+        ({"alerts__grad_norm_factor": 1.0}, ["alerts.grad_norm_factor=1.0: must be above 1, or null"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
         ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),
@@ -114,7 +116,8 @@ def test_the_defaults_are_sound():
 )
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
     missing = frozenset({"absent.py", "absent.parquet", "atuo"})
-    facts = Facts(1024, 16, missing=missing, unknown_modules=frozenset({"absent_package"}), cuda=False, nixl=False)
+    modules = frozenset({"absent_package"})
+    facts = Facts(1024, 16, missing=missing, unknown_modules=modules, cuda=False, nixl=False, tensorboard=False)
     problems = check(sound(**changes), facts)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems[0]

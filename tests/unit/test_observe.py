@@ -174,6 +174,7 @@ def test_samples_are_kept_as_people_read_them(tmp_path):
         "parts": {"fn/format": 1.0},
         "note": "no number",
         "ground_truth": "1",
+        "contact_sheet": None,
     }
     assert second["reward"] is None and second["parts"] == {} and second["note"] == "judge: timed out"
     log = StepFile(tmp_path / "samples.jsonl", after=0)

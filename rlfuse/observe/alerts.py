@@ -1,0 +1,170 @@
+"""What a person would want to be called for: thresholds on a step's scalars, as configured in the group `alerts`.
+
+Role: the journal asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers, keeps
+their recent past. Invariants: an alert that goes on is told once, and again only after it was over; a number that is
+missing raises none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlfuse.config.alerting import AlertsConfig
+
+SCORE, ENTROPY, PPO_KL = "critic/score/mean", "actor/entropy", "actor/ppo_kl"
+ZERO_SPREAD = "reward/frac_reward_zero_std"
+REFERENCE_KL = ("critic/kl", "actor/kl_loss")
+GRADIENTS = ("actor/grad_norm", "critic/grad_norm")
+WINDOW = 5
+"""Steps over which reward, entropy, spread and idle time are averaged."""
+REMEMBERED = 20
+"""Steps whose median gradient norm is the usual one; a spike is judged from the fifth on."""
+LEAST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing to look at."""
+
+    title: str
+    text: str
+    """What was seen, against which threshold, and what usually helps."""
+
+
+class Alerts:
+    """The thresholds and what they are held against. `group_size`: samples per prompt."""
+
+    def __init__(self, config: AlertsConfig, group_size: int):
+        self.config, self._group_size = config, group_size
+        self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._norms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._best = self._first_entropy = math.nan
+        self._scores = (math.inf, -math.inf)
+        self._standing: set[str] = set()
+
+    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """The steps before a resume: known, and not told again."""
+        for row in rows:
+            self.check(row)
+
+    def check(self, values: Mapping[str, float]) -> list[Alert]:
+        """What is new of this step."""
+        found = list(self._found(values))
+        new = [alert for alert in found if alert.title not in self._standing]
+        self._standing = {alert.title for alert in found}
+        return new
+
+    def _found(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        yield from self._not_finite(values)
+        yield from self._reward(values)
+        yield from self._entropy(values)
+        yield from self._kl(values)
+        yield from self._gradients(values)
+        yield from self._rewards_at_work(values)
+        yield from self._idle(values)
+
+    def _mean(self, name: str, values: Mapping[str, float]) -> float:
+        """Over the window; NaN until it is full."""
+        recent = self._recent[name]
+        if math.isfinite(value := values.get(name, math.nan)):
+            recent.append(value)
+        return sum(recent) / len(recent) if len(recent) == WINDOW else math.nan
+
+    # Learning --------------------------------------------------------------------------------------------------------
+
+    def _not_finite(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        broken = [
+            name for name in ("actor/pg_loss", "critic/vf_loss", *GRADIENTS) if not math.isfinite(values.get(name, 0))
+        ]
+        if broken:
+            seen = ", ".join(f"{name}={values[name]}" for name in broken)
+            yield Alert(
+                "not finite", f"{seen}: the update is lost; lower actor.optim.lr or actor.grad_clip, and resume"
+            )
+
+    def _reward(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        low, high = (values.get(f"critic/score/{end}", math.nan) for end in ("min", "max"))
+        self._scores = (min(self._scores[0], low), max(self._scores[1], high)) if low <= high else self._scores
+        mean, limit, span = self._mean(SCORE, values), self.config.reward_drop, self._scores[1] - self._scores[0]
+        if limit is not None and span > 0 and self._best - mean > limit * span:
+            yield Alert(
+                "reward collapse",
+                f"mean reward {mean:.3g} over {WINDOW} steps, its best was {self._best:.3g}: it fell by "
+                f"more than alerts.reward_drop={limit} of the range of rewards; look at samples.jsonl, lower "
+                "actor.optim.lr, or go on from an earlier checkpoint",
+            )
+        if math.isfinite(mean):
+            self._best = max(mean, self._best if math.isfinite(self._best) else mean)
+
+    def _entropy(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        mean, limit = self._mean(ENTROPY, values), self.config.entropy_share
+        if not math.isfinite(self._first_entropy):
+            self._first_entropy = mean
+        elif limit is not None and mean < limit * self._first_entropy:
+            yield Alert(
+                "entropy collapse",
+                f"entropy {mean:.3g} over {WINDOW} steps, {self._first_entropy:.3g} in the first: below "
+                f"alerts.entropy_share={limit} of it; raise actor.entropy_coeff or actor.clip_ratio_high, or lower the "
+                "learning rate",
+            )
+
+    def _kl(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        limits = [(PPO_KL, "ppo_kl", "the policy moves too far in a step: lower actor.optim.lr or actor.ppo_epochs")]
+        limits += [(name, "kl", "the policy left its reference: raise the KL coefficient") for name in REFERENCE_KL]
+        for name, key, remedy in limits:
+            limit, value = getattr(self.config, key), values.get(name, math.nan)
+            if limit is not None and value > limit:
+                yield Alert(f"KL: {name}", f"{name}={value:.3g} is above alerts.{key}={limit}; {remedy}")
+
+    def _gradients(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        for name in GRADIENTS:
+            value, norms, limit = values.get(name, math.nan), self._norms[name], self.config.grad_norm_factor
+            if not math.isfinite(value):
+                continue
+            usual = float(np.median(norms)) if len(norms) >= LEAST else math.nan
+            if limit is not None and value > limit * usual:
+                yield Alert(
+                    f"gradient spike: {name}",
+                    f"{name}={value:.3g}, usually {usual:.3g}: above alerts.grad_norm_factor={limit} times that; if it "
+                    "comes back, lower the learning rate or actor.grad_clip",
+                )
+            norms.append(value)
+
+    # The work itself -------------------------------------------------------------------------------------------------
+
+    def _rewards_at_work(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        mean, limit = self._mean(ZERO_SPREAD, values), self.config.zero_spread
+        if limit is not None and self._group_size > 1 and mean > limit:
+            yield Alert(
+                "zero spread",
+                f"{mean:.0%} of the groups have equal rewards, over {WINDOW} steps: above "
+                f"alerts.zero_spread={limit}, little is left to learn from; take harder prompts, raise rollout.n, or "
+                "set algorithm.filter_groups.max_num_gen_batches",
+            )
+        failed, limit = values.get("reward/failure_rate", 0.0), self.config.reward_failures
+        if limit is not None and failed > limit:
+            yield Alert(
+                "reward failures",
+                f"{failed:.1%} of the samples have no reward: above alerts.reward_failures={limit} (the run stops at "
+                "reward.max_failure_rate); the traceback of the first stands above",
+            )
+
+    def _idle(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        waits = {name: value for name, value in values.items() if name.startswith("idle/") and name != "idle/start_up"}
+        whole = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
+        limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else 0.0
+        self._recent["idle"].append(share)
+        recent = self._recent["idle"]
+        mean = sum(recent) / len(recent)
+        if limit is not None and len(recent) == WINDOW and mean > limit:
+            cause = max(waits, key=waits.__getitem__)
+            yield Alert(
+                "idle slots",
+                f"slots were idle for {mean:.0%} of the last {WINDOW} steps: above alerts.idle_share="
+                f"{limit}; most of it is {cause} ({waits[cause]:.3g} s per slot in this one)",
+            )

@@ -1,0 +1,140 @@
+"""Where scalars, samples, pictures and alerts go beside the run folder's files: wandb, TensorBoard.
+
+Role: owned by the journal, which tells every sink of trainer.logger the same. Nothing is computed here. wandb is
+offline unless trainer.wandb_mode=online; TensorBoard's files lie in `tensorboard/` of the run folder.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlfuse.config.schema import Config
+from rlfuse.observe.alerts import Alert
+
+Row = dict[str, Any]
+"""As `tracking.sample_row` makes them."""
+
+
+class Sink(Protocol):
+    """Takes what the journal tells; steps ascend."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """What samples were, and what their reward was made of."""
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG of the run folder."""
+
+    def alert(self, step: int, alert: Alert) -> None:
+        """Call a person."""
+
+    def failure(self, where: str, text: str) -> None:
+        """What went wrong, where the curves are."""
+
+    def close(self, exit_code: int) -> None: ...
+
+
+def sinks(config: Config, resolved: dict[str, Any], folder: Path, resumed: bool) -> list[Sink]:
+    """Those that trainer.logger names; the terminal is apart."""
+    found: list[Sink] = []
+    if "wandb" in config.trainer.logger:
+        found.append(Wandb(config, resolved, folder, resumed))
+    if "tensorboard" in config.trainer.logger:
+        found.append(TensorBoard(folder))
+    return found
+
+
+class Wandb:
+    """A wandb run in the run folder, resumed under its own id when the job resumes."""
+
+    def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, resumed: bool):
+        import wandb  # half a second, and not everyone logs to it
+
+        identity = folder / "wandb_id.txt"
+        if not (resumed and identity.exists()):
+            identity.write_text(secrets.token_hex(4))
+        self._wandb, self._folder = wandb, folder
+        self._run = wandb.init(
+            project=config.trainer.project_name,
+            name=config.trainer.experiment_name,
+            id=identity.read_text(),
+            resume="allow" if config.trainer.wandb_mode == "online" else None,
+            dir=folder,
+            mode=config.trainer.wandb_mode,
+            config=resolved,
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """A table; with the contact sheets of those that have one."""
+        parts = sorted({name for row in rows for name in row["parts"]})
+        shown = ("id", "prompt", "response", "finish", "response_tokens", "reward")
+        sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
+        table = self._wandb.Table(columns=["step", *shown, *parts, *sheets])
+        for row in rows:
+            sheet = self._wandb.Image(str(self._folder / row["contact_sheet"])) if row["contact_sheet"] else None
+            values = [row[name] for name in shown] + [row["parts"].get(name) for name in parts]
+            table.add_data(step, *values, *([sheet] if sheets else []))
+        self._run.log({"samples": table}, step=step)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        self._run.log({name: self._wandb.Image(str(path))}, step=step)
+
+    def alert(self, step: int, alert: Alert) -> None:
+        """wandb sends it by mail or Slack, as its user settings say."""
+        self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
+
+    def failure(self, where: str, text: str) -> None:
+        """A row in the table of errors."""
+        self._run.log({"errors": self._wandb.Table(columns=["where", "error"], data=[[where, text]])})
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class TensorBoard:
+    """Event files; on resume a new one begins, and TensorBoard shows the later of what both have."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, as the checks say
+
+        self._writer, self._step = SummaryWriter(str(folder / "tensorboard")), 0
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """As text; TensorBoard reads Markdown, so texts stand in blocks that it leaves alone."""
+        for number, row in enumerate(rows):
+            blocks = [f"{row['id']}, reward {row['reward']}", *(_block(row[name]) for name in ("prompt", "response"))]
+            self._writer.add_text(f"samples/{number}", "\n\n".join(blocks), step)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        from matplotlib.image import imread
+
+        self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
+
+    def alert(self, step: int, alert: Alert) -> None:
+        self._writer.add_text("alerts", f"**{alert.title}** {alert.text}", step)
+
+    def failure(self, where: str, text: str) -> None:
+        self._writer.add_text(f"errors/{where}", _block(text), self._step)
+
+    def close(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+def _block(text: str) -> str:
+    """Markdown's verbatim block."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,71 @@
+"""Alerts on curves made by hand: each is told when it should be, once, and says what to change."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlfuse.config.alerting import AlertsConfig
+from rlfuse.observe.alerts import Alerts
+
+pytestmark = pytest.mark.usefixtures("three_steps")
+
+
+@pytest.fixture
+def three_steps(monkeypatch):
+    """Averages over three steps instead of five, for curves that are read at a glance."""
+    monkeypatch.setattr("rlfuse.observe.alerts.WINDOW", 3)
+
+
+def told(rows, group_size=4, **changes):
+    """(step, title) of every alert."""
+    alerts = Alerts(replace(AlertsConfig(), **changes), group_size)
+    return [(step, alert.title) for step, row in enumerate(rows, 1) for alert in alerts.check(row)]
+
+
+def scores(*values):
+    return [{"critic/score/mean": value, "critic/score/min": 0.0, "critic/score/max": 1.0} for value in values]
+
+
+def test_a_reward_that_falls_is_told_once_until_it_has_recovered():
+    fall = [0.2, 0.5, 0.8, 0.8, 0.8, 0.4, 0.2, 0.1, 0.1, 0.8, 0.8, 0.8, 0.1, 0.1]
+    assert told(scores(*fall)) == [(7, "reward collapse"), (14, "reward collapse")]
+    assert not told(scores(*fall), reward_drop=None)
+    assert not told(scores(0.8, 0.8, 0.8, 0.6, 0.6, 0.6)), "less than 0.3 of the range of rewards"
+    wide = [row | {"critic/score/max": 10.0} for row in scores(*fall)]
+    assert not told(wide), "rewards up to 10 were seen: this is noise"
+    below = [{"critic/score/mean": v, "critic/score/min": -2.0, "critic/score/max": -1.0} for v in (-1, -1, -1, -2, -2)]
+    assert told(below) == [(4, "reward collapse")], "rewards may be negative"
+
+
+def test_entropy_kl_and_gradients():
+    assert told([{"actor/entropy": v} for v in (1, 1, 1, 0.5, 0.05, 0.05, 0.05)]) == [(7, "entropy collapse")]
+    assert told([{"actor/ppo_kl": v} for v in (0.05, 0.2, 0.2, 0.01)]) == [(2, "KL: actor/ppo_kl")]
+    assert told([{"critic/kl": 5.0}]) == [] and told([{"critic/kl": 5.0}], kl=2.0) == [(1, "KL: critic/kl")]
+    norms = [{"actor/grad_norm": v} for v in (1, 2, 1, 2, 1, 9, 30, 1)]
+    assert told(norms) == [(7, "gradient spike: actor/grad_norm")]
+    assert told([{"actor/grad_norm": 30.0}]) == [], "nothing is usual yet"
+    assert told([{"critic/grad_norm": float("nan"), "actor/pg_loss": float("inf")}]) == [(1, "not finite")]
+
+
+def test_spread_failures_and_idle_slots():
+    flat = [{"reward/frac_reward_zero_std": 1.0}] * 4
+    assert told(flat) == [(3, "zero spread")] and not told(flat, group_size=1)
+    assert told([{"reward/failure_rate": v} for v in (0.0, 0.05, 0.05)]) == [(2, "reward failures")]
+    rows = [{"idle/tail": 6.0, "idle/start_up": 100.0, "busy/generate": 4.0}] * 3
+    assert told(rows) == [(3, "idle slots")] and not told(rows, idle_share=0.7)
+    assert not told([{"idle/start_up": 100.0, "busy/generate": 4.0}] * 3)
+    assert not told([{}] * 5), "nothing is known"
+
+
+def test_an_alert_says_what_was_seen_and_what_to_change():
+    (alert,) = Alerts(AlertsConfig(), 1).check({"actor/ppo_kl": 0.25})
+    assert all(part in alert.text for part in ("actor/ppo_kl=0.25", "alerts.ppo_kl=0.1", "actor.optim.lr"))
+
+
+@pytest.mark.parametrize("known", [0, 4, 6])
+def test_a_resumed_run_goes_on_where_it_was(known):
+    rows = scores(0.8, 0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8, 0.8, 0.1, 0.1)
+    alerts = Alerts(AlertsConfig(), 1)
+    alerts.recall(rows[:known])
+    later = [step for step, row in enumerate(rows[known:], known + 1) if alerts.check(row)]
+    assert later == [step for step in (5, 11) if step > known]

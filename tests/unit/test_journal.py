@@ -1,0 +1,134 @@
+"""What the journal hands on at the end of a step: to the run folder, to every sink, to the person at the terminal."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlfuse.config.schema import Config
+from rlfuse.observe.alerts import Alert
+from rlfuse.observe.events import Span
+from rlfuse.observe.journal import Journal, due
+from rlfuse.observe.tracking import read_metrics, sample_row
+from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
+
+
+class Told:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self.calls.append((name, *arguments, *named.values()))
+
+    def of(self, name):
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+def finished(step, number, reward):
+    prompt = Prompt(number, np.arange(3, dtype=np.int32), "how many?", (), "sums", "7")
+    response = Response(np.arange(5, dtype=np.int32), np.zeros(5, np.float32), "stop", step - 1, "seven")
+    return Sample(prompt, step, 0, 0, response, reward)
+
+
+def board_of(samples):
+    kept = [Group(s.prompt, [s]) for s in samples if isinstance(s.reward, Reward)]
+    return SimpleNamespace(
+        samples={s.id: s for s in samples},
+        kept=lambda: kept,
+        whole=lambda: samples,
+        failures=lambda: [(s, s.reward) for s in samples if isinstance(s.reward, RewardFailure)],
+    )
+
+
+@pytest.fixture
+def told(monkeypatch):
+    sink = Told()
+    monkeypatch.setattr("rlfuse.observe.journal.sinks", lambda *_: [sink])
+    return sink
+
+
+def journal_in(folder, start=0, **trainer):
+    config = Config()
+    config.trainer.logger, config.trainer.log_samples, config.trainer.timeline_freq = [], 2, 2
+    config.reward.max_failure_rate = 0.5
+    journal = Journal(config, {}, folder, total_steps=3, start=start)
+    journal.attach([], None, lambda: {"prompts": {"epoch": 0}}, {})
+    return journal
+
+
+async def run_step(journal, step, rewards):
+    with journal.recorder.span("step", step=step) as span:
+        journal.recorder.add(Span("gen", "driver", span.start, span.start + 1e-3, step, attributes={"slot": 0}))
+        decode = {"batch": 3, "context": 9}
+        journal.recorder.add(Span("decode", "rollout/0", span.start, span.start + 1e-3, step, attributes=decode))
+    samples = [finished(step, number, reward) for number, reward in enumerate(rewards)]
+    await journal.finish(step, board_of(samples))
+
+
+async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsys):
+    journal = journal_in(tmp_path)
+    for step in (1, 2, 3):
+        journal.note({"actor/ppo_kl": 0.5})
+        await run_step(journal, step, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out")])
+    journal.close(ValueError("the end"))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [values for _, values in told.of("log")] == [{k: v for k, v in row.items() if k != "step"} for row in rows]
+    assert rows[0]["reward/failure_rate"] == pytest.approx(1 / 3) and rows[0]["busy/generate"] > 0
+    kept = read_metrics(tmp_path / "samples.jsonl")
+    assert [row["id"] for row in kept] == [f"{step}/{number}/0" for step in (1, 2, 3) for number in (0, 1)]
+    assert [row | {"step": step} for step, shown in told.of("samples") for row in shown] == kept
+    assert [(step, name) for step, name, _ in told.of("picture")] == [(2, "timeline"), (3, "timeline")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for _, _, path in told.of("picture"))
+    assert [(step, alert.title) for step, alert in told.of("alert")] == [
+        (1, "KL: actor/ppo_kl"),
+        (1, "reward failures"),
+    ], "told once, although both go on"
+    assert told.of("failure") == [("run", "ValueError: the end")] and told.calls[-1] == ("close", 1)
+
+
+async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, tmp_path):
+    journal = journal_in(tmp_path)
+    for step in (1, 2):
+        journal.note({"actor/ppo_kl": 0.5})
+        await run_step(journal, step, [Reward(1.0)])
+    journal.close()
+    journal = journal_in(tmp_path, start=1)
+    assert [row["step"] for name in ("metrics", "samples") for row in read_metrics(tmp_path / f"{name}.jsonl")] == [
+        1,
+        1,
+    ]
+    journal.note({"actor/ppo_kl": 0.5})
+    await run_step(journal, 2, [Reward(1.0)])
+    assert [step for step, _ in told.of("alert")] == [1]
+    journal.close()
+
+
+def test_when_something_is_due():
+    assert [step for step in range(1, 8) if due(3, step, 7)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if due(-1, step, 7)] == [7] and not due(0, 7, 7)
+
+
+def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
+    pytest.importorskip("tensorboard")
+    from matplotlib.figure import Figure
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlfuse.observe.sinks import TensorBoard
+
+    Figure((1, 1)).savefig(tmp_path / "x.png")
+    sink = TensorBoard(tmp_path)
+    for step in (1, 2):
+        sink.log(step, {"critic/score/mean": step / 2, "actor/ppo_kl": float("nan")})
+        sink.samples(step, [sample_row(finished(step, 0, Reward(0.25)))])
+    sink.picture(2, "timeline", tmp_path / "x.png")
+    sink.alert(2, Alert("zero spread", "all equal"))
+    sink.failure("reward", "Traceback\n  line")
+    sink.close(0)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("critic/score/mean")] == [(1, 0.5), (2, 1.0)]
+    assert found.Tags()["scalars"] == ["critic/score/mean"] and found.Tags()["images"] == ["timeline"]
+    texts = {tag: found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    assert "2/0/0, reward 0.25" in texts["samples/0/text_summary"] and "    seven" in texts["samples/0/text_summary"]
+    assert "zero spread" in texts["alerts/text_summary"] and "      line" in texts["errors/reward/text_summary"]

@@ -122,6 +122,8 @@ def test_run_folder_holds_what_the_readme_promises(serial):
     assert {"torch", "ray", "deepspeed", "rlfuse"} <= summary["versions"].keys()
     assert str(run) in text and "mean reward" in text
     assert (run / "reward_curve.png").stat().st_size > 1000
+    assert [path.name for path in run.glob("timelines/*")] == [f"step_{STEPS}.png"]
+    assert list((run / "wandb").glob("offline-run-*/files/media/images/timeline*"))
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert list((run / "wandb").glob("offline-run-*/files/media/table/samples*"))
     for name in ("actor/pg_loss", "critic/vf_loss", "critic/kl", "response_length/mean", "timing_s/gen", "timing_s/ref",
@@ -182,6 +184,20 @@ def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):
         assert sum(event["ph"] == phase for event in events) == count * len(arrows)
 
 
+def test_a_report_of_a_run_beside_itself_is_drawn_by_a_browser(serial, tmp_path):
+    run, out = serial[0], tmp_path / "report.html"
+    assert rlfuse(["report", str(run), str(run), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert all(f'id="chart-{name}"' in page for name in ("curves", "parts", "lengths", "time-0", "time-1", "idle"))
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == STEPS * 8 * 2 and samples[0]["response"] in page
+    if browser := shutil.which("chromium"):
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,6000", "--dump-dom"]
+        options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", out.as_uri()]
+        made = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120).stdout
+        assert made.count('class="figure js-plotly-plot"') == 6 and f"1 of {2 * len(samples)}" in made
+
+
 def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -220,20 +236,6 @@ def assert_same_curves(serial, run):
         for name, value in want.items():
             if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):
                 assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
-
-
-def test_a_report_compares_the_two_and_a_browser_draws_it(serial, tmp_path):
-    run, out = serial[0], tmp_path / "report.html"
-    assert rlfuse(["report", str(run), str(run.parent / "adaptive"), "--out", str(out)]) == 0
-    page = out.read_text()
-    assert all(f'id="chart-{name}"' in page for name in ("curves", "parts", "lengths", "time-0", "time-1", "idle"))
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == STEPS * 8 * 2 and samples[0]["response"] in page
-    if browser := shutil.which("chromium"):
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,6000", "--dump-dom"]
-        options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", out.as_uri()]
-        made = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120).stdout
-        assert made.count('class="figure js-plotly-plot"') == 6 and f"1 of {2 * len(samples)}" in made
 
 
 def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(job, serial):

@@ -170,6 +170,7 @@ class Controller:
     def execution(self, board: Board, step: int, sampling: Sampling, scored: Callable, tensors: dict) -> Execution:
         """What carries this board out; `scored(board, step)` is called whenever samples gained scores."""
         journal, ready = self.journal, lambda: scored(board, step)
+        journal.watch(board)
         return Execution(
             board, self.engines, self.policy, step, sampling, self.recorder, ready, tensors, journal.note, self.clock
         )

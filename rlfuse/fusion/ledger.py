@@ -70,8 +70,13 @@ class Ledger:
         return not self.done and len(self._done) == self._sizes[self.at % len(self._sizes)]
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps in all: `at` of them are past."""
+        return self._passes * len(self._sizes)
+
+    @property
     def done(self) -> bool:
-        return self.at >= self._passes * len(self._sizes)
+        return self.at >= self.steps
 
     def _open(self) -> None:
         self._done = []

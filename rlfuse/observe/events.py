@@ -43,12 +43,15 @@ class Recorder:
     def __init__(self, where: str):
         self.where = where
         self.step = -1
+        self.open: dict[int, Span] = {}
+        """Spans under way, oldest first."""
         self._spans: list[Span] = []
 
     @contextmanager
     def span(self, kind: str, **fields: Any) -> Iterator[Span]:
         """Record the body as a span; the body may set fields on the yielded span. Recorded also when it raises."""
         span = Span(kind, self.where, time.time(), step=fields.pop("step", self.step), **fields)
+        self.open[id(span)] = span
         try:
             yield span
         except BaseException as error:
@@ -56,6 +59,7 @@ class Recorder:
             raise
         finally:
             span.end = time.time()
+            del self.open[id(span)]
             self._spans.append(span)
 
     def add(self, span: Span) -> None:

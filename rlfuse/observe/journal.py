@@ -54,7 +54,9 @@ class Journal:
         self._events = EventLog(folder / "events.jsonl")
         self._metrics = StepFile(folder / "metrics.jsonl", after=start)
         self._samples = StepFile(folder / "samples.jsonl", after=start)
-        self._terminal = Terminal(total_steps, start) if "console" in config.trainer.logger else None
+        self._terminal = (
+            Terminal(config, total_steps, start, self.recorder) if "console" in config.trainer.logger else None
+        )
         self._sinks = sinks(config, resolved, folder, start > 0)
         self._alerts = Alerts(config.alerts, config.rollout.n)
         self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
@@ -79,6 +81,11 @@ class Journal:
         """A line for the person at the terminal."""
         if self._terminal:
             self._terminal.say(text)
+
+    def watch(self, board: Board) -> None:
+        """What is being worked on from now on, for those who look on."""
+        if self._terminal:
+            self._terminal.board = board
 
     def failures(self, board: Board) -> None:
         """Show what failed to be scored; above reward.max_failure_rate the run stops."""

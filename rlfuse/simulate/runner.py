@@ -231,6 +231,9 @@ class _Journal:
     def note(self, values: dict[str, float]) -> None:
         """There are no metrics."""
 
+    def watch(self, board: Board) -> None:
+        """Nobody looks on."""
+
     def failures(self, board: Board) -> None:
         """Simulated rewards don't fail."""
 

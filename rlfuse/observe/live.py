@@ -1,0 +1,168 @@
+"""A run as it is right now: stages of the step, what each slot does, samples in flight, reward, time left.
+
+Role: the terminal asks for a `View` once a second and shows what `render` makes of it. `look` reads the board and the
+driver's open spans from the thread that draws: it changes nothing, and takes each container's members at one stroke.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlfuse.engines.scoring import PASSES
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.decisions import Slot
+from rlfuse.observe.events import Span
+
+ROWS = 16
+"""Slots with a line of their own; of more, counts."""
+PHASES = {
+    "start": "starting engines",
+    "testing": "validating",
+    "save_checkpoint": "writing a checkpoint",
+    "update_weights": "new weights to the engines",
+    "step": "training step",
+}
+COLOURS = {"generate": "dodger_blue1", "reward": "deep_pink3", "train": "green3", "idle": "grey50", "lost": "red"}
+SCORING = "orange3"
+BAR = 16
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far one kind of work is: samples, or optimizer steps."""
+
+    name: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Plain data: all that is shown."""
+
+    name: str
+    step: int
+    """The last one finished."""
+    total: int
+    gone_s: float
+    left_s: float | None
+    """None before the first step has ended."""
+    phase: str
+    stages: Sequence[Stage]
+    slots: Sequence[tuple[str, int]]
+    """(what it does, samples on its engine)."""
+    in_flight: int
+    rewards: Sequence[float]
+    """Mean of each step."""
+    figures: Mapping[str, str]
+
+
+def look(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
+    """(phase, stages, slots, samples in flight) of this moment; `spans`: the driver's open ones."""
+    spans = list(spans)
+    kinds = {span.kind for span in spans}
+    phase = next((text for kind, text in PHASES.items() if kind in kinds), "between steps")
+    if board is None or not kinds & {"step", "testing"}:
+        return phase, [], [], 0
+    samples = list(board.samples.values())
+    stages = [Stage("generate", sum(sample.response is not None for sample in samples), len(samples))]
+    for kind in board.kinds:
+        if kind == "reward":
+            done = sum(sample.reward is not None for sample in samples)
+        else:
+            done = sum(PASSES[kind][1] in sample.tensors for sample in samples)
+        stages.append(Stage(kind, done, len(samples)))
+    stages += [Stage(f"train {model}", ledger.at, ledger.steps) for model, ledger in board.ledgers.items()]
+    slots = [(_doing(place, spans), place.load) for place in board.fleet.slots]
+    return phase, stages, slots, board.fleet.flying
+
+
+def _doing(place: Slot, spans: Sequence[Span]) -> str:
+    if not place.alive:
+        return "lost"
+    if place.load:
+        return "generate"
+    work = (*PASSES, "switch", "update_actor", "update_critic")
+    own = [s.kind for s in spans if s.kind in work and s.attributes.get("slot", place.index) == place.index]
+    return own[0].replace("update_", "train ") if own else "idle"
+
+
+# Drawing -------------------------------------------------------------------------------------------------------------
+
+
+def render(view: View) -> RenderableType:
+    """What the terminal shows."""
+    left = "" if view.left_s is None else f", about {clock(view.left_s)} left"
+    head = Table.grid(expand=True, padding=(0, 2))
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(justify="right", no_wrap=True)
+    head.add_row(
+        Text(f"step {view.step}/{view.total}", "bold"),
+        ProgressBar(max(view.total, 1), view.step, complete_style="green3"),
+        Text(f"{clock(view.gone_s)} gone{left}"),
+    )
+    body = Table.grid(padding=(0, 4))
+    body.add_row(_stages(view), _slots(view))
+    parts = [head, Text(), body] if view.stages else [head]
+    if view.rewards:
+        told = "   ".join(f"{name} {value}" for name, value in view.figures.items())
+        parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {told}", overflow="ellipsis")]
+    title = f"[bold]rlfuse[/]  {_escaped(view.name)}  ·  {view.phase}"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="grey50")
+
+
+def _stages(view: View) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(width=BAR)
+    table.add_column(justify="right", no_wrap=True)
+    for stage in view.stages:
+        bar = ProgressBar(max(stage.total, 1), stage.done, width=BAR, complete_style=_colour(stage.name))
+        table.add_row(stage.name, bar, f"{stage.done}/{stage.total}")
+    return table
+
+
+def _slots(view: View) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style="grey50")
+    table.add_column(no_wrap=True)
+    if len(view.slots) <= ROWS:
+        for number, (doing, samples) in enumerate(view.slots):
+            load = f"  {samples} samples" if samples else ""
+            table.add_row(f"slot {number}", Text.assemble((doing, _colour(doing)), load))
+    else:
+        for doing, count in Counter(doing for doing, _ in view.slots).most_common():
+            table.add_row(f"{count} slots", Text(doing, _colour(doing)))
+    table.add_row("", f"{view.in_flight} samples in flight")
+    return table
+
+
+def _colour(doing: str) -> str:
+    return COLOURS.get(doing.split()[0], SCORING)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The last values, lowest to highest."""
+    shown = values[-width:]
+    low, high = min(shown), max(shown)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 3] for value in shown)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, without hours where there are none."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,67 @@
+"""The picture of a live run: the terminal's view of a quickstart, some samples generated, others scored already.
+
+    python tests/benchmarks/live_view.py [--out jobs/live.svg] [--step 8] [key=value ...]
+
+Needs what `rlfuse prepare` makes. Runs the job as `rlfuse train experiment=quickstart` does, looks every 20 ms, and
+keeps the first view of the step in which a slot generates while another scores or trains (the last one, if none does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from rlfuse.config.compose import load
+from rlfuse.controller import Controller
+from rlfuse.observe.live import View, render
+from rlfuse.run import run
+
+
+class Looking:
+    """Drives the job and looks on; `step`: the one to be seen."""
+
+    def __init__(self, step: int):
+        self.step, self.seen = step, None
+
+    async def drive(self, controller: Controller, start: int) -> None:
+        """As the run would, with somebody looking on."""
+        looking = asyncio.create_task(self._look(controller.journal._terminal))
+        await controller.run(start)
+        looking.cancel()
+
+    async def _look(self, terminal) -> None:
+        while True:
+            view = terminal.view()
+            if view.step == self.step - 1 and view.stages:
+                self.seen = view
+                if telling(view):
+                    return
+            await asyncio.sleep(0.02)
+
+
+def telling(view: View) -> bool:
+    """Whether one slot generates while another scores or trains."""
+    doing = {what for what, _ in view.slots}
+    return "generate" in doing and bool(doing - {"generate", "idle", "switch"})
+
+
+def main() -> None:
+    """Run, and write the picture."""
+    parser = argparse.ArgumentParser(description="The terminal's view of a live run, as SVG.")
+    parser.add_argument("--out", type=Path, default=Path("jobs/live.svg"))
+    parser.add_argument("--step", type=int, default=8)
+    arguments, overrides = parser.parse_known_args()
+    looking = Looking(arguments.step)
+    run(load(["experiment=quickstart", *overrides]), looking.drive)
+    console = Console(record=True, width=92, file=io.StringIO())
+    console.print(render(looking.seen))
+    console.save_svg(str(arguments.out), title="rlfuse train experiment=quickstart")
+    print(f"picture    {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -92,6 +92,7 @@ def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
         f"  run folder    {folder}",
         "  look at       reward_curve.png, metrics.jsonl, events.jsonl, summary.json",
     ]
+    lines += [f"  as a page     rlfuse report {folder}", f"  in Perfetto   rlfuse trace {folder}"]
     lines += [f"  curves        wandb leet {folder / 'wandb'}"] if (folder / "wandb").exists() else []
     lines += [f"  the model     {weights[-1]}"] if weights else []
     lines.append(

@@ -22,7 +22,7 @@ from rlfuse.observe.run_folder import RunError, open_run
 from rlfuse.report import figures
 from rlfuse.report.gather import Gathered, gather
 
-WINDOW = 5
+WINDOW, MOST_ALERTS = 5, 50
 COMPARED = {
     "mean reward": "critic/score/mean",
     "response tokens": "response_length/mean",
@@ -85,6 +85,7 @@ def render(runs: Sequence[Gathered]) -> str:
         metrics=finite(_metrics(runs)),
         samples=finite([row | {"run": run.run.name} for run in runs for row in run.samples]),
         config=_config(runs),
+        alerts=[(run.run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
     )
 
 

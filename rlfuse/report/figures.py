@@ -87,7 +87,7 @@ def series(run: Gathered, name: str) -> tuple[list[float], list[float]]:
 
 
 LEGEND = {"orientation": "h", "traceorder": "normal", "yref": "container", "y": 0.0, "yanchor": "bottom", "x": 0.0}
-LEGEND_HEIGHT = 70
+LEGEND_HEIGHT = 84
 
 
 def _styled(figure: go.Figure, height: int, legend: bool = False, **layout: object) -> go.Figure:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from rlfuse.config.alerting import AlertsConfig
+from rlfuse.observe.alerts import Alert, Alerts
 from rlfuse.observe.events import Span
 from rlfuse.observe.idle import divide, union
 from rlfuse.observe.run_folder import RunFolder
@@ -64,6 +66,8 @@ class Gathered:
     slowest: list[Generated]
     timelines: list[Timeline]
     samples: list[dict[str, Any]]
+    alerts: list[tuple[int, Alert]]
+    """(step, alert), by the run's own thresholds."""
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -96,7 +100,14 @@ def gather(run: RunFolder) -> Gathered:
         heapq.nlargest(SLOWEST, whole, key=lambda each: each.seconds),
         [_timeline(steps[number], inside[number], run.slots, run.width) for number in chosen],
         _samples(run, [row["step"] for row in rows if row["step"] > 0]),
+        _alerts(run, rows),
     )
+
+
+def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int, Alert]]:
+    """What the run told, or would have."""
+    alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), run.config["rollout"].get("n", 1))
+    return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]
 
 
 def _shown(steps: Mapping[int, Span]) -> list[int]:

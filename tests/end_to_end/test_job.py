@@ -171,7 +171,8 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
         assert 0 <= row["idle/controller"] < 0.25 * sum(parts), "waits have causes"
         assert "idle/start_up" not in row
     assert rows[0]["idle/start_up"] > rows[0]["timing_s/step"] and rows[0]["busy/testing"] > 0
-    assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/tail"))
+    assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/calls"))
+    assert any(row.get("idle/tail", 0) > 0 for row in rows)
 
 
 def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):

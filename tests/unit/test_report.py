@@ -117,6 +117,7 @@ def test_a_page_holds_the_run_and_nothing_of_it_is_markup(runs, tmp_path):
     assert first["prompt"] == NASTY and "more characters" in first["response"] and first["reward"] == 0.5
     assert second["reward"] is None and first["parts"] == {"f/<i>": None}
     assert first["picture"].startswith("data:image/png;base64,") and second["picture"] is None
+    assert "idle slots" not in page.text, "too few steps to tell"
     assert "5000" not in page.text, "what validation generated is no sample of the step"
 
 
@@ -154,6 +155,7 @@ def test_a_thousand_steps_stay_small(tmp_path):
     page = page_of(tmp_path / "page.html", folder)
     assert (tmp_path / "page.html").stat().st_size < 20e6
     assert len(json.loads(page.data["data-samples"])) <= 400
+    assert page.text.count("idle slots") == 1, "told once, as in the run"
     steps, values = json.loads(page.data["data-metrics"])[0]["series"]["some/metric_1"]
     assert len(steps) == len(values) == 400 and steps[0] == 1.5, "means over neighbours"
 

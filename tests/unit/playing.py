@@ -177,6 +177,9 @@ class World:
     def note(self, values) -> None:
         pass
 
+    def watch(self, board) -> None:
+        pass
+
     def failures(self, board) -> None:
         pass
 

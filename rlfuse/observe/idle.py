@@ -99,21 +99,27 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         ("idle/calls", union(span for kind in CALLS for span in driver[kind])),
         ("idle/controller", [(start, end)]),
     ]
+    calls, switches = _by_engine(driver, CALLS), _by_engine(driver, ("switch",))
     start_up, divided = _start_up(spans, start), []
     for slot, work in enumerate(own):
         engine = slot // width
         claims = [("busy/testing", cut(union(work), testing)[0])]
         claims += [(f"busy/{kind}", union(s for s in work if WORK[s.kind] == kind)) for kind in _KINDS]
         claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
-        claims += [("idle/switch", _of(driver, ("switch",), engine)), *before]
-        claims += [("idle/calls", _of(driver, CALLS, engine)), *after]
+        claims += [("idle/switch", union(switches[engine])), *before]
+        claims += [("idle/calls", union(calls[engine])), *after]
         divided.append(_heard((start, end), claims))
     return divided
 
 
-def _of(driver: dict[str, list[Span]], kinds: Sequence[str], engine: int) -> Intervals:
-    """When the driver had something of these kinds under way for this engine's slots alone."""
-    return union(span for kind in kinds for span in driver[kind] if span.attributes.get("slot") == engine)
+def _by_engine(driver: dict[str, list[Span]], kinds: Sequence[str]) -> dict[int, list[Span]]:
+    """The driver's spans of these kinds that were for one engine's slots alone."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for kind in kinds:
+        for span in driver[kind]:
+            if "slot" in span.attributes:
+                found[span.attributes["slot"]].append(span)
+    return found
 
 
 def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:

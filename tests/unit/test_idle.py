@@ -1,7 +1,7 @@
 """Where slots' time went: by hand, on simulated steps of several policies, against what the simulator counts itself."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlfuse.fusion.decisions import Settings
@@ -93,6 +93,7 @@ intervals = st.lists(st.tuples(ends, ends)).map(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(intervals, intervals)
 def test_a_cut_loses_nothing(what, by):
     def points(intervals):

@@ -178,18 +178,18 @@ def _plain(text: str) -> str:
 
 def lengths(runs: Sequence[Gathered]) -> go.Figure | None:
     """Response tokens of every step: all, nine tenths, half of the samples, and the median; one panel a run."""
-    shown = [run for run in runs if run.lengths]
+    shown = [(run, colour) for run, colour in zip(runs, RUNS, strict=False) if run.lengths]
     if not shown:
         return None
     figure = make_subplots(
         1,
         len(shown),
         shared_yaxes=True,
-        subplot_titles=[_plain(run.run.name) for run in shown] if len(shown) > 1 else None,
+        subplot_titles=[_plain(run.run.name) for run, _ in shown] if len(shown) > 1 else None,
     )
-    for column, run in enumerate(shown, 1):
+    for column, (run, colour) in enumerate(shown, 1):
         table = np.array([run.lengths[step] for step in run.lengths])
-        at, colour = {"row": 1, "col": column}, RUNS[list(runs).index(run)]
+        at = {"row": 1, "col": column}
         levels = [thin(list(run.lengths), table[:, place]) for place in range(len(QUANTILES))]
         for low, high, opacity, what in (
             (0, 6, 0.12, "shortest, longest"),

@@ -57,7 +57,7 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     looking = Looking(arguments.step)
     run(load(["experiment=quickstart", *overrides]), looking.drive)
-    console = Console(record=True, width=92, file=io.StringIO())
+    console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(render(looking.seen))
     console.save_svg(str(arguments.out), title="rlfuse train experiment=quickstart")
     print(f"picture    {arguments.out}")

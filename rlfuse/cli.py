@@ -15,6 +15,7 @@ COMMANDS = {
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
+    "reward": "serve a reward function over HTTP: rlfuse reward serve path/file.py:function --port 8000",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 
@@ -61,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         from rlfuse.train import reported
 
         return reported(lambda: trace(arguments))
+    if command == "reward":
+        from rlfuse.rewards.service import main as reward
+        from rlfuse.train import reported
+
+        return reported(lambda: reward(arguments))
     if command == "schedule":
         from rlfuse.fusion.schedules.command import main as schedule
         from rlfuse.train import reported

@@ -85,6 +85,7 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
     video_model = _video_model(config)
     tokenizer = load_tokenizer(config.model)
     prompts, held_out, report = _load_data(config, tokenizer, video_model)
+    reward.check_sources([prompt.data_source for prompt in (*prompts.prompts, *held_out)])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
     total = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
@@ -138,7 +139,7 @@ async def _run(
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
-        experience = Experience(config)
+        experience = Experience(config, reward.entries)
         fusion, data = config.fusion, config.data
         selection = Selection(fusion.data, fusion.excess, data.train_batch_size, prompts)
         tuning = Tuning(
@@ -148,6 +149,7 @@ async def _run(
             Learning(config, len(rollouts)),
         )
         kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": tuning.lengths}
+        kept["rewards"] = experience.normaliser
         if checkpoint is not None:
             await trainer.load(checkpoint)
             for name, part in kept.items():
@@ -318,6 +320,7 @@ def _reward_pool(config: Config) -> RewardPool:
         reward.model_path,
         reward.num_workers,
         reward.timeout_s,
+        reward.memory_mb,
         engine_timeout_s=config.cluster.timeout_s,
         prompt_key=config.data.prompt_key,
         trust_remote_code=config.model.trust_remote_code,

@@ -88,8 +88,13 @@ class Reward:
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    """What is logged: each function's number as it came, and whatever else it gave."""
     text: str | None = None
     """Optional note for the log, for instance why a value is zero."""
+    dimensions: dict[str, float] = field(default_factory=dict)
+    """Function -> what its weight multiplies: its number, clipped; 0 where a gate closed. Filled in by `compose`."""
+    gate: str | None = None
+    """The gate that closed, so that nothing else was asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
-WHITENED = ("gae", "reinforce_plus_plus")
+ESTIMATORS = ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus")
+WHITENED = ("gae", "gdpo", "reinforce_plus_plus")
 """Their advantages are normalised over the whole batch, with `whiten`; the others' depend on the group alone."""
 
 
@@ -28,12 +28,14 @@ def advantages_and_returns(
     gamma: float = 1.0,
     lam: float = 1.0,
     by_std: bool = True,
+    dimensions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), each [B, T], by the estimator's name; those of WHITENED are still to be whitened.
 
-    `values` [B, T] is read by gae only, `groups` [B] int by grpo and rloo only; for these two a response's score is the
-    sum of its token rewards, and returns are the advantages. Nothing here looks beyond a row's group, so a group's
-    numbers are the same whether it is worked out alone or in a batch.
+    `values` [B, T] is read by gae only, `groups` [B] int by grpo, gdpo and rloo only; for these three a response's
+    score is the sum of its token rewards, and returns are the advantages. gdpo reads `dimensions` instead: (scores
+    [B, K] of K rewards, weights [K]); without them the score is the only one. Nothing here looks beyond a row's group,
+    so a group's numbers are the same whether it is worked out alone or in a batch.
     """
     _check_estimator(estimator)
     if estimator == "gae":
@@ -50,7 +52,11 @@ def advantages_and_returns(
         )
     # Token after token: the order of a plain sum, and so its last bit, depends on the width that rows are padded to.
     scores = _response_part(token_rewards, mask).double().cumsum(-1)[:, -1]
-    advantages = grpo(scores, groups, mask, by_std) if estimator == "grpo" else rloo(scores, groups, mask)
+    if estimator == "gdpo":
+        columns, weights = dimensions or (scores[:, None], torch.ones(1))
+        advantages = gdpo(columns, weights, groups, mask, by_std)
+    else:
+        advantages = grpo(scores, groups, mask, by_std) if estimator == "grpo" else rloo(scores, groups, mask)
     return advantages, advantages
 
 
@@ -78,14 +84,22 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, by_std: bool) -> Tensor:
     plus 1e-6) when `by_std`; Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) leaves the deviation out. A group of one has
     nothing to be compared with: mean 0 and deviation 1 are taken, so its advantage is the score.
     """
-    mean, size = _group_means(scores, groups)
-    alone = size == 1
-    centred = torch.where(alone, scores.double(), scores.double() - mean)
-    if by_std:
-        mean_square, _ = _group_means(centred.square(), groups)
-        variance = mean_square * size / (size - 1).clamp(min=1)
-        centred = centred / (torch.where(alone, torch.ones_like(variance), variance).sqrt() + 1e-6)
-    return _over_tokens(centred, mask)
+    return _over_tokens(_centred(scores, groups, by_std), mask)
+
+
+def gdpo(dimensions: Tensor, weights: Tensor, groups: Tensor, mask: Tensor, by_std: bool) -> Tensor:
+    """Group reward-decoupled advantages (Liu et al. 2026, GDPO, arXiv 2601.05242, equations 4 and 5), [B, T].
+
+    `dimensions` [B, K]: scores of K rewards, NaN where a reward does not apply to a response; `weights` [K]. Each
+    reward is compared within the group by itself, as by `grpo`, and only then are they added up with their weights, so
+    that rewards of different ranges, and combinations with the same sum, stay apart. The paper's third step, over the
+    batch, is `whiten` by response.
+    """
+    total = torch.zeros(len(dimensions), dtype=torch.float64, device=dimensions.device)
+    for column, weight in zip(dimensions.double().T, weights.double(), strict=True):
+        has = ~column.isnan()
+        total[has] += weight * _centred(column[has], groups[has], by_std)
+    return _over_tokens(total, mask)
 
 
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
@@ -116,15 +130,22 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tu
     return returns, returns
 
 
-def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Zero mean and unit variance over all response tokens of the batch, [B, T]; sample variance (n - 1) plus 1e-8."""
-    tokens = advantages[mask.bool()].double()  # response tokens only, in order: padding cannot touch even the rounding
-    if tokens.numel() < 2:
+def whiten(advantages: Tensor, mask: Tensor, by_response: bool = False) -> Tensor:
+    """Zero mean and unit variance over the batch, [B, T]; sample variance (n - 1) plus 1e-8.
+
+    Over all response tokens, so that long responses count for more; `by_response` (gdpo): over responses, each of which
+    has one advantage for all its tokens.
+    """
+    if by_response:
+        counted = advantages.gather(1, mask.int().argmax(1, keepdim=True)).flatten().double()
+    else:  # response tokens only, in order: padding cannot touch even the rounding
+        counted = advantages[mask.bool()].double()
+    if counted.numel() < 2:
         raise ValueError(
-            f"Whitened advantages need at least 2 response tokens in the batch, received {tokens.numel()}: "
+            f"Whitened advantages need at least 2 response tokens in the batch, received {counted.numel()}: "
             "raise data.train_batch_size, or use algorithm.adv_estimator=grpo or rloo."
         )
-    white = (advantages.double() - tokens.mean()) * (tokens.var(unbiased=True) + 1e-8).rsqrt()
+    white = (advantages.double() - counted.mean()) * (counted.var(unbiased=True) + 1e-8).rsqrt()
     return _response_part(white, mask).float()
 
 
@@ -150,6 +171,18 @@ def _response_part(x: Tensor, mask: Tensor) -> Tensor:
 
 def _over_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
     return _response_part(per_row.float().unsqueeze(-1).expand(mask.shape), mask)
+
+
+def _centred(scores: Tensor, groups: Tensor, by_std: bool) -> Tensor:
+    """Scores [B] less their group's mean, over its deviation when `by_std`; float64. A group of one: the score."""
+    mean, size = _group_means(scores, groups)
+    alone = size == 1
+    centred = torch.where(alone, scores.double(), scores.double() - mean)
+    if by_std:
+        mean_square, _ = _group_means(centred.square(), groups)
+        variance = mean_square * size / (size - 1).clamp(min=1)
+        centred = centred / (torch.where(alone, torch.ones_like(variance), variance).sqrt() + 1e-6)
+    return centred
 
 
 def _group_means(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

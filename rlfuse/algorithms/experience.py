@@ -3,12 +3,13 @@
 Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
 depends on the group alone (`early`), and `complete` once all have, for what is normalised over the batch; scores that
 only the loss reads (`deferred`) may come later, and `mismatch` when the step is over. Splitting a step into calls of
-`prepare` changes no number. Pure but for the KL coefficient, which it carries from step to step
-(and into checkpoints).
+`prepare` changes no number. Pure but for the KL coefficient and the running normalisation of rewards, which it carries
+from step to step (and into checkpoints).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,17 +17,22 @@ import torch
 
 from rlfuse.algorithms.advantages import WHITENED, advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
-from rlfuse.algorithms.kl import AdaptiveKl, kl_estimate, penalised
-from rlfuse.algorithms.shaping import overlong_penalty, zero_spread
-from rlfuse.config.schema import Config
+from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate, penalised
+from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
+from rlfuse.config.schema import Config, RewardEntry
 from rlfuse.samples import Group, Reward, Sample
 
 
 class Experience:
-    """The algorithm's part between scoring and training, set up from the configuration."""
+    """The algorithm's part between scoring and training, set up from the configuration.
 
-    def __init__(self, config: Config):
+    `entries`: of the reward, as loaded; without them a reward is its value alone.
+    """
+
+    def __init__(self, config: Config, entries: Sequence[RewardEntry] = ()):
         self.config = config
+        self.weights = {entry.name: entry.weight for entry in entries if not entry.gate}
+        self.normaliser = Normaliser(entry.name for entry in entries if entry.normalise)
         ctrl = config.algorithm.kl_ctrl
         self.kl = AdaptiveKl(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
 
@@ -45,6 +51,7 @@ class Experience:
     def actor_tensors(self) -> tuple[str, ...]:
         """Per-token arrays that the actor's loss reads."""
         extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
+        extra += ["kl_coefs"] if self._kl_loss_by_source else []
         extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
         return ("old_log_probs", "advantages", *extra)
 
@@ -65,10 +72,11 @@ class Experience:
     def early(self, model: str) -> bool:
         """Whether a model's loss on a group can be computed before other groups are finished.
 
-        Not an actor's with advantages normalised over the batch, and nothing while dynamic sampling still chooses.
+        Not an actor's with advantages normalised over the batch, nothing while dynamic sampling still chooses, and
+        nothing in a step whose own rewards are the first that running normalisation can go by.
         """
-        chosen_late = self.config.algorithm.filter_groups.max_num_gen_batches > 0
-        return not chosen_late and (model == "critic" or self.config.algorithm.adv_estimator not in WHITENED)
+        late = self.config.algorithm.filter_groups.max_num_gen_batches > 0 or self.normaliser.fresh
+        return not late and (model == "critic" or self.config.algorithm.adv_estimator not in WHITENED)
 
     def why_late(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
@@ -113,7 +121,11 @@ class Experience:
         self._correct(samples, mask)
         token_rewards = place_at_end(self._scores(samples), mask)
         if algorithm.use_kl_in_reward:
-            token_rewards = penalised(token_rewards, self._kl(samples, mask), self.kl.value)
+            coefficients = self._kl_coefficients(samples, self.kl.value)
+            token_rewards = penalised(token_rewards, self._kl(samples, mask), coefficients)
+        if self._kl_loss_by_source:
+            coefficients = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
+            _spread(samples, mask, kl_coefs=coefficients.expand(mask.shape))
         advantages, returns = advantages_and_returns(
             algorithm.adv_estimator,
             token_rewards,
@@ -123,36 +135,63 @@ class Experience:
             algorithm.gamma,
             algorithm.lam,
             algorithm.norm_adv_by_std_in_grpo,
+            self._dimensions(samples) if self.weights and algorithm.adv_estimator == "gdpo" else None,
         )
         _spread(samples, mask, token_rewards=token_rewards, advantages=advantages, returns=returns)
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """All groups of the step are prepared: whiten where the estimator wants it, steer the KL; returns metrics."""
         samples = [sample for group in groups for sample in group.samples]
-        mask = _mask(samples)
-        if self.config.algorithm.adv_estimator in WHITENED:
-            _spread(samples, mask, advantages=whiten(_matrix(samples, "advantages", mask), mask))
+        first = self.normaliser.fresh
+        metrics = self.normaliser.learn([sample.reward for sample in samples])
+        if first:  # nothing was trained on yet (`early`), so that these rewards can be normalised by themselves
+            self.prepare(groups)
+        mask, estimator = _mask(samples), self.config.algorithm.adv_estimator
+        if estimator in WHITENED:
+            white = whiten(_matrix(samples, "advantages", mask), mask, by_response=estimator == "gdpo")
+            _spread(samples, mask, advantages=white)
         if not self.config.algorithm.use_kl_in_reward:
-            return {}
-        kl, coefficient = float(self._kl(samples, mask).sum(-1).mean()), self.kl.value  # per response, in nats
-        self.kl.update(kl, len(samples))
-        return {"critic/kl": kl, "critic/kl_coeff": coefficient}
+            return metrics
+        kl, coefficient = float(self._kl(samples, mask).sum(-1).mean()), self._kl_coefficients(samples, self.kl.value)
+        self.kl.update(kl, len(samples))  # per response, in nats
+        return metrics | {"critic/kl": kl, "critic/kl_coeff": float(coefficient.double().mean())}
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""
-        scores = np.array([sample.reward.value for sample in samples])
+        values = [self.normaliser.value(sample.reward, self.weights) for sample in samples]
+        return torch.from_numpy(np.array(values) + self._penalties(samples)).float()
+
+    def _penalties(self, samples: Sequence[Sample]) -> np.ndarray:
         buffer = self.config.reward.overlong_buffer
-        if buffer.len:
-            penalties = overlong_penalty(
-                [len(sample.response.token_ids) for sample in samples],
-                self.config.data.max_response_length,
-                buffer.len,
-                buffer.penalty_factor,
-            )
-            for sample, penalty in zip(samples, penalties, strict=True):
+        penalties = overlong_penalty(
+            [len(sample.response.token_ids) for sample in samples],
+            self.config.data.max_response_length,
+            buffer.len,
+            buffer.penalty_factor,
+        )
+        for sample, penalty in zip(samples, penalties, strict=True):
+            if buffer.len:
                 sample.reward.parts["overlong_penalty"] = float(penalty)
-            scores = scores + penalties
-        return torch.from_numpy(scores).float()
+        return penalties
+
+    def _dimensions(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float64 [B, K], weights [K]): functions' values, NaN where they don't apply, and the length penalty."""
+        dimensions = [self.normaliser.dimensions(sample.reward) for sample in samples]
+        columns = [[each.get(name, math.nan) for each in dimensions] for name in self.weights]
+        weights = list(self.weights.values())
+        if self.config.reward.overlong_buffer.len:
+            columns, weights = [*columns, self._penalties(samples).tolist()], [*weights, 1.0]
+        return torch.tensor(columns, dtype=torch.float64).T, torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def _kl_loss_by_source(self) -> bool:
+        return self.config.actor.use_kl_loss and bool(self.config.algorithm.kl_coef_by_source)
+
+    def _kl_coefficients(self, samples: Sequence[Sample], otherwise: float) -> torch.Tensor:
+        """float32 [B, 1]."""
+        by_source = self.config.algorithm.kl_coef_by_source
+        found = [coefficient_of(sample.prompt.data_source, by_source, otherwise) for sample in samples]
+        return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:
         """The weights that correct for the engine's mismatch with the trainer."""

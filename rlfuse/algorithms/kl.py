@@ -7,6 +7,8 @@ loss. Pure functions of tensors and one small plain-data controller, saved with 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -39,9 +41,20 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     )
 
 
-def penalised(token_rewards: Tensor, kl: Tensor, coef: float) -> Tensor:
-    """Token rewards less `coef` times the token's KL, same shape (Ouyang et al. 2022, arXiv 2203.02155)."""
+def penalised(token_rewards: Tensor, kl: Tensor, coef: float | Tensor) -> Tensor:
+    """Token rewards less `coef` (one, or one for each row as [B, 1]) times the token's KL, same shape.
+
+    Ouyang et al. 2022, arXiv 2203.02155.
+    """
     return token_rewards - coef * kl
+
+
+def coefficient_of(source: str, by_source: Mapping[str, float], otherwise: float) -> float:
+    """The KL coefficient of a sample by its data_source: of the first name or pattern that fits, else `otherwise`.
+
+    Seed1.5-VL (2025, arXiv 2505.07062) takes 1e-5 for general prompts and 0 for verifiable ones.
+    """
+    return next((value for pattern, value in by_source.items() if fnmatchcase(source, pattern)), otherwise)
 
 
 class AdaptiveKl:

@@ -34,8 +34,9 @@ def actor_objective(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy loss, minus entropy bonus, plus KL to the reference; all inputs [B, T].
 
-    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss; `is_weights` (truncated
-    importance weights) where the engine's mismatch is corrected. `max_tokens`: data.max_response_length, the
+    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` where
+    the KL's coefficient differs by source; `is_weights` (truncated importance weights) where the engine's mismatch is
+    corrected. `max_tokens`: data.max_response_length, the
     constant of `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all summed.
     """
 
@@ -58,9 +59,9 @@ def actor_objective(
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * total(entropy)
     if settings.use_kl_loss:
-        kl = total(kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type))
-        loss = loss + settings.kl_loss_coef * kl
-        sums["kl_loss"] = kl.detach()
+        kl = kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type)
+        loss = loss + total(tensors.get("kl_coefs", settings.kl_loss_coef) * kl)
+        sums["kl_loss"] = total(kl.detach())
     return loss, sums
 
 

@@ -1,13 +1,28 @@
-"""Child processes of Ray's processes: their exit statuses.
+"""Child processes: their exit statuses where Ray is the parent, and their end with the parent.
 
-Role: called by the driver once Ray is up, and by processes that run users' code.
+Role: `heed_children` is called by the driver once Ray is up, and by processes that run users' code; `end_with_parent`
+by the workers of process pools.
 """
 
+import multiprocessing
+import os
 import signal
 import threading
+from multiprocessing.connection import wait
 
 
 def heed_children() -> None:
     """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0."""
     if threading.current_thread() is threading.main_thread():  # no other may set it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def end_with_parent() -> None:
+    """In a process that multiprocessing started: end when the parent does, also in the middle of what never answers."""
+    parent = multiprocessing.parent_process().sentinel
+
+    def watch() -> None:
+        wait([parent])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.keys import did_you_mean
+from rlfuse.config.rewards import MODEL_PART, is_url, read_entries
 from rlfuse.config.schema import Config
 
 
@@ -40,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.name": ("vllm",),
     "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
     "rollout.kv_transfer": ("auto", "shm", "nixl"),
-    "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
+    "algorithm.adv_estimator": ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus"),
     "algorithm.kl_penalty": KL_ESTIMATORS,
     "algorithm.old_log_probs": ("trainer", "engine"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
@@ -60,7 +61,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 KEYS_BY_RANGE = {
     "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.val_kwargs.n "
-    "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs "
+    "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs reward.memory_mb "
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
     "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
@@ -105,6 +106,7 @@ def check(config: Config, facts: Facts) -> list[str]:
         _tower,
         _reward,
         _logging,
+        _kl,
         _resume,
     )
     return [problem for find in finders for problem in find(config, facts)]
@@ -200,7 +202,7 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
 
 def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.rollout.n
-    if estimator in ("grpo", "rloo") and n == 1:
+    if estimator in ("grpo", "gdpo", "rloo") and n == 1:
         valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
         yield _problem(config, "rollout.n", valid, "set rollout.n=8, or algorithm=ppo")
     if config.algorithm.filter_groups.max_num_gen_batches > 0 and n == 1:
@@ -333,17 +335,13 @@ def _tower(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:
-    functions, weights, model = config.reward.functions, config.reward.weights, config.reward.model_path
-    if not functions and model is None:
-        yield (
-            "reward.functions=[]: nothing scores the responses; give at least one function, as "
-            "reward.functions=[path/file.py:function], or reward.model_path"
-        )
-    parts = len(functions) + (model is not None)
-    if weights and len(weights) != parts:
-        of = "one per function" + (", the last for reward.model_path" if model is not None else "")
-        yield _problem(config, "reward.weights", f"has {len(weights)} entries, must have {parts} ({of})", "or be empty")
-    for function in functions:
+    reward = config.reward
+    entries, problems = read_entries(reward.functions, reward.weights, reward.model_path)
+    yield from problems
+    for function in (entry.path for entry in entries if entry.path != MODEL_PART and not is_url(entry.path)):
+        if not isinstance(function, str):
+            yield f"reward.functions: got {function!r}; an entry is a text or a dictionary with a path"
+            continue
         source, colon, name = function.rpartition(":")
         file = reward_file(function)
         if not colon or not name.isidentifier():
@@ -359,6 +357,22 @@ def _logging(config: Config, facts: Facts) -> Iterator[str]:
     if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
         remedy = "pip install 'rlfuse[tensorboard]', or leave it out"
         yield _problem(config, "trainer.logger", "tensorboard needs its package, which is not installed", remedy)
+
+
+def _kl(config: Config, facts: Facts) -> Iterator[str]:
+    by_source, name = config.algorithm.kl_coef_by_source, "algorithm.kl_coef_by_source"
+    for source, value in by_source.items():
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{name}.{source}={value}: must be 0 or more; it is the coefficient of a penalty"
+    if by_source and not config.uses_reference:
+        valid = "there is no KL to weigh; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true"
+        yield f"{name}: {valid}, or leave it out"
+    if by_source and config.algorithm.kl_ctrl.target_kl is not None:
+        valid = "steers one coefficient, but algorithm.kl_coef_by_source gives several"
+        yield _problem(config, "algorithm.kl_ctrl.target_kl", valid, "set it to null, or leave the sources out")
+    if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
+        valid = "algorithm.adv_estimator=gdpo normalises reward functions, to which the KL per token does not belong"
+        yield _problem(config, "algorithm.use_kl_in_reward", valid, "set actor.use_kl_loss=true and false here")
 
 
 def _resume(config: Config, facts: Facts) -> Iterator[str]:

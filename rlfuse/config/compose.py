@@ -107,8 +107,10 @@ def _without(options: list[str], *names: str) -> list[str]:
 
 
 def _opened(word: str) -> str:
-    """Keys below a free dictionary need Hydra's `++`; the user does not have to know that."""
-    return f"++{word.lstrip('+')}" if is_free(word.lstrip("+").partition("=")[0]) else word
+    """Free dictionaries and keys below them need Hydra's `++`; the user does not have to know that."""
+    name = word.lstrip("+").partition("=")[0]
+    free = is_free(name) or (name in by_name() and by_name()[name].free)
+    return f"++{word.lstrip('+')}" if free else word
 
 
 def compose_job(argv: list[str]) -> DictConfig:
@@ -166,6 +168,9 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
     name = re.sub(r"\[\d+\]", "", where[1])
     file = re.search(r"In '([^']+)'", text)
     prefix = f"conf file {file[1]}: " if file and not file[1].startswith(f"job_file/{job_file.NAME}") else ""
+    if is_free(name):
+        given = re.search(r"Value '([^']*)'", text)
+        return f"{prefix}{name}={given[1] if given else '?'}: is no value of this dictionary; see `rlfuse train --help`"
     if name not in by_name():
         return prefix + (explain_name(name, None) or f"{name}: is a group of keys, not a value")
     value = re.search(r"Value '([^']*)'", text)

@@ -83,6 +83,16 @@ def by_name() -> dict[str, Key]:
     return {key.name: key for key in keys()}
 
 
+def _documented() -> list[Key]:
+    """All keys, and those of an entry of reward.functions behind it."""
+    found: list[Key] = []
+    for key in keys():
+        found.append(key)
+        if key.name == "reward.functions":
+            found += _walk(schema.RewardEntry, "reward.functions[].")
+    return found
+
+
 @functools.cache
 def groups() -> dict[str, str]:
     """Every group (`actor`, `actor.optim`, ...) with the first line of its docstring."""
@@ -122,7 +132,7 @@ def _walk(node: type, prefix: str) -> list[Key]:
             found += _walk(nested, f"{prefix}{field.name}.")
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        type_name = str(field.type).replace("dict[str, Any]", "dict")
+        type_name = str(field.type).replace("dict[str, Any]", "dict").replace("list[Any]", "list")
         text = _texts().get((node.__name__, field.name), "")
         found.append(Key(prefix + field.name, type_name, default, text))
     return found
@@ -131,7 +141,7 @@ def _walk(node: type, prefix: str) -> list[Key]:
 def print_help(words: list[str], out: TextIO | None = None) -> None:
     """The keys by group; `words` narrow it to keys that contain one of them (in name or text)."""
     out = out or sys.stdout
-    wanted = [key for key in keys() if not words or any(w in key.name or w in key.text.lower() for w in words)]
+    wanted = [key for key in _documented() if not words or any(w in key.name or w in key.text.lower() for w in words)]
     if not wanted:
         print(f"No key is about {' or '.join(words)}. All keys: rlfuse train --help", file=out)
     elif out.isatty():
@@ -164,7 +174,7 @@ def _print_rich(wanted: list[Key], out: TextIO) -> None:
     for group in dict.fromkeys(key.group for key in wanted):
         console.print(f"\n[bold]{group}[/bold]  {escape(groups()[group])}")
         table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=True)
-        table.add_column(style="cyan", width=max(len(key.name) for key in keys()), overflow="fold")
+        table.add_column(style="cyan", width=max(len(key.name) for key in _documented()), overflow="fold")
         table.add_column(ratio=1)
         for key in (key for key in wanted if key.group == group):
             default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlfuse.config.rewards import MODEL_PART, is_url, read_entries
 from rlfuse.config.schema import Config
 
 
@@ -59,7 +60,7 @@ def read_facts(config: Config) -> Facts:
         video="vision_config" in model,
         model_problems=problems,
         missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
-        unknown_modules=frozenset(_unknown_modules(config.reward.functions)),
+        unknown_modules=frozenset(_unknown_modules(_functions(config))),
         cuda=_cuda(config),
         nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
@@ -77,9 +78,16 @@ def reward_file(function: str) -> str | None:
     return source if source.endswith(".py") or "/" in source else None
 
 
+def _functions(config: Config) -> list[str]:
+    """Where the reward functions of this machine are, as far as it can be read."""
+    entries, _ = read_entries(config.reward.functions)
+    paths = [entry.path for entry in entries if entry.path != MODEL_PART and not is_url(entry.path)]
+    return [path for path in paths if isinstance(path, str)]
+
+
 def _named_paths(config: Config) -> list[str]:
     paths = [*config.data.train_files, *config.data.val_files]
-    paths += [file for file in map(reward_file, config.reward.functions) if file is not None]
+    paths += [file for file in map(reward_file, _functions(config)) if file is not None]
     if config.trainer.resume_mode not in ("auto", "disable"):
         paths.append(config.trainer.resume_mode)
     return paths

@@ -99,15 +99,17 @@ def _lines(text: str) -> dict[str, int]:
     return found
 
 
-def _nested(content: dict[str, Any]) -> dict[str, Any]:
+def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`content` with dotted names unfolded: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
     nested: dict[str, Any] = {}
     for key, value in content.items():
+        name = f"{prefix}.{key}".lstrip(".")
         *above, last = str(key).split(".")
         node = nested
         for part in above:
             node = node.setdefault(part, {})
-        value = _nested(value) if isinstance(value, dict) else value
+        # Below a key that is a dictionary names are the user's own, dots and all: data sources, for instance.
+        value = _nested(value, name) if isinstance(value, dict) and name not in by_name() else value
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             node[last] |= value
         else:

@@ -112,19 +112,49 @@ class OverlongBuffer:
 
 
 @dataclass
-class RewardConfig:
-    """What scores a response. Everything given is summed with its weight."""
+class RewardEntry:
+    """An entry of reward.functions in full; a bare string is its `path`."""
 
-    functions: list[str] = field(default_factory=list)
-    """`path/file.py:function` or `package.module:function`, in verl's or TRL's shape."""
+    path: str = MISSING
+    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`."""
+    name: str | None = None
+    """Under which it is logged; null takes the function's name."""
+    weight: float | None = None
+    """Its weight in the sum; null is 1."""
+    sources: list[str] = field(default_factory=list)
+    """The data_source values that it scores, `*` and `?` standing for any text; empty: all."""
+    gate: bool = False
+    """Asked before all others: where its value is not above 0, the reward is 0 and no later function is called. It adds
+    nothing to the sum."""
+    clip: list[float] | None = None
+    """[low, high]: its values are cut off there."""
+    normalise: bool = False
+    """Train on (value - mean) / deviation, both over all values of earlier steps (of the first step: over its own)."""
+    answer_only: bool | None = None
+    """Show it what follows the thought (<think>...</think>) only; null: true for a reward model, false for others."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments for the function; of a class or a factory, those that make the reward."""
+
+
+@dataclass
+class RewardConfig:
+    """What scores a response. Everything that applies to it is summed with its weight."""
+
+    functions: list[Any] = field(default_factory=list)
+    """`path/file.py:function`, `package.module:function`, the URL of a service (http://...), or an entry with the keys
+    below: {path: ..., weight: 0.5, sources: [math*]}."""
     weights: list[float] = field(default_factory=list)
-    """One weight per function (and last for model_path, if given); empty means 1 each."""
+    """One weight for each function that is no gate (and last for model_path, where no entry names it); empty: 1 each,
+    or as the entries say."""
     model_path: str | None = None
-    """Sequence-classification reward model: Hugging Face folder or hub name."""
+    """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
+    it a weight, sources, ...; with no such entry it comes last."""
     num_workers: int = 1
     """Processes that run reward functions."""
     timeout_s: float = 30.0
     """Longest time one call of a reward function may take."""
+    memory_mb: int | None = None
+    """MiB that a process may allocate beyond what it holds when its functions are loaded; null: no limit."""
     max_failure_rate: float = 0.1
     """Failed samples are dropped; above this share of a step's samples the run stops."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
@@ -152,10 +182,10 @@ class FilterGroups:
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | rloo | reinforce_plus_plus | dapo | gspo."""
+    """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo | reinforce_plus_plus | dapo | gspo."""
 
     adv_estimator: str = "gae"
-    """gae | grpo | rloo | reinforce_plus_plus."""
+    """gae | grpo | gdpo | rloo | reinforce_plus_plus. gdpo normalises each reward function by itself."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
@@ -167,6 +197,9 @@ class AlgorithmConfig:
     kl_penalty: str = "k1"
     """Estimator for the reward: k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs."""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
+    kl_coef_by_source: dict[str, float] = field(default_factory=dict)
+    """data_source (or a pattern with `*`) -> the coefficient for its samples, in place of both kl_ctrl.kl_coef and
+    actor.kl_loss_coef; the first that fits counts."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     old_log_probs: str = "trainer"
     """Whose log-probs PPO's ratio is relative to: trainer (one more forward pass) | engine."""

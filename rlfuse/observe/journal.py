@@ -4,8 +4,9 @@ Role: the controller tells it what it learned (`note`, `validated`, `failures`),
 drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
 spans and, in `checkpoint`, to write their state.
 
-    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  summary.json  reward_curve.png
-                timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/  global_step_N/
+    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  reward_failures.jsonl (where rewards failed)
+                summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
+                global_step_N/
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
 from rlfuse.observe.sinks import sinks
 from rlfuse.observe.terminal import Terminal
-from rlfuse.observe.tracking import StepFile, read_metrics, sample_row
+from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
 from rlfuse.rewards.items import RewardError
 
 
@@ -51,6 +52,7 @@ class Journal:
         self._engines: Sequence[Recorded] = ()
         self._state: Callable[[], dict[str, Any]] = dict
         self._notes: dict[str, list[float]] = defaultdict(list)
+        self._failed: set[tuple[str, str]] = set()  # of the present board, what is written already
         self._events = EventLog(folder / "events.jsonl")
         self._metrics = StepFile(folder / "metrics.jsonl", after=start)
         self._samples = StepFile(folder / "samples.jsonl", after=start)
@@ -88,10 +90,13 @@ class Journal:
             self._terminal.board = board
 
     def failures(self, board: Board) -> None:
-        """Show what failed to be scored; above reward.max_failure_rate the run stops."""
+        """Show what failed to be scored, and keep all of it; above reward.max_failure_rate the run stops."""
         failed = board.failures()
         if not failed:
             return
+        rows = [failure_row(s, f) for s, f in failed if (board.purpose, s.id) not in self._failed]
+        self._failed = {(board.purpose, s.id) for s, _ in failed}
+        write_failures(self.folder / "reward_failures.jsonl", rows)
         sample, failure = failed[0]
         detail = (
             f"{len(failed)} of {len(board.samples)} samples have no reward and are left out; the first is {sample.id}: "
@@ -99,7 +104,7 @@ class Journal:
         ).rstrip()
         self.say(detail)
         for sink in self._sinks:
-            sink.failure("reward", detail)
+            sink.reward_failures(rows)
         if len(failed) > self.config.reward.max_failure_rate * len(board.samples):
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.config.reward.max_failure_rate}, so the "
@@ -186,7 +191,7 @@ class Journal:
         values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
         if self.config.algorithm.filter_groups.max_num_gen_batches:
             values["train/num_gen_batches"] = board.batches
-        values |= figures.failure_metrics(board.failures())
+        values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
         values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)

@@ -27,15 +27,28 @@ def sample_metrics(groups: Sequence[Group], max_prompt: int, max_response: int, 
     metrics |= _spread("response_length", responses) | _spread("prompt_length", prompts)
     metrics["response_length/clip_ratio"] = float((responses >= max_response).mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt).mean())
-    metrics["reward/frac_reward_zero_std"] = float(
-        np.mean(zero_spread([[sample.reward.value for sample in group.samples] for group in groups]))
-    )
-    return metrics | _parts(samples) | _balance(prompts + responses, ranks) | _trained(samples)
+    return metrics | _flat(groups) | _parts(samples) | _balance(prompts + responses, ranks) | _trained(samples)
 
 
 def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
+
+
+def _flat(groups: Sequence[Group]) -> dict[str, float]:
+    """reward/frac_reward_zero_std: the share of groups whose rewards are all equal; with /{fn} behind it the same of
+    each function by itself, where there are several. reward/frac_gated: of samples at which a gate closed.
+    """
+    rewards = [[sample.reward for sample in group.samples] for group in groups]
+    flat = zero_spread([[reward.value for reward in each] for each in rewards])
+    metrics = {"reward/frac_reward_zero_std": float(np.mean(flat))}
+    names = dict.fromkeys(name for each in rewards for reward in each for name in reward.dimensions)
+    for name in names if len(names) > 1 else ():
+        asked = [[r.dimensions[name] for r in each if name in r.dimensions] for each in rewards]
+        flat = zero_spread([values for values in asked if values])
+        metrics[f"reward/frac_reward_zero_std/{name}"] = float(np.mean(flat))
+    gates = [reward.gate is not None for each in rewards for reward in each]
+    return metrics | {"reward/frac_gated": float(np.mean(gates))}
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, float]:
@@ -88,6 +101,19 @@ def failure_metrics(failures: Iterable[tuple[Sample, RewardFailure]]) -> dict[st
     for _, failure in failures:
         counts[f"reward/failures/{failure.function}"] += 1
     return dict(counts)
+
+
+def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
+    """reward/latency_s/{fn}/mean and max: seconds of a function's calls, repeated ones included."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "reward" and "function" in span.attributes:
+            seconds[span.attributes["function"]].append(span.seconds)
+    return {
+        f"reward/latency_s/{name}/{kind}": float(getattr(np, kind)(values))
+        for name, values in seconds.items()
+        for kind in ("mean", "max")
+    }
 
 
 def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -14,9 +14,14 @@ from typing import Any, Protocol
 
 from rlfuse.config.schema import Config
 from rlfuse.observe.alerts import Alert
+from rlfuse.observe.tracking import FAILURE
 
 Row = dict[str, Any]
 """As `tracking.sample_row` makes them."""
+
+
+SHOWN = 32
+"""Failed rewards that a sink is told of at a time; the run folder's file has all."""
 
 
 class Sink(Protocol):
@@ -32,6 +37,9 @@ class Sink(Protocol):
 
     def alert(self, step: int, alert: Alert) -> None:
         """Call a person."""
+
+    def reward_failures(self, rows: Sequence[Row]) -> None:
+        """Samples without a reward, as `tracking.failure_row` makes them."""
 
     def failure(self, where: str, text: str) -> None:
         """What went wrong, where the curves are."""
@@ -92,6 +100,11 @@ class Wandb:
         """wandb sends it by mail or Slack, as its user settings say."""
         self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
 
+    def reward_failures(self, rows: Sequence[Row]) -> None:
+        """A table of the first, with their tracebacks."""
+        table = self._wandb.Table(columns=list(FAILURE), data=[[row[name] for name in FAILURE] for row in rows[:SHOWN]])
+        self._run.log({"reward_failures": table})
+
     def failure(self, where: str, text: str) -> None:
         """A row in the table of errors."""
         self._run.log({"errors": self._wandb.Table(columns=["where", "error"], data=[[where, text]])})
@@ -127,6 +140,11 @@ class TensorBoard:
 
     def alert(self, step: int, alert: Alert) -> None:
         self._writer.add_text("alerts", f"**{alert.title}** {alert.text}", step)
+
+    def reward_failures(self, rows: Sequence[Row]) -> None:
+        for row in rows[:SHOWN]:
+            text = f"{row['function']}: {row['message']}\n{row['traceback']}"
+            self._writer.add_text(f"reward_failures/{row['sample']}", _block(text), self._step)
 
     def failure(self, where: str, text: str) -> None:
         self._writer.add_text(f"errors/{where}", _block(text), self._step)

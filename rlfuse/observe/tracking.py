@@ -6,10 +6,11 @@ Role: written by the journal, read by the summary and by reports. Nothing is com
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlfuse.samples import Reward, Sample
+from rlfuse.samples import Reward, RewardFailure, Sample
 
 
 class StepFile:
@@ -31,6 +32,25 @@ class StepFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run folder's `metrics.jsonl` or `samples.jsonl`, oldest first; none when there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")
+"""What is kept of a failure."""
+LONGEST = 20_000
+"""Characters of a text in the file."""
+
+
+def failure_row(sample: Sample, failure: RewardFailure) -> dict[str, str]:
+    """A failed reward as a row: which sample, whose function, what it raised where."""
+    texts = (failure.function, failure.message, failure.traceback, sample.prompt.text, sample.response.text)
+    values = (sample.id, sample.prompt.data_source, *(text[:LONGEST] for text in texts))
+    return dict(zip(FAILURE, values, strict=True))
+
+
+def write_failures(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Append failures to a run folder's `reward_failures.jsonl`, one object a line."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, Any]:

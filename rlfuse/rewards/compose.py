@@ -1,8 +1,15 @@
-"""From several functions' outcomes for one sample to its reward.
+"""From several functions' outcomes for one sample to its reward: who is asked, in which order, and what it comes to.
 
-Role: pure; called by the reward pool for every sample and by `table.score_table` in notebooks.
+Role: pure; called by the reward pool for every sample and by `table.score_table` in notebooks, which differ only in how
+they ask. Entries are those that `entries.load_entries` gave: named and weighted.
+
+    gate -> gate -> ... -> all others that score this data_source -> sum of weight * value
+      \\________\\__ closed: reward 0, nobody else is asked
+
 Invariants:
-- the value is the weighted sum of what applies, in the order of the functions; parts hold the unweighted numbers;
+- the value is the weighted sum of what applies, in the order of the entries; parts hold the unweighted numbers as they
+  came, dimensions what the weights multiply;
+- what a sample is asked depends on that sample alone, so batches may be cut and ordered in any way;
 - one failure fails the sample, whatever its weight, and a sample to which nothing applies fails too: there is no
   default number.
 """
@@ -10,52 +17,98 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from rlfuse.rewards.items import Outcome, RewardError, Score
+from rlfuse.config.schema import RewardEntry
+from rlfuse.rewards.items import Item, Outcome, Score
+from rlfuse.rewards.thoughts import without_thought
 from rlfuse.samples import Reward, RewardFailure
 
+Outcomes = dict[str, Outcome]
+"""Entry -> what it said of one sample; entries that were not asked are not there."""
 
-def compose(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Reward | RewardFailure:
-    """The reward of one sample: parts `{fn}` and `{fn}/{extra}`, notes as text."""
-    failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
-    if failures:
+
+def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:
+    """Who is asked together: each gate alone, in order, then all others."""
+    return [*([entry] for entry in entries if entry.gate), [entry for entry in entries if not entry.gate]]
+
+
+def wanted(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes]) -> list[int]:
+    """Positions of the items that `entry` is asked about: of its sources, and still open after the waves before."""
+    return [
+        position
+        for position, (item, outcomes) in enumerate(zip(items, known, strict=True))
+        if covers(entry, item.data_source) and not any(_ends(outcome) for outcome in outcomes.values())
+    ]
+
+
+def _ends(outcome: Outcome) -> bool:
+    """Whether a gate's outcome settles its sample."""
+    return isinstance(outcome, RewardFailure) or (outcome.value is not None and outcome.value <= 0)
+
+
+def covers(entry: RewardEntry, source: str) -> bool:
+    """Whether an entry scores samples of this data_source."""
+    return not entry.sources or any(fnmatchcase(source, pattern) for pattern in entry.sources)
+
+
+def view(entry: RewardEntry, item: Item) -> Item:
+    """The item as the entry may see it."""
+    return without_thought(item) if entry.answer_only else item
+
+
+def unscored(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str]:
+    """The data sources that no entry but gates scores, each once."""
+    scoring = [entry for entry in entries if not entry.gate]
+    return [source for source in dict.fromkeys(sources) if not any(covers(entry, source) for entry in scoring)]
+
+
+def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, Outcome]) -> Reward | RewardFailure:
+    """The reward of one sample of this data_source: parts `{fn}` and `{fn}/{extra}`, notes as text."""
+    if failures := [outcome for outcome in outcomes.values() if isinstance(outcome, RewardFailure)]:
         return _first(failures)
-    scores: list[Score] = list(outcomes)
-    applied = [(weight, score.value) for weight, score in zip(weights, scores, strict=True) if score.value is not None]
+    scores: dict[str, Score] = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}
+    parts, text = _log(scores)
+    scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
+    closed = next((entry.name for entry in entries if entry.gate and _closed(scores.get(entry.name))), None)
+    if closed is not None and scoring:
+        return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed)
+    applied = [entry for entry in scoring if scores[entry.name].value is not None]
     if not applied:
-        return RewardFailure(
-            ", ".join(names), "no reward function applies to this sample (each returned None): add one that does"
-        )
-    value = math.fsum(weight * part for weight, part in applied)
+        return RewardFailure(", ".join(entry.name for entry in entries), _why_none(scoring, source))
+    dimensions = {entry.name: _clipped(entry, scores[entry.name].value) for entry in applied}
+    value = math.fsum(entry.weight * dimensions[entry.name] for entry in applied)
+    if not math.isfinite(value):
+        why = f"the weighted sum of {dimensions} is {value}: lower the weights, or clip"
+        return RewardFailure(", ".join(dimensions), why)
+    return Reward(value, parts, text, dimensions)
+
+
+def _closed(score: Score | None) -> bool:
+    return score is not None and _ends(score)
+
+
+def _clipped(entry: RewardEntry, value: float) -> float:
+    return value if entry.clip is None else min(max(value, entry.clip[0]), entry.clip[1])
+
+
+def _log(scores: Mapping[str, Score]) -> tuple[dict[str, float], str | None]:
     parts: dict[str, float] = {}
     notes = []
-    for name, score in zip(names, scores, strict=True):
+    for name, score in scores.items():
         if score.value is not None:
             parts[name] = score.value
         parts.update({f"{name}/{extra}": number for extra, number in score.extras.items()})
         notes += [f"{name}/{key}: {note}" for key, note in score.notes.items()]
-    if not math.isfinite(value):
-        return RewardFailure(", ".join(names), f"the weighted sum of {parts} is {value}: lower reward.weights")
-    return Reward(value, parts, "\n".join(notes) or None)
+    return parts, "\n".join(notes) or None
 
 
-def check_weights(weights: Sequence[float], names: Sequence[str]) -> list[float]:
-    """One finite weight for each part; none given means 1 each."""
-    if not names:
-        raise RewardError("reward: functions is empty and model_path is null; give at least one of them")
-    if not weights:
-        return [1.0] * len(names)
-    if len(weights) != len(names):
-        raise RewardError(
-            f"reward.weights has {len(weights)} entries ({list(weights)}) for {len(names)} parts ({list(names)}); give "
-            "one for each, the reward model's last, or leave it empty for 1 each"
-        )
-    for weight, name in zip(weights, names, strict=True):
-        if not math.isfinite(weight):
-            raise RewardError(f"reward.weights: the weight of {name} is {weight}; it has to be a finite number")
-    return [float(weight) for weight in weights]
+def _why_none(scoring: Sequence[RewardEntry], source: str) -> str:
+    if not scoring:
+        return f"no reward function scores data_source {source!r}: add it to the sources of an entry, or add an entry"
+    return "no reward function applies to this sample (each returned None): add one that does"
 
 
 def _first(failures: list[RewardFailure]) -> RewardFailure:

@@ -1,4 +1,4 @@
-"""Finding a user's reward function: `path/file.py:function`, `package.module:function`, or a callable in a notebook.
+"""Finding a user's reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
 
 Role: the configuration checks load every function once in the driver, so that a typing error is seen before any process
 starts; reward workers load them again in theirs; notebooks call `score_table` (in `table`) with no cluster.
@@ -14,32 +14,32 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlfuse.config.rewards import is_url
 from rlfuse.rewards.items import RewardError
+from rlfuse.rewards.remote import service
 from rlfuse.rewards.results import headline, user_traceback
 from rlfuse.rewards.shapes import RewardFunction, adapt
 
 Spec = str | Callable[..., Any] | RewardFunction
-MODEL_PART = "reward_model"
-"""The reward model's name among the parts, which no function may take."""
 
 
-def load_function(spec: Spec) -> RewardFunction:
-    """The reward function that `spec` names or is."""
+def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFunction:
+    """The reward function that `spec` names or is; `kwargs` are given to it at each call, or make it (see `adapt`)."""
     if isinstance(spec, RewardFunction):
         return spec
-    if callable(spec):
-        return adapt(getattr(spec, "__name__", None) or type(spec).__name__, spec, spec)
+    if is_url(spec):
+        return service(spec)
+    if not isinstance(spec, str) and (callable(spec) or hasattr(spec, "score")):
+        return adapt(getattr(spec, "__name__", None) or type(spec).__name__, spec, spec, kwargs)
     if not isinstance(spec, str) or not all(spec.rpartition(":")[::2]):
         raise RewardError(
-            f"reward.functions: got {spec!r}; an entry has to be path/to/file.py:function or package.module:function. "
-            + _functions_hint(spec)
+            f"reward.functions: got {spec!r}; an entry has to be path/to/file.py:function, package.module:function or "
+            "the URL of a service. " + _functions_hint(spec)
         )
     place, _, name = spec.rpartition(":")
     if place.endswith(".py") or "/" in place:
@@ -47,42 +47,7 @@ def load_function(spec: Spec) -> RewardFunction:
         module, source = _load_file(path, spec), f"{path}:{name}"
     else:
         module, source = _load_module(place, spec), spec
-    return adapt(name, _pick(module, name, spec), source)
-
-
-def check_functions(specs: Sequence[Spec]) -> list[RewardFunction]:
-    """Load all, give them distinct names, and report everything that is wrong in one `RewardError`."""
-    functions, problems = [], []
-    for spec in specs:
-        try:
-            functions.append(load_function(spec))
-        except RewardError as error:
-            problems.append(error)
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise RewardError("\n\n".join(str(problem) for problem in problems))
-    return _distinct(functions)
-
-
-def _distinct(functions: list[RewardFunction]) -> list[RewardFunction]:
-    """Equal names get their file or module in front (`math.compute_score`), then a number."""
-    once = Counter([MODEL_PART, *(function.name for function in functions)])
-    longer = [replace(f, name=f"{_origin(f)}.{f.name}") if once[f.name] > 1 else f for f in functions]
-    seen: Counter[str] = Counter()
-    named = []
-    for function in longer:
-        seen[function.name] += 1
-        count = seen[function.name]
-        named.append(function if count == 1 else replace(function, name=f"{function.name}_{count}"))
-    return named
-
-
-def _origin(function: RewardFunction) -> str:
-    if isinstance(function.source, str):
-        place = function.source.rpartition(":")[0]
-        return Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return getattr(function.call, "__module__", "notebook").rpartition(".")[2]
+    return adapt(name, _pick(module, name, spec), source, kwargs)
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
@@ -134,9 +99,9 @@ def _import_problem(spec: str, error: BaseException) -> RewardError:
     )
 
 
-def _pick(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
+def _pick(module: ModuleType, name: str, spec: str) -> Any:
     found = getattr(module, name, None)
-    if callable(found):
+    if callable(found) or hasattr(found, "score"):
         return found
     what = f"has no function {name!r}" if found is None else f"has {name!r}, but it is a {type(found).__name__}"
     raise RewardError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlfuse.rewards.functions import MODEL_PART
+from rlfuse.config.rewards import MODEL_PART
 from rlfuse.rewards.items import Item, Outcome, RewardError, Score
 from rlfuse.rewards.results import failure, headline, user_traceback
 from rlfuse.samples import RewardFailure

@@ -1,10 +1,11 @@
 """The reward of a batch of samples, from functions and a model in processes that may crash or hang.
 
-Role: implements `RewardScorer` for the controller. The driver's side of reward workers: it cuts a batch into calls,
-feeds them to whichever process is free, and composes the outcomes.
+Role: implements `RewardScorer` for the controller. The driver's side of reward workers: wave by wave (gates first, see
+`compose`) it cuts a batch into calls, feeds them to whichever process is free, and composes the outcomes.
 Invariants:
 - each call of a function has a process to itself and is bounded in time; a process that exceeds it is killed, and a new
-  one is started while the outcome is already on its way. A function that proved quick gets several samples in a call;
+  one is started while the outcome is already on its way. A function that proves quick gets more samples in each call;
+- how a batch is cut, and in which order calls end, changes no reward;
 - a failed call gives a `RewardFailure`, never a number. It costs only the samples of that call, and a call with several
   that raised or lost its process is repeated one by one, so that it costs only the bad one. The exception is a batched
   function that took too long: all of its batch fails, because repeating each could take as long again;
@@ -25,18 +26,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 
+from rlfuse.config.rewards import MODEL_PART, Given
+from rlfuse.config.schema import RewardEntry
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
-from rlfuse.rewards.compose import check_weights, compose
-from rlfuse.rewards.functions import MODEL_PART, RewardFunction, Spec, check_functions
-from rlfuse.rewards.items import Item, Outcome, RewardError, item_of_sample
+from rlfuse.rewards.compose import Outcomes, compose, unscored, view, wanted, waves
+from rlfuse.rewards.entries import load_entries
+from rlfuse.rewards.items import Item, RewardError, item_of_sample
 from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
 from rlfuse.rewards.seat import Call, Seat
+from rlfuse.rewards.shapes import RewardFunction
 from rlfuse.rewards.worker import RewardWorker, pack
 from rlfuse.samples import Reward, RewardFailure, Sample
 
@@ -55,11 +59,12 @@ class RewardPool:
 
     def __init__(
         self,
-        functions: Sequence[Spec] = (),
+        functions: Sequence[Given | RewardFunction] = (),
         weights: Sequence[float] = (),
         model_path: str | None = None,
         num_workers: int = 1,
         timeout_s: float = 30.0,
+        memory_mb: int | None = None,
         *,
         engine_timeout_s: float = 1800.0,
         prompt_key: str = "prompt",
@@ -75,25 +80,27 @@ class RewardPool:
         for instance where it is placed.
         """
         _check_numbers(num_workers, timeout_s)
-        self._functions = {function.name: function for function in check_functions(functions)}
-        self._names = [*self._functions, *([MODEL_PART] if model_path else [])]
-        self._weights = check_weights(weights, self._names)
+        self.entries, self._functions = load_entries(functions, weights, model_path)
         self._model = ModelSpec(model_path, device, dtype, trust_remote_code) if model_path else None
         self._model_options = model_options or {}
         if self._model:
             check_model(self._model)
-        self._timeout_s, self._engine_timeout_s = timeout_s, engine_timeout_s
+        self._timeout_s, self._memory_mb, self._engine_timeout_s = timeout_s, memory_mb, engine_timeout_s
         self._workers = num_workers if self._functions else 0
         self._prompt_key = prompt_key
-        self._pace: dict[str, float] = {}  # seconds per sample, the slowest call of the last batch
+        self._pace: dict[str, float] = {}  # seconds per sample, lately
         self._seats: list[Seat] = []
-        self._queues: list[asyncio.Queue[Call]] = []
+        self._queues: list[asyncio.Queue[Call]] = []  # functions', the model's
         self._tasks: list[asyncio.Task] = []
 
-    @property
-    def names(self) -> list[str]:
-        """The reward's parts, in the order of their weights."""
-        return list(self._names)
+    def check_sources(self, sources: Sequence[str]) -> None:
+        """RewardError if a data_source has no reward: to be asked with those of the data, before anything starts."""
+        if missing := unscored(self.entries, sources):
+            raise RewardError(
+                f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
+                + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+                + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
+            )
 
     async def start(self) -> None:
         """Start all processes; EngineError with the user's traceback if one can't be."""
@@ -115,22 +122,34 @@ class RewardPool:
         if not self._tasks:
             raise EngineError("the reward pool has no processes: score() belongs between start() and close()")
         items = [item_of_sample(sample, self._prompt_key) for sample in samples]
-        parts = [self._calls(items), self._model_calls(items)]
-        calls = [call for part in parts for call in part]
+        known: list[Outcomes] = [{} for _ in items]
+        for wave in waves(self.entries):
+            asked = [
+                asyncio.ensure_future(self._ask(entry, items, wanted(entry, items, known), known)) for entry in wave
+            ]
+            try:
+                await asyncio.gather(*asked)
+            finally:
+                for one in asked:
+                    one.cancel()
+        return [compose(self.entries, item.data_source, found) for item, found in zip(items, known, strict=True)]
+
+    async def _ask(
+        self, entry: RewardEntry, items: list[Item], positions: list[int], known: Sequence[Outcomes]
+    ) -> None:
+        """Write what `entry` says of the items at these positions into `known`."""
+        calls = []
         try:
-            feeding = asyncio.gather(
-                *(self._feed(queue, part) for queue, part in zip(self._queues, parts, strict=True))
-            )
-            await asyncio.gather(feeding, *(call.answer for call in calls))
+            for call in self._calls(entry, items, positions):
+                calls.append(call)
+                await self._put(self._queues[entry.path == MODEL_PART], call)
+            await asyncio.gather(*(call.answer for call in calls))
         finally:
             for call in calls:
                 call.answer.cancel()
-        self._pace |= _pace(calls)
-        outcomes: dict[str, list[Outcome]] = {name: [None] * len(items) for name in self._names}
         for call in calls:
             for position, outcome in zip(call.positions, call.answer.result(), strict=True):
-                outcomes[call.name][position] = outcome
-        return [compose(self._names, self._weights, row) for row in zip(*outcomes.values(), strict=True)]
+                known[position][entry.name] = outcome
 
     async def drain(self) -> list[Span]:
         """The spans of all seats since the last drain: `reward` for each call, `restart` for each process replaced."""
@@ -146,12 +165,11 @@ class RewardPool:
             await seat.close()
         self._sweep()
 
-    async def _feed(self, queue: asyncio.Queue[Call], calls: list[Call]) -> None:
-        for call in calls:
-            if self._tasks:
-                await queue.put(call)
-            else:
-                call.fail(_closed())
+    async def _put(self, queue: asyncio.Queue[Call], call: Call) -> None:
+        if self._tasks:
+            await queue.put(call)
+        else:
+            call.fail(_closed())
         if not self._tasks:  # closed while this waited for room: nobody else will look into the queue again
             self._sweep()
 
@@ -161,55 +179,64 @@ class RewardPool:
             while not queue.empty():
                 queue.get_nowait().fail(_closed())
 
-    def _calls(self, items: list[Item]) -> list[Call]:
-        """verl's functions get one sample a call or as many as are quick, async ones several, batched ones all."""
-        calls = []
-        for function in self._functions.values():
-            quick = int(CALL_S / self._pace.get(function.name, math.inf))
-            size = len(items) if function.batched else ASYNC_ITEMS if function.is_async else max(1, quick)
-            calls += _cut(function.name, items, size, self._limit(function), self._timeout_s, function.batched)
-        return calls
+    def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
+        """Calls of one entry, each cut when there is room for it, by what is known then of the function's pace.
 
-    def _model_calls(self, items: list[Item]) -> list[Call]:
-        if not self._model:
-            return []
-        # By length, so that a call's items pad each other little.
-        order = sorted(range(len(items)), key=lambda i: len(items[i].prompt_text) + len(items[i].response))
-        limit = self._engine_timeout_s
-        cut = _cut(MODEL_PART, [items[i] for i in order], MODEL_ITEMS, limit, limit, batched=True)
-        for call in cut:
-            call.positions = [order[position] for position in call.positions]
-        return cut
+        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all.
+        """
+        function, limit = self._functions.get(entry.name), self._limit(entry)
+        if function is None:  # by length, so that a call's items pad each other little
+            positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
+        start = 0
+        while start < len(positions):
+            chosen = positions[start : start + self._size(function, len(positions))]
+            start += len(chosen)
+            told = self._timeout_s if function else limit
+            call = Call(
+                entry.name,
+                [view(entry, items[position]) for position in chosen],
+                chosen,
+                limit,
+                told,
+                batched=function is None or function.batched,
+            )
+            call.answer.add_done_callback(lambda _, call=call: self._learn(call))
+            yield call
 
-    def _limit(self, function: RewardFunction) -> float:
-        bounds_itself = function.is_async and not function.batched
-        return self._timeout_s + (ASYNC_GRACE_S if bounds_itself else 0.0)
+    def _size(self, function: RewardFunction | None, most: int) -> int:
+        if function is None:
+            return MODEL_ITEMS
+        if function.batched:
+            return most
+        return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
+
+    def _learn(self, call: Call) -> None:
+        """A function's pace: of its latest call, but never more than twice as fast as it was believed to be.
+
+        So a call has at most twice the samples of the one before, should the next ones be slow. A call that had to be
+        repeated says nothing.
+        """
+        if call.seconds:
+            pace = call.seconds / len(call.items)
+            self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
+
+    def _limit(self, entry: RewardEntry) -> float:
+        """Seconds after which a call's process is killed."""
+        function = self._functions.get(entry.name)
+        if function is None:
+            return self._engine_timeout_s
+        return self._timeout_s + (ASYNC_GRACE_S if function.is_async else 0.0)
 
     def _function_seat(self, index: int, queue: asyncio.Queue[Call]) -> Seat:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0)
-        sources = {name: pack(function) for name, function in self._functions.items()}
-        return Seat(f"reward/{index}", queue, lambda: actor.remote(sources, self._timeout_s), self._engine_timeout_s)
+        arguments = [pack(function) for function in self._functions.values()], self._timeout_s, self._memory_mb
+        return Seat(f"reward/{index}", queue, lambda: actor.remote(*arguments), self._engine_timeout_s)
 
     def _model_seat(self, queue: asyncio.Queue[Call]) -> Seat:
         options = {"num_cpus": 0, "max_restarts": 0, **self._model_options}
         actor = ray.remote(RewardModelWorker).options(**options)
         return Seat("reward/model", queue, lambda: actor.remote(self._model), self._engine_timeout_s)
-
-
-def _cut(name: str, items: list[Item], size: int, limit_s: float, told_s: float, batched: bool) -> list[Call]:
-    starts = range(0, len(items), max(size, 1))
-    cuts = [range(start, min(start + size, len(items))) for start in starts]
-    return [Call(name, [items[i] for i in cut], list(cut), limit_s, told_s, batched) for cut in cuts]
-
-
-def _pace(calls: list[Call]) -> dict[str, float]:
-    """Seconds per sample of each function in its slowest call; a call that had to be repeated says nothing."""
-    paces: dict[str, float] = {}
-    for call in calls:
-        if call.seconds:
-            paces[call.name] = max(paces.get(call.name, 0.0), call.seconds / len(call.items))
-    return paces
 
 
 def _closed() -> EngineError:

@@ -1,6 +1,6 @@
 """From what a reward function returned to outcomes, and from what it raised to failures.
 
-Role: pure readers of the three result shapes, used by `RewardFunction`. No Ray or torch import: tensors and arrays are
+Role: pure readers of the result shapes, used by `RewardFunction`. No Ray or torch import: tensors and arrays are
 read through their `item` and `tolist`.
 Invariants: NaN, infinity, a wrong length and anything that is not a number become a `RewardFailure`; the traceback of
 a failure begins in the user's code.
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlfuse.rewards.items import Outcome, Score
-from rlfuse.samples import RewardFailure
+from rlfuse.samples import Reward, RewardFailure
 
 OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), "<frozen importlib")
 NOTE_LENGTH = 200
@@ -101,6 +102,31 @@ def read_dict(name: str, result: Any, length: int) -> list[Outcome]:
     for key, value in {**given, **(result.get("extra_logs") or {})}.items():
         spread(logs, key, value)
     return [_entry(name, value, log, nullable=False) for value, log in zip(values, logs, strict=True)]
+
+
+def read_singles(name: str, result: Any, length: int) -> list[Outcome]:
+    """verl's batch shape: a number or a dict with `score` for each sample."""
+    try:
+        return [read_single(name, value) for value in listed("scores", result, length)]
+    except ValueError as error:
+        return [RewardFailure(name, str(error))] * length
+
+
+def read_samples(name: str, result: Any, length: int) -> list[Outcome]:
+    """A `Reward`, a number, None or a `RewardFailure` for each sample."""
+    try:
+        return [_read_reward(name, value) for value in listed("rewards", result, length)]
+    except ValueError as error:
+        return [RewardFailure(name, str(error))] * length
+
+
+def _read_reward(name: str, value: Any) -> Outcome:
+    if isinstance(value, RewardFailure):
+        return replace(value, function=name)
+    if not isinstance(value, Reward):
+        return _entry(name, value, {}, nullable=True)
+    log = {**value.parts, **({"text": value.text} if value.text else {})}
+    return _entry(name, value.value, log, nullable=False)
 
 
 def spread(logs: list[dict[str, Any]], key: str, value: Any) -> None:

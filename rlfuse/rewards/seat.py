@@ -114,7 +114,8 @@ class Seat:
         try:
             outcomes = await self._attempt(call)
             all_failed = all(isinstance(outcome, RewardFailure) for outcome in outcomes)
-            if not (several and call.batched and all_failed):
+            late = call.seconds >= call.told_s  # an async function that bounded itself: repeating could take as long
+            if late or not (several and call.batched and all_failed):
                 return outcomes
         except Lost as lost:
             self._replace(lost)

@@ -1,4 +1,4 @@
-"""Calling a user's reward function in the shape it was written for: verl's, TRL's or OpenRLHF's.
+"""Calling a user's reward in the shape it was written for: verl's, TRL's or OpenRLHF's, or one that takes samples.
 
 Role: `RewardFunction`, made by `functions.load_function` and called by the reward worker, or directly in a notebook.
 Invariants:
@@ -19,25 +19,45 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from rlfuse.rewards.items import Item, Outcome, RewardError
-from rlfuse.rewards.results import failure, read_dict, read_list, read_single, spread
+from rlfuse.rewards.results import (
+    failure,
+    headline,
+    read_dict,
+    read_list,
+    read_samples,
+    read_single,
+    read_singles,
+    spread,
+    user_traceback,
+)
 from rlfuse.samples import RewardFailure
 
 SHAPES = """\
-  verl      def f(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with "score"
-  TRL       def f(prompts, completions, **columns) -> list of numbers or None, one for each completion
-  OpenRLHF  def f(queries, prompts, labels, **kwargs) -> dict with "rewards\""""
+  verl       def f(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with "score"
+  verl batch def f(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
+  TRL        def f(prompts, completions, **columns) -> list of numbers or None, one for each completion
+  OpenRLHF   def f(queries, prompts, labels, **kwargs) -> dict with "rewards"
+  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample"""
 
 # The parameter that only this shape has. TRL and OpenRLHF share `prompts`.
-TELLING = {"solution_str": "verl", "queries": "openrlhf", "completions": "trl"}
+TELLING = {
+    "solution_str": "verl",
+    "solution_strs": "verl batch",
+    "queries": "openrlhf",
+    "completions": "trl",
+    "samples": "samples",
+}
 GIVEN = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "verl batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"},
     "openrlhf": {"queries", "prompts", "labels"},
+    "samples": {"samples"},
 }
 # Columns that a TRL data set may hold and TRL does not hand on.
 WITHHELD = {"prompt", "completion"}
@@ -49,22 +69,26 @@ class RewardFunction:
 
     name: str
     shape: str
-    """verl | trl | openrlhf."""
+    """verl | verl batch | trl | openrlhf | samples."""
     call: Callable[..., Any]
     source: str | Callable[..., Any]
-    """Where another process loads it from: absolute path or module with `:function`, or the callable itself."""
+    """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
     named: dict[str, bool]
     """Its parameters by name; True where it has no default."""
     takes_all: bool
     """It has `**kwargs`."""
     is_async: bool
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments given to it at each call, whatever columns there are."""
+    made_by: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class or factory at `source` that made it."""
 
     @property
     def batched(self) -> bool:
         return self.shape != "verl"
 
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
-        """One outcome for each item, in order. `timeout_s` bounds each item's call of an async verl function;
+        """One outcome for each item, in order. `timeout_s` bounds a call of an async function (verl's: each item's);
         nothing in this process can bound an ordinary one."""
         ready = [item for item in items if not self._lacks(item)]
         outcomes = iter(self._score(ready, timeout_s) if ready else ())
@@ -75,12 +99,13 @@ class RewardFunction:
             results = self._results([self._single(item) for item in items], timeout_s)
             return [r if isinstance(r, RewardFailure) else read_single(self.name, r) for r in results]
         log = _Log(len(items))
-        [result] = self._results([self._batch(items, log)], None)
+        [result] = self._results([self._batch(items, log)], timeout_s)
         if isinstance(result, RewardFailure):
             return [result] * len(items)
-        if self.shape == "openrlhf":
-            return read_dict(self.name, result, len(items))
-        return read_list(self.name, result, log.entries())
+        if self.shape == "trl":
+            return read_list(self.name, result, log.entries())
+        read = {"openrlhf": read_dict, "verl batch": read_singles, "samples": read_samples}[self.shape]
+        return read(self.name, result, len(items))
 
     def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
         """What each call returned, or its failure."""
@@ -91,7 +116,7 @@ class RewardFunction:
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         try:
-            return self.call(**arguments)
+            return self.call(**(arguments | self.kwargs))
         except (Exception, SystemExit) as error:
             return failure(self.name, error)
 
@@ -110,7 +135,8 @@ class RewardFunction:
     def _lacks(self, item: Item) -> RewardFailure | None:
         """A failure if the item's row has not a column that the function can't do without."""
         for name, required in self.named.items():
-            if required and name not in GIVEN[self.shape] and not _has(item, name):
+            known = name in GIVEN[self.shape] or name in self.kwargs
+            if required and not known and not _has(item, name):
                 found = sorted({*item.columns, "data_source", "ground_truth"})
                 return RewardFailure(self.name, f"parameter {name!r} is no column of the row; its columns: {found}")
         return None
@@ -126,11 +152,20 @@ class RewardFunction:
         return {**columns, **self._wanted(given)}
 
     def _batch(self, items: list[Item], log: _Log) -> dict[str, Any]:
-        if self.shape == "openrlhf":
+        if self.shape == "samples":
+            given = {"samples": list(items)}
+        elif self.shape == "openrlhf":
             given = {
                 "queries": [item.prompt_text + item.response for item in items],
                 "prompts": [item.prompt_text for item in items],
                 "labels": [item.ground_truth for item in items],
+            }
+        elif self.shape == "verl batch":
+            given = {
+                "data_sources": [item.data_source for item in items],
+                "solution_strs": [item.response for item in items],
+                "ground_truths": [item.ground_truth for item in items],
+                "extra_infos": [item.columns.get("extra_info") or {} for item in items],
             }
         else:
             given = {
@@ -162,22 +197,66 @@ class RewardFunction:
         ]
 
 
-def adapt(name: str, call: Callable[..., Any], source: str | Callable[..., Any]) -> RewardFunction:
-    """Recognise a callable's shape by its parameter names."""
+def adapt(
+    name: str, found: Any, source: str | Callable[..., Any], kwargs: dict[str, Any] | None = None
+) -> RewardFunction:
+    """Recognise the shape of a callable by its parameters' names, or of an object by its method `score`.
+
+    A class, and a callable of no shape (a factory), is called with `kwargs` and gives the reward; else the function
+    gets them at each call.
+    """
+    if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
+        return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))
+    scores = getattr(found, "score", None)
+    call = functools.partial(_ask, scores) if callable(scores) else found
+    shape = "samples" if callable(scores) else _shape(name, found)
+    if shape is None:
+        given = ", ".join(str(parameter) for parameter in _parameters(name, found))
+        raise RewardError(
+            f"reward function {name} has the parameters ({given}), which fit no known shape. Name them as in one "
+            f"of:\n{SHAPES}\nor give kwargs with which it makes such a function"
+        )
+    parameters = _parameters(name, call)
+    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [key for key in kwargs or {} if key not in named and not takes_all]:
+        raise RewardError(f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(named)}")
+    called = (found, scores, type(found).__call__ if callable(found) else None)
+    coroutine = any(map(inspect.iscoroutinefunction, called))
+    return RewardFunction(name, shape, call, source, named, takes_all, coroutine, dict(kwargs or {}))
+
+
+def _shape(name: str, found: Any) -> str | None:
+    if callable(getattr(found, "score", None)):
+        return "samples"
+    names = {parameter.name for parameter in _parameters(name, found)}
+    return next((shape for telling, shape in TELLING.items() if telling in names), None)
+
+
+def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(call).parameters.values()
+        return list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward function {name}: its parameters can't be read ({error}); wrap it in a def") from None
-    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    shape = next((shape for telling, shape in TELLING.items() if telling in named), None)
-    if shape is None:
+
+
+def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What a class or a factory makes."""
+    try:
+        made = factory(**kwargs)
+    except (Exception, SystemExit) as error:
         raise RewardError(
-            f"reward function {name} has the parameters ({', '.join(str(p) for p in parameters)}), which fit no known "
-            f"shape. Name them as in one of:\n{SHAPES}"
-        )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-    return RewardFunction(name, shape, call, source, named, takes_all, is_async)
+            f"reward function {name}: {name}(**{kwargs}) failed: {headline(error)}. Correct the entry's kwargs.\n"
+            f"{user_traceback(error)}"
+        ) from error
+    if not callable(made) and not hasattr(made, "score"):
+        raise RewardError(f"reward function {name}: {name}(**{kwargs}) made {made!r}, which is no function of a shape")
+    return made
+
+
+def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
+    """An object's `score`, whatever its parameter is called."""
+    return score(samples)
 
 
 def timed_out(name: str, seconds: float) -> RewardFailure:

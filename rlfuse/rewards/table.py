@@ -1,41 +1,68 @@
-"""Reward functions on a plain table of samples, with no cluster: how one is written and tried in a notebook.
+"""Rewards on a plain table of samples, with no cluster: how they are written, composed and tried in a notebook.
 
 Role: called by notebooks and tests, in their process and without a time limit. It uses the same loading, calling and
-composing as a run, so what it shows is what a run would train on.
+composing as a run, so what it shows is what a run would train on; only running normalisation, which needs a run's
+earlier steps, is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rlfuse.rewards.compose import check_weights, compose
-from rlfuse.rewards.functions import Spec, check_functions
-from rlfuse.rewards.items import item_of_row
+from rlfuse.config.rewards import MODEL_PART, Given
+from rlfuse.rewards.compose import Outcomes, compose, view, wanted, waves
+from rlfuse.rewards.entries import load_entries
+from rlfuse.rewards.items import RewardError, item_of_row
+from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
+from rlfuse.rewards.shapes import RewardFunction
 from rlfuse.samples import RewardFailure
 
 
 def score_table(
-    functions: Spec | Sequence[Spec], rows: Sequence[dict[str, Any]], weights: Sequence[float] = ()
+    functions: Given | RewardFunction | Sequence[Given | RewardFunction],
+    rows: Sequence[dict[str, Any]],
+    weights: Sequence[float] = (),
+    model_path: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows with `reward`, its parts as `{fn}` and `{fn}/{extra}`, `note`, `failure` and `traceback` added.
+    """The rows with `reward`, its parts as `{fn}` and `{fn}/{extra}`, `gate`, `note`, `failure` and `traceback` added.
 
-    A row has `prompt` (string or messages) and `response`, and whatever else the functions ask for. `reward` is None
-    where `failure` is not.
+    `functions`, `weights` and `model_path` are as in the configuration; a function may also be given itself. A row has
+    `prompt` (string or messages) and `response`, and whatever else the functions ask for. `reward` is None where
+    `failure` is not.
     """
-    loaded = check_functions(functions if isinstance(functions, list | tuple) else [functions])
-    names = [function.name for function in loaded]
-    weights = check_weights(weights, names)
+    several = functions if isinstance(functions, list | tuple) else [functions]
+    entries, loaded = load_entries(several, weights, model_path)
+    scorers = {name: function.score for name, function in loaded.items()}
+    if model_path is not None:
+        scorers[MODEL_PART] = _model(model_path)
     items = [item_of_row(row, number) for number, row in enumerate(rows)]
-    columns = [function.score(items) for function in loaded]
+    known: list[Outcomes] = [{} for _ in items]
+    for wave in waves(entries):
+        asked = [(entry, wanted(entry, items, known)) for entry in wave]
+        for entry, positions in asked:
+            outcomes = scorers[entry.name]([view(entry, items[position]) for position in positions])
+            for position, outcome in zip(positions, outcomes, strict=True):
+                known[position][entry.name] = outcome
     return [
-        {**row, **_cells(compose(names, weights, outcomes))}
-        for row, outcomes in zip(rows, zip(*columns, strict=True), strict=True)
+        {**row, **_cells(compose(entries, item.data_source, outcomes))}
+        for row, item, outcomes in zip(rows, items, known, strict=True)
     ]
+
+
+def _model(path: str) -> Any:
+    spec = ModelSpec(path)
+    check_model(spec)
+    worker = RewardModelWorker(spec)
+    if problem := worker.start():
+        raise RewardError(problem)
+    return partial(worker.score, MODEL_PART)
 
 
 def _cells(reward: Any) -> dict[str, Any]:
     if isinstance(reward, RewardFailure):
         failure = f"{reward.function}: {reward.message}"
-        return {"reward": None, "failure": failure, "note": None, "traceback": reward.traceback}
-    return {"reward": reward.value, **reward.parts, "failure": None, "note": reward.text, "traceback": ""}
+        return {"reward": None, "gate": None, "failure": failure, "note": None, "traceback": reward.traceback}
+    cells = {"reward": reward.value, **reward.parts, "gate": reward.gate, "note": reward.text}
+    return {**cells, "failure": None, "traceback": ""}

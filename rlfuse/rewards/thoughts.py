@@ -1,10 +1,87 @@
-"""A response's thought, and the answer that follows it."""
+"""Responses that think first: `<think>thought</think>answer` taken apart, and the format gate made of it.
+
+Role: pure functions. `format_gate` is a reward to be named in reward.functions, mostly with gate=true; `answer_of` is
+what a reward model may see of a response (answer_only). The format is that of Seed1.5-VL (2025, arXiv 2505.07062):
+exactly one thought, first, then an answer that is not empty.
+Invariants:
+- only the response counts, never a tag in the question. The one exception: a chat template that opens the thought
+  itself, at the very end of the prompt, so that the response begins within it;
+- `answer_of` never shows any part of a thought, however tags are nested, repeated or left open.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlfuse.rewards.items import Item
+from rlfuse.samples import Reward
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def answer_of(text: str) -> str:
-    """What follows the last thought, stripped; the whole text where there is none, "" where a thought has no end."""
-    return text.rpartition(CLOSE)[2].partition(OPEN)[0].strip()
+def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None:
+    """(thought, answer) of a response in the right format, both stripped; None for any other.
+
+    `opened`: the prompt opened the thought already, so the response must not open it again.
+    """
+    text = response.strip()
+    if not opened:
+        if not text.startswith(OPEN):
+            return None
+        text = text[len(OPEN) :]
+    thought, closed, answer = text.partition(CLOSE)
+    thought, answer = thought.strip(), answer.strip()
+    nested = any(tag in part for tag in (OPEN, CLOSE) for part in (thought, answer))
+    return (thought, answer) if closed and answer and not nested else None
+
+
+def answer_of(response: str, opened: bool = False) -> str:
+    """What follows the last thought, stripped; all of a response without one, "" where a thought has no end.
+
+    `opened`: the prompt opened the thought already.
+    """
+    _, closed, after = response.rpartition(CLOSE)
+    if opened and not closed:
+        return ""
+    return after.partition(OPEN)[0].strip()
+
+
+def is_opened(item: Item) -> bool:
+    """Whether the prompt ends within a thought that its template opened, or a message that the model is to go on."""
+    if not item.prompt_text.rstrip().endswith(OPEN):
+        return False
+    if isinstance(item.prompt, str) or not item.messages or item.messages[-1].get("role") != "user":
+        return True
+    # Without a template around it, a question's last word is the prompt's.
+    return not item.prompt_text.rstrip().endswith(str(item.messages[-1]["content"]).rstrip())
+
+
+def without_thought(item: Item) -> Item:
+    """The item as if its response were the answer alone."""
+    opened = is_opened(item)
+    prompt = item.prompt_text.rstrip().removesuffix(OPEN) if opened else item.prompt_text
+    return replace(item, response=answer_of(item.response, opened), prompt_text=prompt)
+
+
+def format_gate(samples: Sequence[Item]) -> list[Reward]:
+    """1 for exactly one thought first and then an answer, else 0, with the reason in words."""
+    return [_judge(item) for item in samples]
+
+
+def _judge(item: Item) -> Reward:
+    opened = is_opened(item)
+    if split_thought(item.response, opened) is not None:
+        return Reward(1.0)
+    return Reward(0.0, text=_reason(item.response.strip(), opened))
+
+
+def _reason(text: str, opened: bool) -> str:
+    opens, closes = text.count(OPEN) + opened, text.count(CLOSE)
+    if not opened and not text.startswith(OPEN):
+        return f"does not begin with {OPEN}"
+    if closes == 0:
+        return f"the thought is not closed with {CLOSE}"
+    if opens > 1 or closes > 1:
+        return f"{opens} {OPEN} and {closes} {CLOSE} where one of each belongs"
+    return "nothing follows the thought"

@@ -6,13 +6,18 @@ Invariants:
 - methods are ordinary ones: Ray then runs them on the main thread with no event loop around, so that a function may use
   `signal.alarm` or `asyncio.run`;
 - nothing a user's code raises leaves as an exception, which Ray would wrap in its own: `start` gives a message, `score`
-  gives failures.
+  gives failures;
+- what the functions' code allocates beyond `memory_mb` raises MemoryError in it, or ends the process where native code
+  does not look: either way it fails the sample, not the machine.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ray import cloudpickle
 
@@ -22,24 +27,34 @@ from rlfuse.rewards.items import Item, Outcome, RewardError
 from rlfuse.rewards.results import headline, user_traceback
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What another process makes a reward function of."""
+
+    name: str
+    place: str | bytes
+    """Its place in a file or module, its URL, or the callable by value."""
+    kwargs: dict[str, Any]
+
+
 class RewardWorker:
     """Loads the run's reward functions and calls them by name."""
 
-    def __init__(self, sources: dict[str, str | bytes], timeout_s: float):
-        self._sources = sources
-        self._timeout_s = timeout_s
+    def __init__(self, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
+        self._sources, self._timeout_s, self._memory_mb = sources, timeout_s, memory_mb
         self._functions: dict[str, RewardFunction] = {}
         heed_children()
 
     def start(self) -> str | None:
         """Load all functions; the reason in words if that failed."""
         try:
-            for name, source in self._sources.items():
-                self._functions[name] = replace(load_function(unpack(source)), name=name)
+            self._functions = {source.name: unpack(source) for source in self._sources}
         except RewardError as error:
             return str(error)
         except (Exception, SystemExit) as error:
             return f"{headline(error)}\n{user_traceback(error)}"
+        if self._memory_mb is not None:
+            limit_memory(self._memory_mb)
         return None
 
     def score(self, name: str, items: Sequence[Item]) -> list[Outcome]:
@@ -47,11 +62,25 @@ class RewardWorker:
         return self._functions[name].score(items, self._timeout_s)
 
 
-def pack(function: RewardFunction) -> str | bytes:
-    """What another process loads the function from: its place in a file or module, or the callable by value."""
-    return function.source if isinstance(function.source, str) else cloudpickle.dumps(function.source)
+def limit_memory(more_mb: int) -> None:
+    """Let this process allocate so many MiB beyond what it holds.
+
+    Of the kernel's limits this is the one on private data (RLIMIT_DATA): the address space, Ray's mapped object store
+    included, says nothing about memory used. Linux only.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + more_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def unpack(source: str | bytes) -> object:
-    """What `load_function` takes."""
-    return cloudpickle.loads(source) if isinstance(source, bytes) else source
+def pack(function: RewardFunction) -> Source:
+    """What another process loads the function from."""
+    place = function.source if isinstance(function.source, str) else cloudpickle.dumps(function.source)
+    return Source(function.name, place, function.kwargs or function.made_by)
+
+
+def unpack(source: Source) -> RewardFunction:
+    """The function, under its name."""
+    place = cloudpickle.loads(source.place) if isinstance(source.place, bytes) else source.place
+    return replace(load_function(place, source.kwargs), name=source.name)

@@ -23,19 +23,17 @@ import mmap
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from rlfuse.cluster.children import heed_children
+from rlfuse.cluster.children import end_with_parent, heed_children
 from rlfuse.engines.protocols import EngineError
 from rlfuse.video import decoding
 from rlfuse.video.errors import VideoError
@@ -207,7 +205,7 @@ class DecodePool:
                     "rlfuse.cluster.children.heed_children() on its main thread first"
                 )
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(self.workers, initializer=_end_with_parent, context=context)
+            self._pool = ProcessPool(self.workers, initializer=end_with_parent, context=context)
         try:
             return self._pool.schedule(function, arguments, timeout=self.timeout_s)
         except RuntimeError as error:  # pebble's word for a broken pool
@@ -249,14 +247,3 @@ def _ignores_children() -> bool:
     """Asked of the kernel: Ray sets it where Python does not see it."""
     [ignored] = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "SigIgn" in line)
     return bool(int(ignored, 16) >> signal.SIGCHLD - 1 & 1)
-
-
-def _end_with_parent() -> None:
-    """In a worker: end when the parent does, also in the middle of a file that never answers."""
-    parent = multiprocessing.parent_process().sentinel
-
-    def watch() -> None:
-        wait([parent])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent watch").start()

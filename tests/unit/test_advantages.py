@@ -183,7 +183,7 @@ def test_dispatcher_gives_what_the_parts_give():
 
 def test_wrong_calls_say_what_to_change():
     rewards, values, mask = batch()
-    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, rloo, reinforce_plus_plus"):
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, reinforce_plus_plus"):
         adv.advantages_and_returns("ppo", rewards, values, GROUPS, mask)
     with pytest.raises(ValueError, match="needs values"):
         adv.advantages_and_returns("gae", rewards, None, GROUPS, mask)

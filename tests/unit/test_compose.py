@@ -216,6 +216,34 @@ def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
     assert "Traceback" in fail(EngineError("rollout 0 died"))[1]
 
 
+def test_rewards_are_composed_in_a_job_file_and_on_the_command_line(job):
+    folder, functions = job.parent, 'reward.functions: ["{}/rewards.py:score"]\n'
+    composed = """\
+reward:
+  functions:
+    - {{path: "rlfuse.rewards.thoughts:format_gate", gate: true}}
+    - {{path: "{}/rewards.py:score", sources: [openai/gsm8k, "math.v1*"], kwargs: {{a.b: 1}}}}
+  num_workers: 2
+actor.use_kl_loss: true
+algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
+"""
+    text = job.read_text().replace(functions.format(folder), composed.format(folder))
+    job.write_text(text.replace("algorithm: grpo\n", "defaults: [{override /algorithm: grpo}]\n"))
+    config = load([str(job)])
+    assert config.reward.functions[0] == {"path": "rlfuse.rewards.thoughts:format_gate", "gate": True}
+    assert config.reward.functions[1]["sources"] == ["openai/gsm8k", "math.v1*"]
+    assert config.reward.functions[1]["kwargs"] == {"a.b": 1}
+    assert config.algorithm.kl_coef_by_source == {"math.v1*": 0.0, "openai/gsm8k": 1e-5}
+    typed = f"reward.functions=[{{path: {folder}/rewards.py:score, weight: 0.5, sources: [chat*]}}]"
+    changed = load([str(job), typed, "algorithm.kl_coef_by_source={chat: 0.1}"])
+    assert changed.reward.functions == [{"path": f"{folder}/rewards.py:score", "weight": 0.5, "sources": ["chat*"]}]
+    assert changed.algorithm.kl_coef_by_source["chat"] == 0.1
+    with pytest.raises(ConfigError, match=r"functions\.wieght: unknown key of an entry; did you mean weight"):
+        load([str(job), typed.replace("weight", "wieght")])
+    with pytest.raises(ConfigError, match="kl_coef_by_source.chat=much: is no value of this dictionary"):
+        load([str(job), "algorithm.kl_coef_by_source.chat=much"])
+
+
 def test_the_command_lists_and_corrects(capsys):
     assert cli.main([]) == 0 and "rlfuse train" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
@@ -224,6 +252,8 @@ def test_the_command_lists_and_corrects(capsys):
     assert cli.main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     assert "experiment=quickstart" in out and "trainer.default_local_dir" in out and "dr_grpo" in out
+    assert cli.main(["train", "--help", "sources"]) == 0
+    assert "reward.functions[].sources: list[str] = []" in capsys.readouterr().out
 
 
 def test_a_mistyped_key_shows_before_anything_heavy_is_imported():

@@ -50,6 +50,28 @@ def test_the_defaults_are_sound():
         ({"reward__functions": ["absent.py:f"]}, ["the file `absent.py` does not exist"]),
         ({"reward__functions": ["absent_package.m:f"]}, ["Python finds no package `absent_package`"]),
         ({"reward__weights": [1.0, 2.0]}, ["has 2 entries, must have 1"]),
+        ({"reward__functions": [{"path": "absent.py:f", "gate": True}, "a.py:f"]}, ["`absent.py` does not exist"]),
+        ({"reward__functions": [{"path": "a.py:f", "wieght": 2}]}, ["did you mean weight?"]),
+        ({"reward__functions": ["https://:80/x"]}, ["is no URL of a service"]),
+        ({"reward__functions": [3]}, ["got 3; an entry is a text or a dictionary with a path"]),
+        ({"algorithm__kl_coef_by_source": {"math": 0.0}}, ["there is no KL to weigh", "actor.use_kl_loss=true"]),
+        (
+            {"algorithm__kl_coef_by_source": {"math": -1.0}, "actor__use_kl_loss": True},
+            ["kl_coef_by_source.math=-1.0: must be 0 or more"],
+        ),
+        (
+            {
+                "algorithm__kl_coef_by_source": {"math": 0.0},
+                "algorithm__use_kl_in_reward": True,
+                "algorithm__kl_ctrl__target_kl": 0.1,
+            },
+            ["target_kl=0.1: steers one coefficient"],
+        ),
+        (
+            {"algorithm__adv_estimator": "gdpo", "algorithm__use_kl_in_reward": True, "rollout__n": 2},
+            ["set actor.use_kl_loss=true"],
+        ),
+        ({"algorithm__adv_estimator": "gdpo"}, ["rollout.n=1: must be 2 or more"]),
         ({"reward__overlong_buffer__len": 512}, ["must be below data.max_response_length=512"]),
         ({"data__train_files": ["absent.parquet"]}, ["data.train_files: `absent.parquet` does not exist"]),
         ({"data__train_files": []}, ["data.train_files: is required"]),

@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from rlfuse.rewards.compose import check_weights, compose
-from rlfuse.rewards.functions import check_functions, load_function
+from rlfuse.rewards.entries import load_entries
+from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import RewardError, Score, item_of_row, item_of_sample
 from rlfuse.rewards.model import ModelSpec, check_model
 from rlfuse.rewards.table import score_table
@@ -63,6 +63,26 @@ async def openrlhf_async(queries, prompts, labels):
     return {"rewards": [1.0] * len(queries)}
 
 
+def verl_many(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert list(data_sources) == ["sums", "sums"] and extra_infos == [{}, {}]
+    pairs = zip(solution_strs, ground_truths, strict=True)
+    return [{"score": float(solution == truth), "length": len(solution)} for solution, truth in pairs]
+
+
+def by_samples(samples, bonus=0.0):
+    return [Reward(len(s.response) + bonus, {"level": s.columns["level"]}, f"saw {s.data_source}") for s in samples]
+
+
+class Graded:
+    """An object with `score`: samples in, rewards out."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    async def score(self, batch):
+        return [self.scale if sample.response == sample.ground_truth else None for sample in batch]
+
+
 def test_verl_gives_scores_extras_and_notes():
     first, second = outcomes(verl)
     assert first == Score(1.0, {"length": 1.0}, {"seen": "sums {}"})
@@ -95,6 +115,37 @@ def test_openrlhf_gives_rewards_and_logs():
         Score(0.0, {"scores": 0.0, "batch": 2.0, "level": 2.0}),
     ]
     assert [score.value for score in outcomes(openrlhf_async)] == [1.0, 1.0]
+
+
+def test_verls_batch_shape_gives_scores_and_extras():
+    assert outcomes(verl_many) == [Score(1.0, {"length": 1.0}), Score(0.0, {"length": 5.0})]
+
+
+def test_functions_and_objects_take_samples_and_give_rewards():
+    first, second = outcomes(by_samples)
+    assert first == Score(1.0, {"level": 1.0}, {"text": "saw sums"}) and second.value == 5.0
+    assert [score.value for score in outcomes(Graded(2.0))] == [2.0, None]
+    assert [score.value for score in outcomes(Graded)] == [1.0, None]  # a class makes its object
+    failed = outcomes(lambda samples: [RewardFailure("?", "no idea"), Reward(math.nan)])
+    assert [failure.message for failure in failed] == ["no idea", "returned nan; a reward has to be finite"]
+    assert "returned 1 rewards for 2 samples" in outcomes(lambda samples: [Reward(1.0)])[0].message
+
+
+def test_kwargs_are_arguments_of_a_function_and_make_what_a_class_or_factory_gives():
+    def make(most):
+        return lambda completions, **kwargs: [min(most, len(text)) for text in completions]
+
+    def value(found, **kwargs):
+        items = [item_of_row(row, number) for number, row in enumerate(ROWS)]
+        return [score.value for score in load_function(found, kwargs).score(items)]
+
+    assert value(by_samples, bonus=0.5) == [1.5, 5.5]
+    assert value(Graded, scale=3.0) == [3.0, None]
+    assert value(make, most=2) == [1.0, 2.0]
+    with pytest.raises(RewardError, match="no parameter bonsu; it has samples, bonus"):
+        load_function(by_samples, {"bonsu": 1})
+    with pytest.raises(RewardError, match=r"(?s)make\(\*\*{'least': 1}\) failed: TypeError.*entry's kwargs"):
+        load_function(make, {"least": 1})
 
 
 def test_callables_of_other_kinds():
@@ -228,43 +279,19 @@ def test_loading_errors_say_what_to_change(tmp_path, monkeypatch):
             assert part in str(caught.value), (spec, part)
 
 
-def test_check_functions_reports_all_problems_and_tells_equal_names_apart(tmp_path):
+def test_loading_reports_all_problems_and_tells_equal_names_apart(tmp_path):
     first = write(tmp_path, "def compute_score(solution_str): return 1\n", "math_task.py")
     second = write(tmp_path, "def compute_score(solution_str): return 2\n", "code_task.py")
-    names = [f.name for f in check_functions([f"{first}:compute_score", f"{second}:compute_score", verl, verl])]
+    entries, functions = load_entries([f"{first}:compute_score", f"{second}:compute_score", verl, verl])
+    names = [entry.name for entry in entries]
+    assert [functions[name].name for name in names] == names
     module = __name__.rpartition(".")[2]
     assert names == ["math_task.compute_score", "code_task.compute_score", f"{module}.verl", f"{module}.verl_2"]
     with pytest.raises(RewardError, match=r"(?s)no file.*no function 'g'"):
-        check_functions([f"{tmp_path}/absent.py:f", f"{first}:g", verl])
+        load_entries([f"{tmp_path}/absent.py:f", f"{first}:g", verl])
 
 
-# ---- composition ---------------------------------------------------------------------------------------------------
-
-
-def test_compose_sums_what_applies():
-    reward = compose(
-        ["a", "b", "c"], [1.0, 0.5, 9.0], [Score(1.0, {"n": 3.0}), Score(4.0, {}, {"why": "x"}), Score(None)]
-    )
-    assert reward == Reward(3.0, {"a": 1.0, "a/n": 3.0, "b": 4.0}, "b/why: x")
-
-
-def test_compose_never_makes_a_number_of_a_failure():
-    failed = RewardFailure("b", "broke", "trace")
-    assert compose(["a", "b"], [1.0, 0.0], [Score(1.0), failed]) == failed
-    both = compose(["a", "b"], [1.0, 1.0], [RewardFailure("a", "x"), failed])
-    assert both.message == "x (also failed: b)"
-    assert "no reward function applies" in compose(["a"], [1.0], [Score(None)]).message
-
-
-def test_weights_are_checked():
-    assert check_weights([], ["a", "b"]) == [1.0, 1.0]
-    for weights, names, part in [
-        ([1.0], ["a", "b"], "1 entries"),
-        ([math.nan], ["a"], "finite"),
-        ([], [], "model_path"),
-    ]:
-        with pytest.raises(RewardError, match=part):
-            check_weights(weights, names)
+# ---- tables, models -------------------------------------------------------------------------------------------------
 
 
 def test_score_table_shows_rewards_parts_and_failures():

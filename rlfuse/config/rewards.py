@@ -1,0 +1,147 @@
+"""The entries of reward.functions, read: what is a bare string, a dictionary or a callable becomes a `RewardEntry`.
+
+Role: called by the configuration's checks, and by `rewards.entries` before anything is loaded, so that a job and a
+notebook are refused with the same words. Pure: looks at no file. Invariants: the entries that `read_entries` gives have
+a weight and end with the reward model's, where there is one; problems are given in words, one line each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config.schema import RewardEntry
+
+MODEL_PART = "reward_model"
+"""The path of the entry that stands for reward.model_path, and the model's name among the parts."""
+
+KEYS = tuple(field.name for field in dataclasses.fields(RewardEntry))
+NEEDS = {
+    "name": "a text",
+    "weight": "a number",
+    "sources": "a list of data_source values",
+    "clip": "a list of two numbers, [low, high]",
+    "kwargs": "a dictionary of arguments",
+}
+
+Given = str | dict[str, Any] | Callable[..., Any] | RewardEntry
+
+
+def is_url(path: Any) -> bool:
+    """Whether an entry's path is that of a service."""
+    return isinstance(path, str) and path.startswith(("http://", "https://"))
+
+
+def read_entries(
+    functions: Sequence[Given], weights: Sequence[float] = (), model_path: str | None = None
+) -> tuple[list[RewardEntry], list[str]]:
+    """(entries with weights, problems); the entries of a list with problems are those that could be read."""
+    entries, problems = [], []
+    for number, given in enumerate(functions):
+        where = f"reward.functions[{number}]" if len(functions) > 1 else "reward.functions"
+        entry, wrong = _read(given, where)
+        problems += wrong
+        if entry is not None:
+            entries.append(entry)
+            problems += [f"{where}{problem}" for problem in _judge(entry, model_path)]
+    problems += _together(entries)
+    if model_path is not None and all(entry.path != MODEL_PART for entry in entries):
+        entries.append(RewardEntry(MODEL_PART))
+    if not functions and model_path is None:
+        problems.append(
+            "reward.functions=[]: nothing scores the responses; give at least one function, as "
+            "reward.functions=[path/file.py:function], or reward.model_path"
+        )
+    elif not problems and all(entry.gate for entry in entries):
+        problems.append("reward.functions: has gates only, which add nothing to the reward; add a function to score by")
+    return (entries, problems) if problems else _weighted(entries, weights)
+
+
+def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
+    if isinstance(given, RewardEntry):
+        return dataclasses.replace(given), []
+    if not isinstance(given, dict):
+        return RewardEntry(path=given), []  # what is no path either is refused when it is loaded
+    problems, entry = [], OmegaConf.structured(RewardEntry)
+    for key, value in given.items():
+        if key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"
+            problems.append(f"{where}.{key}: unknown key of an entry; {meant}")
+        elif key != "path":
+            try:
+                OmegaConf.update(entry, key, value)
+            except (OmegaConfBaseException, ValueError):
+                problems.append(f"{where}.{key}={value}: needs {NEEDS.get(key, 'true or false')}")
+    if "path" not in given:
+        problems.append(f"{where}: the entry has no path; give path/to/file.py:function, a URL or {MODEL_PART}")
+    if problems:
+        return None, problems
+    entry.path = ""
+    return dataclasses.replace(OmegaConf.to_object(entry), path=given["path"]), []
+
+
+def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
+    """What is wrong with one entry's values, beginning with the key."""
+    found = []
+    if entry.weight is not None and not math.isfinite(entry.weight):
+        found.append(f".weight={entry.weight}: must be a finite number")
+    if entry.clip is not None and not (len(entry.clip) == 2 and -math.inf <= entry.clip[0] < entry.clip[1] <= math.inf):
+        found.append(f".clip={entry.clip}: must be [low, high] with low below high")
+    for key, value in (("weight", entry.weight), ("clip", entry.clip), ("normalise", entry.normalise or None)):
+        if entry.gate and value is not None:
+            found.append(f".{key}={value}: has no effect on a gate, which adds nothing to the reward; leave it out")
+    if entry.path == MODEL_PART and model_path is None:
+        found.append(f".path={MODEL_PART}: there is no model; give its folder or hub name as reward.model_path")
+    if entry.name and MODEL_PART in (entry.name, entry.path):
+        found.append(f".name={entry.name}: only the model is called {MODEL_PART}, and nothing else; leave it out")
+    if entry.kwargs and (entry.path == MODEL_PART or is_url(entry.path)):
+        found.append(f".kwargs={entry.kwargs}: only functions take arguments, {entry.path} does not; leave it out")
+    if is_url(entry.path) and not _has_host(entry.path):
+        found.append(f"={entry.path}: is no URL of a service; write it as http://host:port/path")
+    return found
+
+
+def _has_host(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _together(entries: list[RewardEntry]) -> list[str]:
+    names = [entry.name for entry in entries if entry.name]
+    found = [f"reward.functions: two entries have the name {name}" for name in dict.fromkeys(names)
+             if names.count(name) > 1]  # fmt: skip
+    if sum(entry.path == MODEL_PART for entry in entries) > 1:
+        found.append(f"reward.functions: {MODEL_PART} stands there twice; there is one model")
+    return found
+
+
+def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:
+    """Entries with their weights filled in: from `weights`, from themselves, or 1."""
+    summed = [entry for entry in entries if not entry.gate]
+    if weights and len(weights) != len(summed):
+        of = "one for each function that is no gate" + (", the last for the model" if _model_last(entries) else "")
+        return entries, [
+            f"reward.weights={list(weights)}: has {len(weights)} entries, must have {len(summed)} ({of}); or be empty"
+        ]
+    if weights and any(entry.weight is not None for entry in summed):
+        return entries, [f"reward.weights={list(weights)}: entries of reward.functions have weights too; give one"]
+    for entry, weight in zip(summed, weights or [None] * len(summed), strict=True):
+        given = entry.weight if weight is None else weight
+        if given is not None and not math.isfinite(given):
+            return entries, [f"reward.weights={list(weights)}: {given} is no finite number"]
+        entry.weight = 1.0 if given is None else float(given)
+    return entries, []
+
+
+def _model_last(entries: list[RewardEntry]) -> bool:
+    return bool(entries) and entries[-1].path == MODEL_PART

@@ -1,0 +1,79 @@
+"""The rewards of a run, loaded: entries with names and weights, and the function behind each.
+
+Role: called by the reward pool, by `score_table` and by the service, in the process that the user sees, so that every
+mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is the model's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlfuse.config.rewards import MODEL_PART, Given, read_entries
+from rlfuse.config.schema import RewardEntry
+from rlfuse.rewards.functions import load_function
+from rlfuse.rewards.items import RewardError
+from rlfuse.rewards.shapes import RewardFunction
+
+
+def load_entries(
+    functions: Sequence[Given | RewardFunction], weights: Sequence[float] = (), model_path: str | None = None
+) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
+    """(entries in order, entry's name -> its function); the model, if there is one, has no function.
+
+    Everything that is wrong is reported in one RewardError.
+    """
+    entries, found = read_entries(functions, weights, model_path)
+    if found:
+        raise RewardError("\n".join(found))
+    loaded: list[RewardFunction | None] = []
+    problems: list[RewardError] = []
+    for entry in entries:
+        try:
+            loaded.append(None if entry.path == MODEL_PART else load_function(entry.path, entry.kwargs))
+        except RewardError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise RewardError("\n\n".join(str(problem) for problem in problems))
+    named = [
+        replace(entry, name=name, answer_only=function is None if entry.answer_only is None else entry.answer_only)
+        for entry, function, name in zip(entries, loaded, _names(entries, loaded), strict=True)
+    ]
+    functions_by_name = {
+        entry.name: replace(function, name=entry.name)
+        for entry, function in zip(named, loaded, strict=True)
+        if function is not None
+    }
+    return named, functions_by_name
+
+
+def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction | None]) -> list[str]:
+    """Given names as they are; equal others get their file or module in front (`math.compute_score`), then a number."""
+    plain = [
+        entry.name or (function.name if function else MODEL_PART)
+        for entry, function in zip(entries, functions, strict=True)
+    ]
+    count, taken = Counter([MODEL_PART, *plain]), {MODEL_PART, *(entry.name for entry in entries if entry.name)}
+    names: list[str] = []
+    for entry, function, name in zip(entries, functions, plain, strict=True):
+        if not entry.name and function is not None:
+            longer = base = f"{_origin(function)}.{name}" if count[name] > 1 else name
+            number = 1
+            while longer in taken:
+                number += 1
+                longer = f"{base}_{number}"
+            taken.add(longer)
+            name = longer
+        names.append(name)
+    return names
+
+
+def _origin(function: RewardFunction) -> str:
+    if isinstance(function.source, str):
+        place = function.source.rpartition(":")[0]
+        return Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return getattr(function.call, "__module__", "notebook").rpartition(".")[2]

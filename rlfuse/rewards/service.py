@@ -1,0 +1,186 @@
+"""`rlfuse reward serve path/file.py:function`: a reward function behind HTTP, with OpenRLHF's payload (see `remote`).
+
+Role: called by `rlfuse.cli`; `application` is the service itself. The function is loaded as in a job, so that one file
+serves a notebook, a job and other trainers.
+Invariants:
+- a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
+  sample of the request has one, and the caller may ask again, one by one;
+- all is bounded: a request's size, the requests that wait, and the seconds and memory of a call, whose process is
+  replaced when it exceeds them.
+
+    request --(busy: 503)--> waiting -> one of the worker processes, for at most --timeout seconds -> answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+from pebble import ProcessExpired, ProcessPool
+
+from rlfuse.cluster.children import end_with_parent, heed_children
+from rlfuse.rewards.functions import load_function
+from rlfuse.rewards.items import Item, Outcome, RewardError, item_of_row
+from rlfuse.rewards.shapes import RewardFunction, timed_out
+from rlfuse.rewards.worker import Source, limit_memory, pack, unpack
+from rlfuse.samples import RewardFailure
+
+MOST_BYTES = 256 * 2**20
+MOST_WAITING = 256
+"""Requests under way, the waiting ones included; more are told to come back."""
+
+
+class PayloadError(ValueError):
+    """A request is not what the service takes. The message says what is."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until interrupted. Raises RewardError."""
+    arguments = _parser().parse_args(argv)
+    for name in ("timeout", "workers", "memory_mb"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise RewardError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    app = application(arguments.function, arguments.workers, arguments.timeout, arguments.memory_mb)
+    where = f"http://{arguments.host}:{arguments.port}/get_reward"
+    print(f"serving {arguments.function} at {where}\nin a job: reward.functions=[{where}]", flush=True)
+    try:
+        web.run_app(app, host=arguments.host, port=arguments.port, print=None, access_log=None)
+    except OSError as error:
+        raise RewardError(
+            f"--host {arguments.host} --port {arguments.port}: can't listen there ({error}); choose another port"
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlfuse reward", description="A reward function as an HTTP service.")
+    serve = parser.add_subparsers(required=True, metavar="serve").add_parser("serve", help="serve it until interrupted")
+    serve.add_argument("function", help="path/file.py:function or package.module:function")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--workers", type=int, default=1, help="processes that run the function (%(default)s)")
+    serve.add_argument("--timeout", type=float, default=30.0, help="most seconds for one request (%(default)s)")
+    serve.add_argument("--memory-mb", type=int, help="MiB that a process may allocate once it has loaded the function")
+    return parser
+
+
+def application(
+    function: Any, workers: int = 1, timeout_s: float = 30.0, memory_mb: int | None = None
+) -> web.Application:
+    """The service of one reward function, given as in reward.functions: POST scores, GET says what is served."""
+    loaded = load_function(function)
+    heed_children()
+    source = pack(loaded)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPool(workers, initializer=_begin, initargs=(source, memory_mb), context=context)
+    state = {"under way": 0}
+
+    async def score(request: web.Request) -> web.Response:
+        if state["under way"] >= MOST_WAITING:
+            return _refusal(503, f"busy: {MOST_WAITING} requests are under way; come back later")
+        state["under way"] += 1
+        try:
+            items = _items(await request.json())
+            return _answer(await _outcomes(pool, source, items, timeout_s))
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"the request has more than {MOST_BYTES >> 20} MiB; send fewer samples")
+        except (PayloadError, ValueError) as error:  # ValueError: no JSON
+            return _refusal(400, str(error))
+        finally:
+            state["under way"] -= 1
+
+    async def show(_: web.Request) -> web.Response:
+        return web.json_response({"function": loaded.name, "shape": loaded.shape})
+
+    async def stop(_: web.Application) -> None:
+        pool.stop()
+        await asyncio.to_thread(pool.join, 10)
+
+    app = web.Application(client_max_size=MOST_BYTES)
+    app.add_routes([web.post("/{path:.*}", score), web.get("/{path:.*}", show)])
+    app.on_cleanup.append(stop)
+    return app
+
+
+def _items(payload: Any) -> list[Item]:
+    """Samples of a request; PayloadError with what is wrong."""
+    form = '{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}'
+    if not isinstance(payload, dict) or not isinstance(payload.get("query"), list):
+        raise PayloadError(f"the request has no list `query`; it has to be {form}")
+    queries, prompts = payload["query"], payload.get("prompts")
+    columns = {name: value for name, value in payload.items() if isinstance(value, list) and len(value) == len(queries)}
+    if not isinstance(prompts, list) or "prompts" not in columns:
+        raise PayloadError(
+            f"the request has no list `prompts` as long as `query` ({len(queries)}); it has to be {form}"
+        )
+    labels = columns.get("labels", [None] * len(queries))
+    if payload.get("labels") is not None and "labels" not in columns:
+        raise PayloadError(f"`labels` is no list as long as `query` ({len(queries)}); it has to be {form}")
+    rest = {name: value for name, value in columns.items() if name not in ("query", "prompts", "labels")}
+    items = []
+    for i, (query, prompt, label) in enumerate(zip(queries, prompts, labels, strict=True)):
+        if not (isinstance(query, str) and isinstance(prompt, str) and query.startswith(prompt)):
+            raise PayloadError(f"query[{i}] does not begin with prompts[{i}]; a query is the prompt and its response")
+        row = {name: value[i] for name, value in rest.items()}
+        items.append(item_of_row({**row, "prompt": prompt, "response": query[len(prompt) :], "ground_truth": label}, i))
+    return items
+
+
+async def _outcomes(pool: ProcessPool, source: Source, items: list[Item], timeout_s: float) -> list[Outcome]:
+    """Of the samples, from a worker process."""
+    try:
+        return await asyncio.wrap_future(pool.schedule(_score, (items, timeout_s), timeout=timeout_s))
+    except TimeoutError:
+        failure = timed_out(source.name, timeout_s)
+    except ProcessExpired as error:
+        failure = RewardFailure(source.name, f"the process of {source.name} ended (exit code {error.exitcode})")
+    return [failure] * len(items)
+
+
+def _answer(outcomes: list[Outcome]) -> web.Response:
+    failures = [
+        {"index": i, "message": outcome.message, "traceback": outcome.traceback}
+        for i, outcome in enumerate(outcomes)
+        if isinstance(outcome, RewardFailure)
+    ]
+    failures += [
+        {"index": i, "message": "the function does not apply to this sample (None)", "traceback": ""}
+        for i, outcome in enumerate(outcomes)
+        if not isinstance(outcome, RewardFailure) and outcome.value is None
+    ]
+    if failures:
+        first = failures[0]
+        words = (
+            f"{len(failures)} of {len(outcomes)} samples have no reward; sample {first['index']}: {first['message']}"
+        )
+        return _refusal(500, f"{words}\n{first['traceback']}".rstrip(), failures=failures)
+    rewards = [outcome.value for outcome in outcomes]
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.extras)
+    logs = {name: [outcome.extras.get(name) for outcome in outcomes] for name in names}
+    return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": logs})
+
+
+def _refusal(status: int, words: str, **more: Any) -> web.Response:
+    return web.json_response({"error": words, **more}, status=status)
+
+
+# In a worker process -------------------------------------------------------------------------------------------------
+
+
+_function: RewardFunction
+
+
+def _begin(source: Source, memory_mb: int | None) -> None:
+    global _function
+    end_with_parent()
+    _function = unpack(source)
+    if memory_mb is not None:
+        limit_memory(memory_mb)
+
+
+def _score(items: list[Item], timeout_s: float) -> list[Outcome]:
+    return _function.score(items, timeout_s)

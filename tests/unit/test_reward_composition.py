@@ -1,0 +1,162 @@
+"""Weights, gates, routing by source, dimensions: what a composed reward is, and who is asked for it."""
+
+import math
+
+import pytest
+
+from rlfuse.config.rewards import read_entries
+from rlfuse.config.schema import RewardEntry
+from rlfuse.rewards.compose import compose, unscored, wanted, waves
+from rlfuse.rewards.entries import load_entries
+from rlfuse.rewards.items import RewardError, Score, item_of_row
+from rlfuse.rewards.table import score_table
+from rlfuse.samples import Reward, RewardFailure
+
+
+def entry(name, weight=1.0, **more):
+    return RewardEntry(f"m:{name}", name, None if more.get("gate") else weight, **more)
+
+
+# ---- one sample ----------------------------------------------------------------------------------------------------
+
+
+def test_what_applies_is_summed():
+    entries = [entry("a"), entry("b", 0.5), entry("c", 9.0)]
+    outcomes = {"a": Score(1.0, {"n": 3.0}), "b": Score(4.0, {}, {"why": "x"}), "c": Score(None)}
+    parts = {"a": 1.0, "a/n": 3.0, "b": 4.0}
+    assert compose(entries, "", outcomes) == Reward(3.0, parts, "b/why: x", {"a": 1.0, "b": 4.0})
+
+
+def test_a_failure_never_becomes_a_number():
+    failed = RewardFailure("b", "broke", "trace")
+    entries = [entry("a"), entry("b", 0.0)]
+    assert compose(entries, "", {"a": Score(1.0), "b": failed}) == failed
+    both = compose(entries, "", {"a": RewardFailure("a", "x"), "b": failed})
+    assert both.message == "x (also failed: b)"
+    assert "no reward function applies" in compose([entry("a")], "", {"a": Score(None)}).message
+    too_large = compose([entry("a", 1e308)], "", {"a": Score(1e308)})
+    assert "is inf: lower the weights" in too_large.message
+
+
+def test_values_are_clipped_and_logged_as_they_came():
+    entries = [entry("a", 2.0, clip=[-1.0, 1.0])]
+    assert compose(entries, "", {"a": Score(7.0)}) == Reward(2.0, {"a": 7.0}, None, {"a": 1.0})
+
+
+def test_a_closed_gate_gives_zero_and_an_open_one_adds_nothing():
+    entries = [entry("gate", gate=True), entry("a", 2.0), entry("b", sources=["else*"])]
+    shut = compose(entries, "sums", {"gate": Score(0.0, {}, {"text": "no end"})})
+    assert shut == Reward(0.0, {"gate": 0.0}, "gate/text: no end", {"a": 0.0}, "gate")
+    open_ = compose(entries, "sums", {"gate": Score(5.0), "a": Score(1.5)})
+    assert open_ == Reward(3.0, {"gate": 5.0, "a": 1.5}, None, {"a": 1.5})
+    undecided = compose(entries, "sums", {"gate": Score(None), "a": Score(1.5)})
+    assert undecided.value == 3.0 and undecided.gate is None
+
+
+def test_a_source_that_nothing_scores_fails_even_at_a_closed_gate():
+    entries = [entry("gate", gate=True), entry("a", sources=["math/*", "code"])]
+    for value in (0.0, 1.0):
+        assert (
+            "no reward function scores data_source 'chat'" in compose(entries, "chat", {"gate": Score(value)}).message
+        )
+    assert unscored(entries, ["code", "chat", "math/1", "chat", "codes"]) == ["chat", "codes"]
+
+
+# ---- who is asked --------------------------------------------------------------------------------------------------
+
+
+def test_gates_go_first_and_what_they_end_is_not_asked_again():
+    first, second = entry("first", gate=True), entry("second", gate=True, sources=["a"])
+    last = entry("last")
+    assert waves([last, first, second]) == [[first], [second], [last]]
+    items = [item_of_row({"prompt": "p", "response": "r", "data_source": source}) for source in "aabaa"]
+    known = [{}, {"first": Score(0.0)}, {}, {"first": RewardFailure("first", "x")}, {"first": Score(None)}]
+    assert wanted(second, items, known) == [0, 4]
+    assert wanted(last, items, known) == [0, 2, 4]
+
+
+ROWS = [
+    {"prompt": "1+1", "response": "<think>x</think>2", "ground_truth": "2", "data_source": "math/sums"},
+    {"prompt": "1+1", "response": "2", "ground_truth": "2", "data_source": "math/sums"},
+    {"prompt": "hi", "response": "<think>x</think>hello", "data_source": "chat"},
+    {"prompt": "hi", "response": "<think>x", "data_source": "chat"},
+]
+
+
+def test_a_mixed_batch_is_routed_gated_and_shown_answers_only():
+    asked = {"exact": [], "length": []}
+
+    def exact(solution_str, ground_truth):
+        asked["exact"].append(solution_str)
+        return float(solution_str == ground_truth)
+
+    def length(solution_str):
+        asked["length"].append(solution_str)
+        return len(solution_str)
+
+    gate = {"path": "rlfuse.rewards.thoughts:format_gate", "gate": True}
+    functions = [
+        gate,
+        {"path": exact, "sources": ["math/*"], "answer_only": True},
+        {"path": length, "sources": ["chat"], "weight": 0.5, "clip": [0, 4]},
+    ]
+    table = score_table(functions, ROWS)
+    assert [row["reward"] for row in table] == [1.0, 0.0, 2.0, 0.0]
+    assert [row["gate"] for row in table] == [None, "format_gate", None, "format_gate"]
+    assert asked == {"exact": ["2"], "length": ["<think>x</think>hello"]}
+    assert table[3]["note"] == "format_gate/text: the thought is not closed with </think>"
+    stray = score_table(functions, [{**ROWS[0], "data_source": "code"}])
+    assert stray[0]["reward"] is None and "scores data_source 'code'" in stray[0]["failure"]
+
+
+# ---- entries -------------------------------------------------------------------------------------------------------
+
+
+def test_strings_dictionaries_and_callables_are_entries():
+    entries, problems = read_entries(["a.py:f", {"path": "b.py:g", "weight": 2, "sources": ["x"]}, len], model_path="m")
+    assert problems == []
+    assert [(e.path, e.weight) for e in entries] == [("a.py:f", 1.0), ("b.py:g", 2.0), (len, 1.0), ("reward_model", 1)]
+    entries, _ = read_entries([{"path": "g", "gate": True}, {"path": "reward_model"}, "f"], [0.5, 3], "m")
+    assert [(e.path, e.weight) for e in entries] == [("g", None), ("reward_model", 0.5), ("f", 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "words"),
+    [
+        ([], [], "nothing scores the responses"),
+        (["a"], [1.0, 2.0], "has 2 entries, must have 1"),
+        (["a"], [math.nan], "nan is no finite number"),
+        ([{"path": "a", "weight": 2.0}], [1.0], "entries of reward.functions have weights too"),
+        ([{"path": "a", "wieght": 2.0}], [], "functions.wieght: unknown key of an entry; did you mean weight?"),
+        ([{"path": "a", "weight": "much"}], [], "functions.weight=much: needs a number"),
+        ([{"path": "a", "gate": "maybe"}], [], "functions.gate=maybe: needs true or false"),
+        ([{"weight": 1.0}], [], "the entry has no path"),
+        ([{"path": "a", "clip": [1.0, 0.0]}], [], "clip=[1.0, 0.0]: must be [low, high]"),
+        ([{"path": "a", "weight": math.inf}], [], "must be a finite number"),
+        ([{"path": "a", "gate": True}], [], "has gates only"),
+        ([{"path": "a", "gate": True, "weight": 2.0}, "b"], [], "functions[0].weight=2.0: has no effect on a gate"),
+        ([{"path": "a", "gate": True, "normalise": True}, "b"], [], "normalise=True: has no effect on a gate"),
+        ([{"path": "reward_model"}], [], "there is no model; give its folder or hub name as reward.model_path"),
+        (["http://"], [], "is no URL of a service"),
+        ([{"path": "http://host:80/x", "kwargs": {"a": 1}}], [], "only functions take arguments"),
+        ([{"path": "a", "name": "x"}, {"path": "b", "name": "x"}], [], "two entries have the name x"),
+        ([{"path": "a", "name": "reward_model"}], [], "only the model is called reward_model"),
+    ],
+)
+def test_one_mistake_in_an_entry_gives_one_message(functions, weights, words):
+    _, problems = read_entries(functions, weights)
+    assert len(problems) == 1 and words in problems[0]
+    with pytest.raises(RewardError) as caught:
+        load_entries(functions, weights)
+    assert words in str(caught.value)
+
+
+def test_given_names_are_kept_and_the_model_sees_answers_only(tmp_path):
+    def f(solution_str):
+        return 1.0
+
+    entries, functions = load_entries([f, {"path": f, "name": "f"}, f], model_path=str(tmp_path))
+    module = __name__.rpartition(".")[2]
+    assert [e.name for e in entries] == [f"{module}.f", "f", f"{module}.f_2", "reward_model"]
+    assert list(functions) == [f"{module}.f", "f", f"{module}.f_2"]
+    assert [e.answer_only for e in entries] == [False, False, False, True]

@@ -1,0 +1,92 @@
+"""Thoughts taken off responses, with tags where they do not belong."""
+
+import pytest
+
+from rlfuse.rewards.items import item_of_row
+from rlfuse.rewards.thoughts import answer_of, format_gate, is_opened, split_thought, without_thought
+
+GOOD = {
+    "<think>so</think>four": ("so", "four"),
+    "  <think>\na\nb\n</think>\n\n4 ": ("a\nb", "4"),
+    "<think></think>4": ("", "4"),
+    "<think>2 < 3 > 1 </ think></think>4": ("2 < 3 > 1 </ think>", "4"),
+}
+BAD = {  # response -> what may be seen of it
+    "four": "four",
+    "": "",
+    "<think>so</think>": "",
+    "<think>so</think> \n": "",
+    "<think>so": "",
+    "so</think>four": "four",
+    "first <think>so</think>four": "four",
+    "<think>a<think>b</think>c</think>four": "four",
+    "<think>a</think>one<think>b</think>two": "two",
+    "<think>a</think>four</think>": "",
+    "<think>a</think>four<think>": "four",
+    "<think>a</think>four<think>and on": "four",
+    "</think>four<think>a": "four",
+    "</think><think>a</think>four": "four",
+    "<THINK>a</THINK>four": "<THINK>a</THINK>four",
+    "<think>a</thinkk>four": "",
+}
+
+
+def test_the_right_format_is_taken_apart():
+    for response, parts in GOOD.items():
+        assert split_thought(response) == parts
+        assert answer_of(response) == parts[1]
+
+
+@pytest.mark.parametrize("response", BAD)
+def test_other_formats_are_refused_and_show_no_thought(response):
+    assert split_thought(response) is None
+    assert answer_of(response) == BAD[response]
+
+
+def test_a_thought_that_the_prompt_opened_is_not_opened_again():
+    assert split_thought("so</think>four", opened=True) == ("so", "four")
+    for response in ("<think>so</think>four", "four", "so</think>", "a</think>b</think>c"):
+        assert split_thought(response, opened=True) is None
+    assert answer_of("still at it", opened=True) == ""
+
+
+def item(prompt, response="<think>so</think>four", prompt_text=None):
+    made = item_of_row({"prompt": prompt, "response": response})
+    return made if prompt_text is None else without(made, prompt_text)
+
+
+def without(made, prompt_text):
+    from dataclasses import replace
+
+    return replace(made, prompt_text=prompt_text)
+
+
+def test_tags_in_the_question_open_nothing_but_the_template_does():
+    asked = [{"role": "user", "content": "Close with </think> what <think>"}]
+    assert not is_opened(item(asked))  # a table has no template
+    assert not is_opened(item(asked, prompt_text="<u>Close with </think> what <think><a>"))
+    assert is_opened(item(asked, prompt_text="<u>Close with </think> what <think><a><think>\n"))
+    plain = [{"role": "user", "content": "2+2?"}]
+    assert is_opened(item(plain, prompt_text="<u>2+2?<a><think>\n"))
+    assert is_opened(item([*plain, {"role": "assistant", "content": "<think>"}]))
+    assert is_opened(item("Question: 2+2? Assistant: <think>"))
+
+
+def test_the_gate_says_why_it_is_closed():
+    chat = [{"role": "user", "content": "2+2? <think>"}]
+    closed = ["four", "<think>so", "<think>a</think>b<think>c</think>d", "<think>so</think>"]
+    good, *bad = format_gate([item(chat), *(item(chat, response) for response in closed)])
+    assert (good.value, good.text) == (1.0, None) and {reward.value for reward in bad} == {0.0}
+    assert [reward.text for reward in bad] == [
+        "does not begin with <think>",
+        "the thought is not closed with </think>",
+        "2 <think> and 2 </think> where one of each belongs",
+        "nothing follows the thought",
+    ]
+
+
+def test_an_item_without_its_thought_has_none_in_the_prompt_either():
+    plain = [{"role": "user", "content": "2+2?"}]
+    seen = without_thought(item(plain, "so</think>four", "<u>2+2?<a><think>\n"))
+    assert (seen.response, seen.prompt_text) == ("four", "<u>2+2?<a>")
+    assert without_thought(item(plain)).response == "four"

@@ -44,12 +44,13 @@ SHAPES = """\
   OpenRLHF   def f(queries, prompts, labels, **kwargs) -> dict with "rewards"
   samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample"""
 
-# The parameter that only this shape has. TRL and OpenRLHF share `prompts`.
+# Parameters that only this shape has. TRL and OpenRLHF share `prompts`.
 TELLING = {
     "solution_str": "verl",
     "solution_strs": "verl batch",
     "queries": "openrlhf",
     "completions": "trl",
+    "completion_ids": "trl",
     "samples": "samples",
 }
 GIVEN = {

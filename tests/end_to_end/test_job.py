@@ -295,8 +295,11 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
     trained = {s for span in read_events(run / "events.jsonl") if span.kind == "backward" for s in span.samples}
     odd = {name for name in trained if int(name.split("/")[1]) % 2}
     assert trained and not odd
+    failures = [json.loads(line) for line in (run / "reward_failures.jsonl").read_text().splitlines()]
+    assert all("unlucky" in failure["message"] and "raise RuntimeError" in failure["traceback"] for failure in failures)
+    assert row["reward/latency_s/half_flat/max"] > 0 and row["reward/frac_gated"] == 0
     if failed := row.get("reward/failures/half_flat"):
-        assert "unlucky" in text and failed > 0
+        assert "unlucky" in text and 0 < failed <= len(failures)
 
 
 def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import textwrap
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,14 +22,16 @@ from transformers import (
 )
 
 from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.metrics import latency_metrics
 from rlfuse.rewards.items import RewardError, item_of_sample
 from rlfuse.rewards.model import ModelSpec, RewardModelWorker
 from rlfuse.rewards.pool import RewardPool
+from rlfuse.rewards.table import score_table
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 # A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
 FUNCTIONS = """
-import asyncio, os, re, signal, subprocess, time
+import asyncio, math, os, re, signal, subprocess, time
 
 def act(text):
     if text == "crash":
@@ -43,10 +46,22 @@ def act(text):
         return subprocess.run(["sh", "-c", "exit 3"]).returncode
     if text == "raise":
         raise KeyError("what the user wrote")
-    return float(len(text))
+    if text == "hog":
+        return len(bytearray(10 * 2**30))
+    if text == "chatter":
+        for _ in range(100):
+            print("x" * 2**20)
+    odd = {"nan": math.nan, "inf": math.inf, "none": None, "string": "good", "dict": {"reward": 1.0}}
+    return odd[text] if text in odd else float(len(text))
 
 def single(solution_str):
     return act(solution_str)
+
+def short(completions):
+    return [1.0] * (len(completions) - 1)
+
+def gate(samples):
+    return [0.0 if sample.response.startswith("no") else 1.0 for sample in samples]
 
 def batched(prompts, completions, **columns):
     return [act(completion[0]["content"]) for completion in completions]
@@ -104,14 +119,63 @@ async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
     assert failures["raise"].message == "KeyError: 'what the user wrote'"
     assert 'raise KeyError("what the user wrote")' in failures["raise"].traceback
     calls = [span for span in spans if span.kind == "reward"]
-    assert sorted(span.samples for span in calls) == [(f"2/4/{k}",) for k in range(8)]
+    assert {sample for span in calls for sample in span.samples} == {f"2/4/{k}" for k in range(8)}
     assert {span.where for span in calls} == {"reward/0", "reward/1"}
-    assert all(span.step == 2 and 0 <= span.seconds < 4 and span.tokens == 2 for span in calls)
+    assert all(span.step == 2 and 0 <= span.seconds < 4 and span.tokens == 2 * len(span.samples) for span in calls)
+    assert latency_metrics(spans)["reward/latency_s/single/max"] == max(span.seconds for span in calls)
+
+
+async def test_what_is_no_number_takes_too_much_memory_or_prints_without_end(ray_cluster, functions):
+    """The rest of the failure matrix: none of these is retried into a number, and the process goes on."""
+    pool = RewardPool([f"{functions}:single", f"{functions}:short"], timeout_s=20, memory_mb=500)
+    expected = {
+        "nan": "returned nan; a reward has to be finite",
+        "inf": "returned inf; a reward has to be finite",
+        "none": "returned None (NoneType); a reward has to be a number",
+        "string": "returned good (str); a reward has to be a number",
+        "dict": "returned a dict with the keys ['reward']; it needs `score`",
+        "hog": "MemoryError: (no message)",
+    }
+    await pool.start()
+    results = await pool.score(samples(*expected, "chatter"))
+    for (text, message), failure in zip(expected.items(), results[:-1], strict=True):
+        assert isinstance(failure, RewardFailure) and failure.message == f"{message} (also failed: short)", text
+    assert "bytearray(10 * 2**30)" in results[5].traceback
+    assert results[6].function == "short" and results[6].message.startswith("returned 0 rewards for 1 samples")
+    assert not any(span.kind == "restart" for span in await pool.drain())
+    await pool.close()
+
+
+async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, functions):
+    def shown(solution_str):
+        return {"score": len(solution_str), "seen": solution_str}
+
+    entries = [
+        {"path": f"{functions}:gate", "gate": True},
+        {"path": f"{functions}:single", "sources": ["sums"], "weight": 0.5},
+        {"path": shown, "sources": ["ch*"], "answer_only": True, "name": "judge"},
+    ]
+    pool = RewardPool(entries, num_workers=2, timeout_s=10)
+    batch = samples("no hang", "<think>so</think>yes", "hang", "fine")
+    for sample, source in zip(batch, ("sums", "chat", "chat", "sums"), strict=True):
+        sample.prompt = replace(sample.prompt, data_source=source)
+    pool.check_sources(["sums", "chat"])
+    with pytest.raises(RewardError, match="no entry scores data_source 'code'"):
+        pool.check_sources(["sums", "code"])
+    await pool.start()
+    gated, chat, also, sums = await pool.score(batch)
+    asked = [(s.attributes["function"], s.samples) for s in await pool.drain()]
+    await pool.close()
+    assert gated == Reward(0.0, {"gate": 0.0}, None, {"single": 0.0}, "gate")
+    assert (chat.value, chat.text) == (3.0, "judge/seen: yes") and also.parts == {"gate": 1.0, "judge": 4.0}
+    assert sums == Reward(2.0, {"gate": 1.0, "single": 4.0}, None, {"single": 4.0})
+    assert ("gate", tuple(s.id for s in batch)) == asked[0]
+    assert {s for name, ids in asked[1:] if name == "single" for s in ids} == {"2/4/3"}
 
 
 async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster, functions):
     results, spans = await scored(RewardPool([f"{functions}:batched"]), "good", "raise", "crash", "fine")
-    assert results[0] == results[3] == Reward(4.0, {"batched": 4.0})
+    assert results[0] == results[3] == Reward(4.0, {"batched": 4.0}, None, {"batched": 4.0})
     assert "KeyError" in results[1].message and "ended" in results[2].message
     assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1]
 
@@ -133,7 +197,8 @@ async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cl
 async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_cluster, functions):
     pool = RewardPool([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=2)
     results, spans = await scored(pool, *["good"] * 10, "slow", "raise")
-    assert results[:10] == [Reward(4.5, {"judge": 4.0, "alarmed": 1.0})] * 10
+    parts = {"judge": 4.0, "alarmed": 1.0}
+    assert results[:10] == [Reward(4.5, parts, None, parts)] * 10
     assert results[10].message.startswith("judge took longer than 2 s") and "KeyError" in results[11].message
     [together] = [span for span in spans if span.attributes["function"] == "judge"]
     assert len(together.samples) == 12 and together.seconds < 4
@@ -161,6 +226,35 @@ async def test_verifiers_run_in_reward_processes(ray_cluster, tmp_path):
     assert [result.value for result in results] == [1.0, 1.0, 0.0]
     assert results[0].parts["runs/acc"] == 1.0 and results[1].parts["is_json"] == 1.0
     assert "PermissionError" in results[2].text or results[2].parts["runs/isolated"] == 0.0
+
+
+async def test_async_batches_bound_themselves_and_are_not_repeated(ray_cluster, functions):
+    async def judged(completions):
+        await asyncio.sleep(600 if completions[0][0]["content"] == "slow" else 0.1)
+        return [1.0] * len(completions)
+
+    results, spans = await scored(RewardPool([judged], timeout_s=1), "slow", "good")
+    assert [result.message for result in results] == [
+        "judged took longer than 1 s (reward.timeout_s) and was stopped"
+    ] * 2
+    assert [span.kind for span in spans] == ["reward"]
+
+
+async def test_the_cut_into_calls_changes_no_reward_and_grows_with_the_pace(ray_cluster):
+    def measured(solution_str):
+        return {"score": sum(map(ord, solution_str)) / 7, "length": len(solution_str)}
+
+    texts = [f"{k * k % 101} and {k}" for k in range(2000)]
+    alone = score_table(measured, [{"prompt": "p", "response": text} for text in texts])
+    pool = RewardPool([measured], num_workers=2)
+    await pool.start()
+    forward = await pool.score(samples(*texts))
+    backward = await pool.score(samples(*texts)[::-1])
+    spans = await pool.drain()
+    await pool.close()
+    assert [reward.value for reward in forward] == [row["reward"] for row in alone]
+    assert forward == backward[::-1]
+    assert sum(len(span.samples) for span in spans) == 4000 and len(spans) < 400
 
 
 async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, tmp_path):
@@ -227,7 +321,7 @@ async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_
     texts = [" ".join(f"w{3 + (7 * k + i) % 190}" for i in range(1 + 5 * k % 23)) for k in range(40)]
     too_long = "w" * 120
     pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
-    results, spans = await scored(pool, *texts, too_long)
+    results, spans = await scored(pool, *[f"<think>w9 w{k}</think>{text}" for k, text in enumerate(texts)], too_long)
     expected = direct_scores(reward_model, ["w3 w4 w5 " + text for text in texts])
     assert np.std(expected) > 0.1
     np.testing.assert_allclose([result.parts["reward_model"] for result in results[:-1]], expected, atol=1e-5)

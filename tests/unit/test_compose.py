@@ -240,7 +240,7 @@ algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
     assert changed.algorithm.kl_coef_by_source["chat"] == 0.1
     with pytest.raises(ConfigError, match=r"functions\.wieght: unknown key of an entry; did you mean weight"):
         load([str(job), typed.replace("weight", "wieght")])
-    with pytest.raises(ConfigError, match="kl_coef_by_source.chat=much: is no value of this dictionary"):
+    with pytest.raises(ConfigError, match=r"kl_coef_by_source\.chat=much: is no value of this dictionary"):
         load([str(job), "algorithm.kl_coef_by_source.chat=much"])
 
 

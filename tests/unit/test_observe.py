@@ -10,13 +10,14 @@ from rlfuse.observe.metrics import (
     covered,
     failure_metrics,
     fusion_metrics,
+    latency_metrics,
     repetition,
     sample_metrics,
     time_metrics,
     utilisation,
     validation_metrics,
 )
-from rlfuse.observe.tracking import StepFile, read_metrics, sample_row
+from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -53,6 +54,42 @@ def test_sample_metrics_by_hand():
     returns = np.array([1, 1] + [0] * 6 + [0.5] * 8)
     errors = np.array([0.5, 0] + [0] * 6 + [0] * 8)
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - errors.var() / returns.var())
+
+
+def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
+    a = sample(0, 0, 2, Reward(1.0, {"gate": 1.0, "exact": 1.0}, None, {"exact": 1.0, "style": 0.5}))
+    b = sample(0, 1, 2, Reward(0.0, {"gate": 0.0}, "no thought", {"exact": 0.0, "style": 0.0}, "gate"))
+    c = sample(1, 0, 2, Reward(0.5, {"style": 0.5}, None, {"style": 0.5}))
+    d = sample(1, 1, 2, Reward(0.5, {"style": 0.5}, None, {"style": 0.5}))
+    metrics = sample_metrics([group(a, b), group(c, d)], max_prompt=8, max_response=8, ranks=1)
+    found = {name: value for name, value in metrics.items() if name.startswith(("reward/", "rewards/"))}
+    assert found == {
+        "reward/frac_reward_zero_std": 0.5,
+        "reward/frac_reward_zero_std/exact": 0.0,
+        "reward/frac_reward_zero_std/style": 0.5,
+        "reward/frac_gated": 0.25,
+        "rewards/gate/mean": 0.5,
+        "rewards/gate/std": 0.5,
+        "rewards/exact/mean": 1.0,
+        "rewards/exact/std": 0.0,
+        "rewards/style/mean": 0.5,
+        "rewards/style/std": 0.0,
+    }
+
+
+def test_latencies_are_those_of_calls():
+    calls = [Span("reward", "reward/0", t, t + s, attributes={"function": "f"}) for t, s in ((0, 1), (1, 3))]
+    spans = [*calls, Span("reward", "driver", 0, 9)]
+    assert latency_metrics(spans) == {"reward/latency_s/f/mean": 2.0, "reward/latency_s/f/max": 3.0}
+
+
+def test_failures_are_kept_with_their_traceback(tmp_path):
+    path = tmp_path / "reward_failures.jsonl"
+    for message in ("first", "second"):
+        write_failures(path, [failure_row(sample(3, 1, 2, None), RewardFailure("f", message, "Traceback ..."))])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["message"] for row in rows] == ["first", "second"]
+    assert (rows[0]["sample"], rows[0]["data_source"], rows[0]["traceback"]) == ("1/3/1", "sums", "Traceback ...")
 
 
 def test_a_prompt_that_runs_for_every_answer_is_seen():

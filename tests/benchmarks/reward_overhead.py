@@ -1,0 +1,99 @@
+"""What the pool of reward workers costs beyond the functions themselves: 10,000 trivial rewards, on one core.
+
+    python tests/benchmarks/reward_overhead.py [--samples 10000] [--tokens 200] [--repetitions 5] [--core 0]
+
+The driver, Ray and the reward worker are pinned to one core. Reported is the time of a whole `RewardPool.score`, from
+samples to composed rewards, for each sample; the first repetition begins without any knowledge of the function's pace.
+The rewards are compared with those of scoring in this process, sample by sample and bit by bit, in two orders. Target:
+under 0.2 ms for each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+
+import numpy as np
+
+from rlfuse.rewards.pool import RewardPool
+from rlfuse.rewards.table import score_table
+from rlfuse.samples import Prompt, Response, Reward, Sample
+
+TARGET_MS = 0.2
+
+
+def share_of_vowels(data_source, solution_str, ground_truth, extra_info=None):
+    """A trivial reward in verl's shape."""
+    return {"score": sum(map(solution_str.count, "aeiou")) / len(solution_str), "length": len(solution_str)}
+
+
+def made(count: int, tokens: int) -> list[Sample]:
+    """Samples as a step has them: responses of so many tokens, eight to a prompt."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz     "))
+    samples = []
+    for number in range(count):
+        row = {"prompt": "What is it?", "extra_info": {"index": number // 8}}
+        messages = ({"role": "user", "content": "What is it?"},)
+        prompt = Prompt(number // 8, np.arange(20, dtype=np.int32), "What is it?", messages, "words", "x", row)
+        text = "".join(rng.choice(letters, size=4 * tokens))
+        ids = rng.integers(0, 150_000, size=tokens).astype(np.int32)
+        response = Response(ids, np.zeros(tokens, np.float32), "stop", 0, text)
+        samples.append(Sample(prompt, 1, number % 8, number, response))
+    return samples
+
+
+async def timed(samples: list[Sample], repetitions: int) -> tuple[list[float], list[list[Reward]]]:
+    """(milliseconds for each sample, rewards), of each repetition; every other one in reverse order."""
+    pool = RewardPool([share_of_vowels])
+    await pool.start()
+    times, found = [], []
+    try:
+        for repetition in range(repetitions):
+            order = samples[::-1] if repetition % 2 else samples
+            start = time.perf_counter()
+            rewards = await pool.score(order)
+            times.append(1000 * (time.perf_counter() - start) / len(samples))
+            found.append(rewards[::-1] if repetition % 2 else rewards)
+    finally:
+        await pool.close()
+    return times, found
+
+
+def main() -> None:
+    """Measure, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--core", type=int, default=0)
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {arguments.core})  # Ray's processes inherit it
+
+    import ray
+
+    samples = made(arguments.samples, arguments.tokens)
+    rows = [{"prompt": "What is it?", "response": sample.response.text} for sample in samples]
+    start = time.perf_counter()
+    alone = score_table(share_of_vowels, rows)
+    in_process = 1000 * (time.perf_counter() - start) / len(samples)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    try:
+        times, found = asyncio.run(timed(samples, arguments.repetitions))
+    finally:
+        ray.shutdown()
+    for rewards in found:
+        assert [reward.value for reward in rewards] == [row["reward"] for row in alone], "the pool changed a reward"
+        assert rewards == found[0], "the order changed a reward"
+    shown = "  ".join(f"{value:.3f}" for value in times)
+    print(f"{len(samples)} samples of {arguments.tokens} tokens, ms for each: {shown}")
+    verdict = "met" if statistics.median(times) < TARGET_MS and times[0] < TARGET_MS else "missed"
+    print(f"median {statistics.median(times):.3f}, first {times[0]:.3f}, in process {in_process:.3f}; "
+          f"target {TARGET_MS} {verdict}; rewards identical")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

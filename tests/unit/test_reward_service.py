@@ -1,0 +1,157 @@
+"""A reward function over HTTP: served from a file, called as a reward by its URL, and everything that can go wrong."""
+
+import asyncio
+import json
+import textwrap
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rlfuse import cli
+from rlfuse.rewards import service
+from rlfuse.rewards.functions import load_function
+from rlfuse.rewards.items import Score, item_of_row
+from rlfuse.rewards.table import score_table
+from rlfuse.samples import RewardFailure
+
+CODE = """
+import os, time
+
+def grade(solution_str, ground_truth, data_source):
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "hog":
+        return len(bytearray(10 * 2**30))
+    if solution_str == "raise":
+        raise KeyError("what the user wrote")
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str), "seen": data_source}
+"""
+
+
+def rows(*responses):
+    return [{"prompt": "2+2=", "response": response, "ground_truth": "4"} for response in responses]
+
+
+def outcomes(url, *responses, timeout_s=20.0):
+    """In a thread: the function waits for its own event loop, and the service answers on this one."""
+    items = [item_of_row(row, number) for number, row in enumerate(rows(*responses))]
+    return asyncio.to_thread(load_function(url).score, items, timeout_s)
+
+
+class Running:
+    """An application on a free port of this machine."""
+
+    def __init__(self, app):
+        self.runner = web.AppRunner(app)
+
+    async def __aenter__(self):
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/get_reward"
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("service") / "mine.py"
+    path.write_text(textwrap.dedent(CODE))
+    return f"{path}:grade"
+
+
+async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mistakes_cost_their_request(graded):
+    async with Running(service.application(graded, timeout_s=1.0, memory_mb=500)) as url:
+        assert await outcomes(url, "4", "5") == [
+            Score(1.0, {"length": 1.0, "scores": 1.0}),
+            Score(0.0, {"length": 1.0, "scores": 0.0}),
+        ]
+        here, there = await asyncio.to_thread(score_table, [graded, url], rows("4"), [1.0, 10.0]), 11.0
+        assert here[0]["reward"] == there and here[0]["grade"] == here[0]["get_reward"] == 1.0
+        for response, words in {
+            "raise": "sample 1: KeyError: 'what the user wrote'",
+            "hang": "grade took longer than 1 s",
+            "exit": "the process of grade ended (exit code 3)",
+            "hog": "MemoryError",
+        }.items():
+            failures = await outcomes(url, "4", response)
+            assert all(isinstance(failure, RewardFailure) for failure in failures), response
+            assert "status 500" in failures[0].message and words in failures[0].message
+        assert 'raise KeyError("what the user wrote")' in (await outcomes(url, "raise"))[0].traceback
+        assert (await outcomes(url, "4"))[0].value == 1.0
+
+
+async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
+    async with Running(service.application(graded)) as url, aiohttp.ClientSession() as session:
+        for payload, words in [
+            ("{", "Expecting"),
+            ("[]", "no list `query`"),
+            ('{"query": ["ab"]}', "`prompts` as long as `query` (1)"),
+            ('{"query": ["ab"], "prompts": ["a"], "labels": []}', "`labels` is no list as long"),
+            ('{"query": ["ab"], "prompts": ["b"]}', "query[0] does not begin with prompts[0]"),
+        ]:
+            async with session.post(url, data=payload) as answer:
+                assert answer.status == 400 and words in (await answer.json())["error"]
+        payload = {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"], "data_source": ["sums"]}
+        async with session.post(url.replace("get_reward", "any/path"), json=payload) as answer:
+            assert await answer.json() == {"rewards": [1.0], "scores": [1.0], "extra_logs": {"length": [1.0]}}
+        async with session.get(url) as answer:
+            assert (await answer.json())["function"] == "grade"
+        service_full = service.MOST_WAITING
+        service.MOST_WAITING = 0
+        async with session.post(url, json=payload) as answer:
+            service.MOST_WAITING = service_full
+            assert answer.status == 503 and "busy" in (await answer.json())["error"]
+
+
+async def test_an_answer_that_is_none_is_a_failure_never_a_number():
+    answers = {
+        '{"rewards": [1.0, null]}': [None, "a reward has to be a number"],
+        '{"rewards": [NaN, Infinity]}': ["returned nan", "returned inf"],
+        '{"rewards": [1.0]}': ["returned 1 rewards for 2 samples"] * 2,
+        '{"rewards": "good"}': ["it has to be a list of numbers"] * 2,
+        '{"scores": [1.0, 2.0]}': ["it has to be a dict with `rewards`"] * 2,
+        "<html>": ["answered something else than JSON: <html>"] * 2,
+    }
+    queue = []
+
+    async def answer(request):
+        assert json.loads(await request.text()) == {
+            "query": ["2+2=4", "2+2=5"],
+            "prompts": ["2+2="] * 2,
+            "labels": ["4"] * 2,
+        }
+        if not queue:
+            await asyncio.sleep(1)
+        return web.Response(text=queue.pop(), content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.post("/get_reward", answer)])
+    async with Running(app) as url:
+        for text, words in answers.items():
+            queue.append(text)
+            found = await outcomes(url, "4", "5")
+            for outcome, part in zip(found, words, strict=True):
+                if part is None:
+                    assert outcome == Score(1.0)
+                else:
+                    assert isinstance(outcome, RewardFailure) and part in outcome.message, text
+        late = await outcomes(url, "4", "5", timeout_s=0.2)
+        assert [one.message for one in late] == [
+            "get_reward took longer than 0.2 s (reward.timeout_s) and was stopped"
+        ] * 2
+        missing = await outcomes(url.replace("get_reward", "absent"), "4")
+        assert "answered with status 404" in missing[0].message
+    gone = await outcomes(url, "4")
+    assert "could not be asked: ClientConnectorError" in gone[0].message
+
+
+def test_the_command_refuses_what_it_cannot_serve(graded, tmp_path, capsys):
+    assert cli.main(["reward", "serve", f"{tmp_path}/absent.py:f"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert cli.main(["reward", "serve", graded, "--timeout", "0"]) == 2
+    assert "--timeout 0.0: must be above 0" in capsys.readouterr().err

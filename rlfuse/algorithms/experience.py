@@ -19,7 +19,8 @@ from rlfuse.algorithms.advantages import WHITENED, advantages_and_returns, place
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
 from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate, penalised
 from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
-from rlfuse.config.schema import Config, RewardEntry
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.config.schema import Config
 from rlfuse.samples import Group, Reward, Sample
 
 

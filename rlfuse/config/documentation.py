@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from omegaconf import MISSING
 
-from rlfuse.config import alerting, schema
+from rlfuse.config import alerting, rewards, schema
 
 COLUMNS = 100
 """Widest help text; longer lines are tiring to read, and many terminals end here."""
@@ -89,7 +89,7 @@ def _documented() -> list[Key]:
     for key in keys():
         found.append(key)
         if key.name == "reward.functions":
-            found += _walk(schema.RewardEntry, "reward.functions[].")
+            found += _walk(rewards.RewardEntry, "reward.functions[].")
     return found
 
 
@@ -113,7 +113,8 @@ def groups() -> dict[str, str]:
 def _texts() -> dict[tuple[str, str], str]:
     """(class, field) -> the string below the field."""
     found: dict[tuple[str, str], str] = {}
-    for node in (node for module in (schema, alerting) for node in ast.parse(inspect.getsource(module)).body):
+    modules = (schema, alerting, rewards)
+    for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in zip(node.body, node.body[1:], strict=False):

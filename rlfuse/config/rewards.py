@@ -1,8 +1,9 @@
 """The entries of reward.functions, read: what is a bare string, a dictionary or a callable becomes a `RewardEntry`.
 
-Role: called by the configuration's checks, and by `rewards.entries` before anything is loaded, so that a job and a
-notebook are refused with the same words. Pure: looks at no file. Invariants: the entries that `read_entries` gives have
-a weight and end with the reward model's, where there is one; problems are given in words, one line each.
+Role: `RewardEntry` is a part of the schema; `read_entries` is called by the configuration's checks, and by
+`rewards.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure: looks
+at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is one;
+problems are given in words, one line each.
 """
 
 from __future__ import annotations
@@ -11,16 +12,41 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-from rlfuse.config.schema import RewardEntry
 
 MODEL_PART = "reward_model"
 """The path of the entry that stands for reward.model_path, and the model's name among the parts."""
+
+
+@dataclass
+class RewardEntry:
+    """An entry of reward.functions in full; a bare string is its `path`."""
+
+    path: str = MISSING
+    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`."""
+    name: str | None = None
+    """Under which it is logged; null takes the function's name."""
+    weight: float | None = None
+    """Its weight in the sum; null is 1."""
+    sources: list[str] = field(default_factory=list)
+    """The data_source values that it scores, `*` and `?` standing for any text; empty: all."""
+    gate: bool = False
+    """Asked before all others: where its value is not above 0, the reward is 0 and no later function is called. It adds
+    nothing to the sum."""
+    clip: list[float] | None = None
+    """[low, high]: its values are cut off there."""
+    normalise: bool = False
+    """Train on (value - mean) / deviation, both over all values of earlier steps (of the first step: over its own)."""
+    answer_only: bool | None = None
+    """Show it what follows the thought (<think>...</think>) only; null: true for a reward model, false for others."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments for the function; of a class or a factory, those that make the reward."""
+
 
 KEYS = tuple(field.name for field in dataclasses.fields(RewardEntry))
 NEEDS = {

@@ -112,31 +112,6 @@ class OverlongBuffer:
 
 
 @dataclass
-class RewardEntry:
-    """An entry of reward.functions in full; a bare string is its `path`."""
-
-    path: str = MISSING
-    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`."""
-    name: str | None = None
-    """Under which it is logged; null takes the function's name."""
-    weight: float | None = None
-    """Its weight in the sum; null is 1."""
-    sources: list[str] = field(default_factory=list)
-    """The data_source values that it scores, `*` and `?` standing for any text; empty: all."""
-    gate: bool = False
-    """Asked before all others: where its value is not above 0, the reward is 0 and no later function is called. It adds
-    nothing to the sum."""
-    clip: list[float] | None = None
-    """[low, high]: its values are cut off there."""
-    normalise: bool = False
-    """Train on (value - mean) / deviation, both over all values of earlier steps (of the first step: over its own)."""
-    answer_only: bool | None = None
-    """Show it what follows the thought (<think>...</think>) only; null: true for a reward model, false for others."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments for the function; of a class or a factory, those that make the reward."""
-
-
-@dataclass
 class RewardConfig:
     """What scores a response. Everything that applies to it is summed with its weight."""
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from rlfuse.config.schema import RewardEntry
+from rlfuse.config.rewards import RewardEntry
 from rlfuse.rewards.items import Item, Outcome, Score
 from rlfuse.rewards.thoughts import without_thought
 from rlfuse.samples import Reward, RewardFailure

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlfuse.config.rewards import MODEL_PART, Given, read_entries
-from rlfuse.config.schema import RewardEntry
+from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry, read_entries
 from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.shapes import RewardFunction

@@ -31,8 +31,7 @@ from typing import Any
 
 import ray
 
-from rlfuse.config.rewards import MODEL_PART, Given
-from rlfuse.config.schema import RewardEntry
+from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
 from rlfuse.rewards.compose import Outcomes, compose, unscored, view, wanted, waves

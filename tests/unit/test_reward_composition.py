@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from rlfuse.config.rewards import read_entries
-from rlfuse.config.schema import RewardEntry
+from rlfuse.config.rewards import RewardEntry, read_entries
 from rlfuse.rewards.compose import compose, unscored, wanted, waves
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import RewardError, Score, item_of_row

@@ -12,7 +12,8 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.kl import coefficient_of
 from rlfuse.algorithms.objectives import actor_objective
 from rlfuse.algorithms.shaping import Normaliser
-from rlfuse.config.schema import ActorConfig, RewardEntry
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.config.schema import ActorConfig
 from rlfuse.samples import Reward
 
 ONES = torch.ones(4, 3, dtype=torch.bool)

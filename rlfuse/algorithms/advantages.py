@@ -88,7 +88,7 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, by_std: bool) -> Tensor:
 
 
 def gdpo(dimensions: Tensor, weights: Tensor, groups: Tensor, mask: Tensor, by_std: bool) -> Tensor:
-    """Group reward-decoupled advantages (Liu et al. 2026, GDPO, arXiv 2601.05242, equations 4 and 5), [B, T].
+    """Group reward-decoupled advantages (Liu et al. 2026, GDPO, arXiv 2601.05242), [B, T].
 
     `dimensions` [B, K]: scores of K rewards, NaN where a reward does not apply to a response; `weights` [K]. Each
     reward is compared within the group by itself, as by `grpo`, and only then are they added up with their weights, so

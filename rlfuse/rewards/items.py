@@ -77,7 +77,7 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         messages=messages,
         prompt_text=prompt.text,
         response=response.text,
-        response_ids=[int(token) for token in response.token_ids],
+        response_ids=response.token_ids.tolist(),
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},

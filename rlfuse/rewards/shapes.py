@@ -91,9 +91,10 @@ class RewardFunction:
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
         """One outcome for each item, in order. `timeout_s` bounds a call of an async function (verl's: each item's);
         nothing in this process can bound an ordinary one."""
-        ready = [item for item in items if not self._lacks(item)]
+        lacking = [self._lacks(item) for item in items]
+        ready = [item for item, lacks in zip(items, lacking, strict=True) if not lacks]
         outcomes = iter(self._score(ready, timeout_s) if ready else ())
-        return [self._lacks(item) or next(outcomes) for item in items]
+        return [lacks or next(outcomes) for lacks in lacking]
 
     def _score(self, items: list[Item], timeout_s: float | None) -> list[Outcome]:
         if not self.batched:

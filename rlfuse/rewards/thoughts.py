@@ -37,10 +37,12 @@ def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None
 
 
 def answer_of(response: str, opened: bool = False) -> str:
-    """What follows the last thought, stripped; all of a response without one, "" where a thought has no end.
+    """What follows the last thought, stripped; a response without one as it is, "" where a thought has no end.
 
     `opened`: the prompt opened the thought already.
     """
+    if not opened and OPEN not in response and CLOSE not in response:
+        return response
     _, closed, after = response.rpartition(CLOSE)
     if opened and not closed:
         return ""

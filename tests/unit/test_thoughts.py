@@ -13,6 +13,7 @@ GOOD = {
 }
 BAD = {  # response -> what may be seen of it
     "four": "four",
+    " four \n": " four \n",
     "": "",
     "<think>so</think>": "",
     "<think>so</think> \n": "",

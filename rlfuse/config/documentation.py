@@ -71,6 +71,11 @@ def as_typed(value: Any) -> str:
     return str(value)
 
 
+def _group_class(field: dataclasses.Field) -> type | None:
+    """The class of a nested group, None for a key. Annotations are strings, so a group is known by its class's name."""
+    return getattr(schema, str(field.type), getattr(rewards, str(field.type), None))
+
+
 @functools.cache
 def keys() -> tuple[Key, ...]:
     """All keys of a job, in the order of the schema."""
@@ -100,7 +105,7 @@ def groups() -> dict[str, str]:
 
     def visit(node: type, prefix: str) -> None:
         for field in dataclasses.fields(node):
-            nested = getattr(schema, str(field.type), None)
+            nested = _group_class(field)
             if nested is not None:
                 found[prefix + field.name] = " ".join((nested.__doc__ or "").split())
                 visit(nested, f"{prefix}{field.name}.")
@@ -127,8 +132,7 @@ def _texts() -> dict[tuple[str, str], str]:
 def _walk(node: type, prefix: str) -> list[Key]:
     found: list[Key] = []
     for field in dataclasses.fields(node):
-        # The schema's annotations are strings, so a nested group is recognised by its class name.
-        nested = getattr(schema, str(field.type), None)
+        nested = _group_class(field)
         if nested is not None:
             found += _walk(nested, f"{prefix}{field.name}.")
             continue

@@ -1,6 +1,6 @@
-"""The entries of reward.functions, read: what is a bare string, a dictionary or a callable becomes a `RewardEntry`.
+"""The keys of the group `reward`, and its functions read: a string, a dictionary or a callable, made a `RewardEntry`.
 
-Role: `RewardEntry` is a part of the schema; `read_entries` is called by the configuration's checks, and by
+Role: the classes are a part of the schema; `read_entries` is called by the configuration's checks, and by
 `rewards.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure: looks
 at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is one;
 problems are given in words, one line each.
@@ -46,6 +46,40 @@ class RewardEntry:
     """Show it what follows the thought (<think>...</think>) only; null: true for a reward model, false for others."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments for the function; of a class or a factory, those that make the reward."""
+
+
+@dataclass
+class OverlongBuffer:
+    """DAPO's soft penalty for responses near the length limit."""
+
+    len: int = 0
+    """Tokens before max_response_length where the penalty begins; 0 turns it off."""
+    penalty_factor: float = 1.0
+    """Penalty at the limit."""
+
+
+@dataclass
+class RewardConfig:
+    """What scores a response. Everything that applies to it is summed with its weight."""
+
+    functions: list[Any] = field(default_factory=list)
+    """`path/file.py:function`, `package.module:function`, the URL of a service (http://...), or an entry with the keys
+    below: {path: ..., weight: 0.5, sources: [math*]}."""
+    weights: list[float] = field(default_factory=list)
+    """One weight for each function that is no gate (and last for model_path, where no entry names it); empty: 1 each,
+    or as the entries say."""
+    model_path: str | None = None
+    """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
+    it a weight, sources, ...; with no such entry it comes last."""
+    num_workers: int = 1
+    """Processes that run reward functions."""
+    timeout_s: float = 30.0
+    """Longest time one call of a reward function may take."""
+    memory_mb: int | None = None
+    """MiB that a process may allocate beyond what it holds when its functions are loaded; null: no limit."""
+    max_failure_rate: float = 0.1
+    """Failed samples are dropped; above this share of a step's samples the run stops."""
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
 
 KEYS = tuple(field.name for field in dataclasses.fields(RewardEntry))

@@ -1,8 +1,8 @@
 """The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
 
 Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
-`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project
-but the group that has a file of its own.
+from rlfuse.config.alerting import AlertsConfig
+from rlfuse.config.rewards import RewardConfig
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
+<<<<<<< HEAD
 from rlfuse.config.alerting import AlertsConfig
+=======
+from rlfuse.config.rewards import RewardConfig
+>>>>>>> c50f41f (The group reward in a file of its own)
 
 
 @dataclass
@@ -99,40 +103,6 @@ class RolloutConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's AsyncEngineArgs, by their names."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-
-
-@dataclass
-class OverlongBuffer:
-    """DAPO's soft penalty for responses near the length limit."""
-
-    len: int = 0
-    """Tokens before max_response_length where the penalty begins; 0 turns it off."""
-    penalty_factor: float = 1.0
-    """Penalty at the limit."""
-
-
-@dataclass
-class RewardConfig:
-    """What scores a response. Everything that applies to it is summed with its weight."""
-
-    functions: list[Any] = field(default_factory=list)
-    """`path/file.py:function`, `package.module:function`, the URL of a service (http://...), or an entry with the keys
-    below: {path: ..., weight: 0.5, sources: [math*]}."""
-    weights: list[float] = field(default_factory=list)
-    """One weight for each function that is no gate (and last for model_path, where no entry names it); empty: 1 each,
-    or as the entries say."""
-    model_path: str | None = None
-    """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
-    it a weight, sources, ...; with no such entry it comes last."""
-    num_workers: int = 1
-    """Processes that run reward functions."""
-    timeout_s: float = 30.0
-    """Longest time one call of a reward function may take."""
-    memory_mb: int | None = None
-    """MiB that a process may allocate beyond what it holds when its functions are loaded; null: no limit."""
-    max_failure_rate: float = 0.1
-    """Failed samples are dropped; above this share of a step's samples the run stops."""
-    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from pebble import ProcessExpired, ProcessPool
 from rlfuse.cluster.children import end_with_parent, heed_children
 from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import Item, Outcome, RewardError, item_of_row
+from rlfuse.rewards.results import headline
 from rlfuse.rewards.shapes import RewardFunction, timed_out
 from rlfuse.rewards.worker import Source, limit_memory, pack, unpack
 from rlfuse.samples import RewardFailure
@@ -138,6 +140,8 @@ async def _outcomes(pool: ProcessPool, source: Source, items: list[Item], timeou
         failure = timed_out(source.name, timeout_s)
     except ProcessExpired as error:
         failure = RewardFailure(source.name, f"the process of {source.name} ended (exit code {error.exitcode})")
+    except (RuntimeError, BrokenProcessPool) as error:  # the function could not be loaded again: its file was changed
+        failure = RewardFailure(source.name, f"{source.name} can't be run any more ({headline(error)}): start again")
     return [failure] * len(items)
 
 

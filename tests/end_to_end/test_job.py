@@ -60,7 +60,7 @@ def job(tiny_model, tmp_path_factory):
         "rollout.n": 2,
         "rollout.kv_cache_memory_mb": 32,
         "algorithm.use_kl_in_reward": "true",
-        "reward.functions": f"[{folder}/reward.py:even]",
+        "reward.functions": f"[{{path: {folder}/reward.py:even, normalise: true, clip: [0, 0.9]}}]",
         "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 2,
@@ -127,7 +127,8 @@ def test_run_folder_holds_what_the_readme_promises(serial):
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert list((run / "wandb").glob("offline-run-*/files/media/table/samples*"))
     for name in ("actor/pg_loss", "critic/vf_loss", "critic/kl", "response_length/mean", "timing_s/gen", "timing_s/ref",
-                 "perf/throughput", "rewards/even/words/mean", "training/rollout_probs_diff_max"):  # fmt: skip
+                 "perf/throughput", "rewards/even/words/mean", "reward/running_std/even",
+                 "reward/latency_s/even/mean", "training/rollout_probs_diff_max"):  # fmt: skip
         assert name in summary["metrics"], name
 
 

@@ -67,9 +67,10 @@ def unscored(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str
 
 def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, Outcome]) -> Reward | RewardFailure:
     """The reward of one sample of this data_source: parts `{fn}` and `{fn}/{extra}`, notes as text."""
-    if failures := [outcome for outcome in outcomes.values() if isinstance(outcome, RewardFailure)]:
+    said = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}  # in the entries' order
+    if failures := [outcome for outcome in said.values() if isinstance(outcome, RewardFailure)]:
         return _first(failures)
-    scores: dict[str, Score] = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}
+    scores: dict[str, Score] = dict(said)
     parts, text = _log(scores)
     scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
     closed = next((entry.name for entry in entries if entry.gate and _closed(scores.get(entry.name))), None)

@@ -32,6 +32,7 @@ def test_a_failure_never_becomes_a_number():
     assert compose(entries, "", {"a": Score(1.0), "b": failed}) == failed
     both = compose(entries, "", {"a": RewardFailure("a", "x"), "b": failed})
     assert both.message == "x (also failed: b)"
+    assert compose(entries, "", {"b": failed, "a": RewardFailure("a", "x")}) == both  # whoever answered first
     assert "no reward function applies" in compose([entry("a")], "", {"a": Score(None)}).message
     too_large = compose([entry("a", 1e308)], "", {"a": Score(1e308)})
     assert "is inf: lower the weights" in too_large.message

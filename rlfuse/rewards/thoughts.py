@@ -37,12 +37,10 @@ def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None
 
 
 def answer_of(response: str, opened: bool = False) -> str:
-    """What follows the last thought, stripped; a response without one as it is, "" where a thought has no end.
+    """What follows the last thought, stripped; the whole response without one, "" where a thought has no end.
 
     `opened`: the prompt opened the thought already.
     """
-    if not opened and OPEN not in response and CLOSE not in response:
-        return response
     _, closed, after = response.rpartition(CLOSE)
     if opened and not closed:
         return ""
@@ -62,6 +60,8 @@ def is_opened(item: Item) -> bool:
 def without_thought(item: Item) -> Item:
     """The item as if its response were the answer alone."""
     opened = is_opened(item)
+    if not opened and OPEN not in item.response and CLOSE not in item.response:
+        return item  # to the last blank, which a reward model's tokens show
     prompt = item.prompt_text.rstrip().removesuffix(OPEN) if opened else item.prompt_text
     return replace(item, response=answer_of(item.response, opened), prompt_text=prompt)
 

@@ -13,7 +13,7 @@ GOOD = {
 }
 BAD = {  # response -> what may be seen of it
     "four": "four",
-    " four \n": " four \n",
+    " four \n": "four",
     "": "",
     "<think>so</think>": "",
     "<think>so</think> \n": "",
@@ -91,3 +91,4 @@ def test_an_item_without_its_thought_has_none_in_the_prompt_either():
     seen = without_thought(item(plain, "so</think>four", "<u>2+2?<a><think>\n"))
     assert (seen.response, seen.prompt_text) == ("four", "<u>2+2?<a>")
     assert without_thought(item(plain)).response == "four"
+    assert without_thought(item(plain, " four \n")).response == " four \n"

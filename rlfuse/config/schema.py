@@ -1,8 +1,8 @@
 """The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
 
 Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
-from rlfuse.config.alerting import AlertsConfig
-from rlfuse.config.rewards import RewardConfig
+`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project
+but the groups that have files of their own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-<<<<<<< HEAD
 from rlfuse.config.alerting import AlertsConfig
-=======
 from rlfuse.config.rewards import RewardConfig
->>>>>>> c50f41f (The group reward in a file of its own)
 
 
 @dataclass

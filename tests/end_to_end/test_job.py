@@ -168,7 +168,7 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
     wall = (run / "metrics.jsonl").stat().st_mtime - (run / "config.yaml").stat().st_mtime  # from before Ray starts
     assert sum(seconds["busy/"]) + sum(seconds["idle/"]) == pytest.approx(wall, rel=0.01)
     for row, *parts in zip(rows[1:], seconds["busy/"][1:], seconds["idle/"][1:], strict=True):
-        assert sum(parts) >= row["timing_s/step"] > parts[0] > 0
+        assert sum(parts) >= row["timing_s/step"] and min(parts) > 0
         assert "idle/start_up" not in row
     assert rows[0]["idle/start_up"] > rows[0]["timing_s/step"] and rows[0]["busy/testing"] > 0
     assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/calls"))

@@ -1,6 +1,7 @@
 """Rows with clips become prompts with plans; a clip that can't be used costs its row only, and the report says why."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.rows import DataError
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.samples import Response, Sample
+from rlfuse.video.checkpoints import VIDEO, SmallModel, write_small_video_llama3
+from rlfuse.video.embedding import Embedding
+from rlfuse.video.prompt import tokenise
 from rlfuse.video.video_model import VideoModel
 
 
@@ -96,3 +100,21 @@ def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
         folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
     )
     assert one.video.plan.frames == two.video.plan.frames == 5
+
+
+def test_a_response_that_spells_a_placeholder_is_text(folder):
+    """Only the prompt's places take the clip's rows, and the answer that people and rewards read stays as it is."""
+    (prompt,), _ = load(folder, ("see <video>", "good.mp4"))
+    config = Config()
+    config.model.path = str(folder / "model")
+    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    said = f"it shows {VIDEO}{VIDEO}"
+    ids = np.asarray(tokenise(tokenizer, said, model.visual), np.int32)
+    assert tokenizer.decode(ids) == said and not set(ids) & set(model.visual.ids(tokenizer))
+    embedding = Embedding("clip", "", len(prompt.video.positions), 64)
+    shown = replace(prompt, video=replace(prompt.video, embedding=embedding))
+    response = Response(ids, np.zeros(len(ids), np.float32), "stop", 0, said)
+    row = Sample(shown, 1, 0, seed=0, response=response).row()
+    [visual] = row.visual
+    np.testing.assert_array_equal(visual.positions, prompt.video.positions)
+    assert visual.positions.max() < len(row.prompt_ids) and len(visual.positions) == visual.source.tokens

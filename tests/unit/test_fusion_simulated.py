@@ -81,7 +81,7 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
 
 
 @pytest.mark.parametrize("policy", ["stream", "rlhfuse", "adaptive"])
-@settings(exploring, max_examples=12, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
+@settings(exploring, max_examples=6, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
 def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, workload):
     tuned = simulate(workload, policy, tune(workload, policy)).result.step_s

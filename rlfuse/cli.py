@@ -7,17 +7,34 @@ Each command is imported only when it is called.
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | long_video]",
+    "plan": "what a job would take, before anything starts: placement, memory, time; status 3 if it does not fit",
+    "doctor": "whether this machine can run jobs, and what to do where it can't",
+    "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
     "reward": "serve a reward function over HTTP: rlfuse reward serve path/file.py:function --port 8000",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
+
+MODULES = {
+    "prepare": "rlfuse.tasks.prepare",
+    "plan": "rlfuse.planning.command",
+    "doctor": "rlfuse.cluster.doctor",
+    "submit": "rlfuse.cluster.submission",
+    "simulate": "rlfuse.simulate.command",
+    "report": "rlfuse.report.command",
+    "trace": "rlfuse.observe.trace",
+    "reward": "rlfuse.rewards.service",
+    "schedule": "rlfuse.fusion.schedules.command",
+}
+"""Whose `main(argv)` raises what is to be reported; `train` reports by itself."""
 
 
 def usage() -> str:
@@ -42,36 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         from rlfuse.train import main as train
 
         return train(arguments)
-    if command == "prepare":
-        from rlfuse.tasks.prepare import main as prepare
+    if command in MODULES:
         from rlfuse.train import reported
 
-        return reported(lambda: prepare(arguments))
-    if command == "simulate":
-        from rlfuse.simulate.command import main as simulate
-        from rlfuse.train import reported
-
-        return reported(lambda: simulate(arguments))
-    if command == "report":
-        from rlfuse.report.command import main as report
-        from rlfuse.train import reported
-
-        return reported(lambda: report(arguments))
-    if command == "trace":
-        from rlfuse.observe.trace import main as trace
-        from rlfuse.train import reported
-
-        return reported(lambda: trace(arguments))
-    if command == "reward":
-        from rlfuse.rewards.service import main as reward
-        from rlfuse.train import reported
-
-        return reported(lambda: reward(arguments))
-    if command == "schedule":
-        from rlfuse.fusion.schedules.command import main as schedule
-        from rlfuse.train import reported
-
-        return reported(lambda: schedule(arguments))
+        return reported(lambda: importlib.import_module(MODULES[command]).main(arguments))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     meant = f"did you mean `rlfuse {near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
     if "=" in command:

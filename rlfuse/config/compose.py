@@ -12,6 +12,7 @@ is imported, so that a mistyped key shows within a second.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlfuse.config import job_file
 from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.documentation import by_name
-from rlfuse.config.facts import read_facts
+from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.keys import PRESET_GROUPS, did_you_mean, explain_name, explain_override, explain_value, is_free
 from rlfuse.config.schema import Config
 
@@ -123,8 +124,11 @@ def compose_job(argv: list[str]) -> DictConfig:
         raise ConfigError([explain_failure(error, command.overrides)]) from error
 
 
-def to_config(job: DictConfig) -> Config:
-    """Real dataclasses, checked: all problems are raised together."""
+def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
+    """Real dataclasses, checked: all problems are raised together.
+
+    `look`: at what the configuration names; less where the job will run on another machine.
+    """
     try:
         for name in OmegaConf.missing_keys(job):  # `check` reports them beside all others
             OmegaConf.update(job, name, [] if by_name()[name].type.startswith("list") else "")
@@ -133,7 +137,7 @@ def to_config(job: DictConfig) -> Config:
         raise ConfigError([explain_failure(error, [])]) from error
     if not isinstance(config, Config):
         raise ConfigError([f"the composed job is a {type(config).__name__}; conf/config.yaml must begin with `schema`"])
-    problems = check(config, read_facts(config))
+    problems = check(config, look(config))
     if problems:
         raise ConfigError(problems)
     return config

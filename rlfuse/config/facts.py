@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlfuse.config.rewards import MODEL_PART, is_url, read_entries
 from rlfuse.config.schema import Config
@@ -51,13 +52,9 @@ def read_facts(config: Config) -> Facts:
         ("reward.model_path", config.reward.model_path),
     ):
         if path is not None and path != config.model.path:
-            _folder_problem(path, key, problems)
-    text = {**model, **(model.get("text_config") or {})}
+            _folder_problem(path, key, problems, tokenizer=key != "reward.model_path")
     return Facts(
-        context_length=text.get("max_position_embeddings"),
-        attention_heads=text.get("num_attention_heads"),
-        layers=text.get("num_hidden_layers"),
-        video="vision_config" in model,
+        **_of_model(model),
         model_problems=problems,
         missing=frozenset(path for path in _named_paths(config) if not Path(path).expanduser().exists()),
         unknown_modules=frozenset(_unknown_modules(_functions(config))),
@@ -65,6 +62,26 @@ def read_facts(config: Config) -> Facts:
         nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
     )
+
+
+def model_facts(config: Config) -> Facts:
+    """What the policy's config.json tells; everything else is on another machine."""
+    problems: dict[str, str] = {}
+    model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
+    return Facts(
+        **_of_model(model), model_problems=problems, cuda={"cpu": False, "cuda": True}.get(config.cluster.device)
+    )
+
+
+def _of_model(model: dict) -> dict[str, Any]:
+    """Fields of `Facts`, from a config.json."""
+    text = {**model, **(model.get("text_config") or {})}
+    return {
+        "context_length": text.get("max_position_embeddings"),
+        "attention_heads": text.get("num_attention_heads"),
+        "layers": text.get("num_hidden_layers"),
+        "video": "vision_config" in model,
+    }
 
 
 def nixl_installed() -> bool:
@@ -102,7 +119,7 @@ def _is_hub_name(path: str) -> bool:
     return not path.startswith((".", "/", "~")) and path.count("/") <= 1 and not Path(path).exists()
 
 
-def _folder_problem(path: str, key: str, problems: dict[str, str]) -> Path | None:
+def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bool = True) -> Path | None:
     """The model's folder, or None (a hub name, or a recorded problem)."""
     if not path or _is_hub_name(path):
         return None
@@ -111,7 +128,7 @@ def _folder_problem(path: str, key: str, problems: dict[str, str]) -> Path | Non
         problems[key] = "there is no such folder"
     elif not (folder / "config.json").is_file():
         problems[key] = "the folder has no config.json"
-    elif key != "reward.model_path" and not any((folder / n).is_file() for n in TOKENIZER_FILES):
+    elif tokenizer and not any((folder / n).is_file() for n in TOKENIZER_FILES):
         problems[key] = f"the folder has no tokenizer (one of {', '.join(TOKENIZER_FILES)})"
     return folder if key not in problems else None
 
@@ -119,9 +136,11 @@ def _folder_problem(path: str, key: str, problems: dict[str, str]) -> Path | Non
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def _model_config(path: str, key: str, problems: dict[str, str], trust_remote_code: bool) -> dict:
+def _model_config(
+    path: str, key: str, problems: dict[str, str], trust_remote_code: bool, tokenizer: bool = True
+) -> dict:
     """The model's config.json as a dictionary, with Transformers' defaults where the file leaves the context out."""
-    folder = _folder_problem(path, key, problems)
+    folder = _folder_problem(path, key, problems, tokenizer)
     if not path or key in problems:
         return {}
     if folder is not None:

@@ -75,7 +75,7 @@ class Planner:
     def plan(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Plan:
         """The schedule for so many micro-batches of each model; searched if there is none or its times are old."""
         key: Key = tuple(tuple(sorted(each.items())) for each in (trained, scored or {}))
-        problem = self._problem(*key)
+        problem = self.problem(trained, scored)
         if key not in self._plans or _drifted(self._plans[key][0], problem):
             self._plans[key] = problem, self._search(problem)
         rows = self._plans[key][1]
@@ -89,9 +89,10 @@ class Planner:
             return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
         return search(problem, time_limit=SEARCH_S).operations
 
-    def _problem(self, trained: Iterable[tuple[str, int]], scored: Iterable[tuple[str, int]]) -> Problem:
-        models = [self._model(name, count) for name, count in trained]
-        models += [self._scoring(name, count) for name, count in scored]
+    def problem(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Problem:
+        """What `plan` searches a schedule for."""
+        models = [self._model(name, count) for name, count in sorted(trained.items())]
+        models += [self._scoring(name, count) for name, count in sorted((scored or {}).items())]
         return Problem(self.stages, tuple(models), split_backward=self.split, memory_cap=self.memory_cap)
 
     def direction(self, model: str) -> Literal["down", "up"]:

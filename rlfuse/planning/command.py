@@ -1,0 +1,255 @@
+"""`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
+
+Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
+prints tables. Called by `rlfuse.cli`. Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.documentation import as_typed, keys
+from rlfuse.config.facts import model_facts, read_facts
+from rlfuse.config.schema import Config
+from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, micro_batch_tokens, problems
+from rlfuse.planning.placing import places
+from rlfuse.planning.shapes import Shape, read_shape
+
+DOES_NOT_FIT = 3
+BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
+"""GB/s where --bandwidth does not say."""
+PICTURES = (".png", ".html")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
+    arguments, words = _parser().parse_known_args(argv)
+    config = to_config(compose_job(words), model_facts if arguments.no_files else read_facts)
+    _check(arguments, config)
+    shapes = shapes_of(config)
+    memory = memory_of(config, shapes, budget_of(config, arguments))
+    console = Console(highlight=False)
+    console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
+    _forecast(config, shapes, memory, arguments, console)
+    wrong = problems(config, memory)
+    for line in wrong:
+        console.print(f"[bold red]does not fit[/]  {escape(line)}", soft_wrap=True)
+    if wrong:
+        raise SystemExit(DOES_NOT_FIT)
+    console.print("[bold green]fits[/]")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlfuse plan",
+        usage="rlfuse plan [options] [my_job.yaml] key=value ...",
+        description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a device; default: as found here")
+    parser.add_argument("--tflops", type=float, metavar="N", help="TFLOP/s that a device really does: forecasts times")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
+    parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
+    parser.add_argument(
+        "--no-files", action="store_true", help="data, tokenizer and rewards are on another machine: don't look"
+    )
+    return parser
+
+
+def _check(arguments: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError with everything that is wrong with the options."""
+    wrong = []
+    for name in ("device_memory", "tflops", "bandwidth", "response_tokens", "prompt_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
+    if arguments.run is not None and arguments.tflops is not None:
+        wrong.append("--from and --tflops: both tell the costs; give one of them")
+    picture = arguments.picture
+    if picture is not None:
+        if picture.suffix not in PICTURES:
+            wrong.append(f"--picture {picture}: needs a name that ends in {' or '.join(PICTURES)}")
+        elif not picture.absolute().parent.is_dir():
+            wrong.append(f"--picture {picture}: the folder does not exist; make it first")
+        if config.training.pipeline_parallel_size == 1:
+            wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
+        if arguments.run is None and arguments.tflops is None:
+            wrong.append("--picture: a schedule needs durations; give --tflops or --from")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def shapes_of(config: Config) -> dict[str, Shape]:
+    """`actor`, and `critic` and `reference` where the job has them."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    shapes = {"actor": read_shape(path, "model.path", trust)}
+    if config.uses_critic:
+        shapes["critic"] = read_shape(config.critic.path or path, "critic.path", trust, value=True)
+    if config.uses_reference:
+        other = config.ref.path not in (None, path)
+        shapes["reference"] = read_shape(config.ref.path, "ref.path", trust) if other else shapes["actor"]
+    return shapes
+
+
+def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
+    """The device and its memory, as told or as found on this machine. Raises ConfigError if neither is known."""
+    device, given = config.cluster.device, arguments.device_memory
+    if device == "auto":
+        if arguments.no_files or config.cluster.ray_address:
+            raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
+        device = "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    if given is not None:
+        return Budget(device, int(given * GIB))
+    if device == "cpu":
+        import psutil
+
+        return Budget(device, psutil.virtual_memory().total // config.trainer.n_gpus_per_node)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(["--device-memory: there is no GPU here to ask; give it in GiB, as --device-memory 80"])
+    return Budget(device, torch.cuda.get_device_properties(0).total_memory)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for name in (*columns, *numbers):
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return table
+
+
+def settings_table(config: Config) -> Table:
+    """Keys that differ from their defaults."""
+    table = _table("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
+    for key in keys():
+        value = config
+        for name in key.name.split("."):
+            value = getattr(value, name)
+        if key.required or value != key.default:
+            table.add_row(key.name, escape(as_typed(value)))
+    return table
+
+
+def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
+    """The slots of the first node; the others are filled alike."""
+    found = places(config, shapes)
+    video = shapes["actor"].tower > 0
+    title = f"Placement: {config.slots} slots on {config.trainer.nnodes} node{'s' * (config.trainer.nnodes > 1)}"
+    table = _table(title, "node", "slot", "rollout engine", "trainer rank", *(["encoder ranks"] if video else []))
+    for place in found:
+        if place.node and config.training.pipeline_parallel_size <= config.trainer.n_gpus_per_node:
+            continue
+        more = [str(place.encoders)] if video else []
+        table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
+    if found[-1].node and len(found) > table.row_count:
+        table.add_row(f"1-{found[-1].node}", "...", "alike", "alike")
+    rewards = config.reward.num_workers * bool(config.reward.functions) + bool(config.reward.model_path)
+    table.caption = f"beside them: the driver and {rewards} reward processes, on CPU cores"
+    table.caption_justify = "left"
+    return table
+
+
+def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:
+    """Parts in GiB, phases beside each other."""
+    sizes = ", ".join(f"{role} {shape.parameters / 1e6:,.1f} M" for role, shape in shapes.items())
+    limit = f"{memory.budget.bytes / GIB:.1f} GiB"
+    device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
+    phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
+    table = _table(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
+    for part in memory.parts:
+        cells = [f"{part.size / GIB:.2f}" if phase in part.phases else "" for phase in memory.phases]
+        table.add_row(part.role, part.what, *cells)
+    table.add_section()
+    totals = [memory.total(phase) for phase in memory.phases]
+    colours = ["red" if total > memory.budget.bytes else "green" for total in totals]
+    row = [f"[{colour}]{total / GIB:.2f}[/]" for total, colour in zip(totals, colours, strict=True)]
+    table.add_row("all", "", *row)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    notes = [
+        f"micro-batches of {micro_batch_tokens(config)} tokens",
+        f"an engine's KV cache holds {max(0, memory.kv_tokens):,} tokens: {max(0, memory.kv_tokens) // longest:,} of "
+        f"the longest samples ({longest})",
+    ]
+    if memory.host:
+        per_node = memory.host * config.trainer.n_gpus_per_node / GIB
+        notes.append(f"{per_node:.1f} GiB of a node's host memory, pinned, while models are off the devices")
+    table.caption, table.caption_justify = "; ".join(notes), "left"
+    return table
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def _forecast(
+    config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
+) -> None:
+    """Times by stage, if anything tells them, and the picture."""
+    if arguments.run is None and arguments.tflops is None:
+        console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
+        return
+    from dataclasses import replace
+
+    from rlfuse.planning.timing import Rates, assumptions, costs_of, forecast, lengths_of, recorded_costs
+    from rlfuse.simulate.recorded import read_run
+
+    recording, rates = None, None
+    if arguments.run is not None:
+        recording = read_run(arguments.run)
+    lengths = lengths_of(config, arguments.response_tokens, recording)
+    prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
+    prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
+    if recording is not None:
+        costs = recorded_costs(config, recording, str(arguments.run))
+    else:
+        bandwidth = arguments.bandwidth or BANDWIDTH[memory.budget.device]
+        rates = Rates(arguments.tflops * 1e12, bandwidth * 1e9)
+        costs = costs_of(config, shapes, rates, prompt + sum(lengths) / len(lengths))
+    found = forecast(config, shapes, replace(costs, kv_tokens=max(1, memory.kv_tokens)), lengths, prompt)
+    console.print(time_table(found))
+    for line in assumptions(config, rates, lengths, prompt):
+        console.print(f"  assumed: {escape(line)}", soft_wrap=True)
+    console.print()
+    if arguments.picture is not None:
+        _draw(found.schedule, arguments.picture, console)
+
+
+def time_table(found) -> Table:
+    """The step's stages under the job's policy."""
+    mine, serial = found.results[0], found.results[-1]
+    table = _table(f"Forecast of a step, fusion.policy={mine.policy}", "stage", numbers=("seconds",))
+    table.add_row("generation", f"{mine.generation_s:.2f}")
+    table.add_row("scoring after it", f"{mine.generation_and_scoring_s - mine.generation_s:.2f}")
+    table.add_row("training after that", f"{found.training_s:.2f}")
+    table.add_section()
+    table.add_row("step", f"{found.step_s:.2f}")
+    if found.schedule is None:
+        table.add_row(f"step under serial ({serial.step_s / mine.step_s:.2f} times as long)", f"{serial.step_s:.2f}")
+        table.add_row(f"no schedule takes less ({mine.bound_by})", f"{mine.oracle_s:.2f}")
+    return table
+
+
+def _draw(problem, path: Path, console: Console) -> None:
+    """Serial 1F1B above the fused schedule of one mini-batch."""
+    from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
+    from rlfuse.fusion.schedules.picture import draw
+    from rlfuse.fusion.schedules.planning import SEARCH_S
+    from rlfuse.fusion.schedules.search import search
+
+    rows = search(problem, time_limit=SEARCH_S).rows
+    draw(problem, [("serial 1F1B", serial_1f1b_rows(problem)), ("fused", rows)], path)
+    console.print(f"picture: {path}\n", soft_wrap=True)

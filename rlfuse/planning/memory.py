@@ -1,0 +1,281 @@
+"""What lies on one device, and whether it fits: pure functions of a configuration, shapes and the device's memory.
+
+Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns, so
+each phase has a sum of its own; on CPU hosts nothing leaves, and all parts are one sum. Sources: ZeRO's states as in
+Rajbhandari et al. 2020 (arXiv 1910.02054) and in DeepSpeed 0.19, which keeps gradients in the model's precision.
+Invariants: bytes are of the fullest device; every part that a phase's sum has is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.partition import parts
+from rlfuse.planning.shapes import Shape
+
+GIB, MIB = 1 << 30, 1 << 20
+TRAINING, GENERATING, SYNC = "training", "generating", "weight sync"
+ITEM = {"float32": 4, "bfloat16": 2}
+STATES = 8
+"""AdamW's two moments, in float32."""
+REDUCED = 500_000_000
+"""Elements of the buffer in which DeepSpeed reduces gradients, and ..."""
+LIVE = 1_000_000_000
+"""... of the parameters that ZeRO 3 holds gathered at a time, at the most."""
+HEAD_BYTES = 12
+"""Per logit of a response token: float32 copy, its gradient, and the gradient before the temperature."""
+PROCESS = {"cuda": 600 * MIB, "cpu": 600 * MIB}
+"""What each process of a slot takes besides: a CUDA context, or Python with torch."""
+FRONT = 8192
+"""Tokens that vLLM runs through a layer at a time, at the most."""
+SERVED_BYTES = 8
+"""Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that lies on the device."""
+
+    role: str
+    """`actor`, `critic`, `reference`, `engine`, `tower` or `processes`."""
+    what: str
+    size: float
+    """Bytes."""
+    phases: tuple[str, ...]
+    """In which it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A device: `cuda` or `cpu`, and its bytes; on CPU hosts the slot's share of the memory."""
+
+    device: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The fullest device."""
+
+    parts: tuple[Part, ...]
+    budget: Budget
+    kv_tokens: int
+    """That an engine's cache holds, all its devices together; 0 or less: none fits."""
+    host: float
+    """Bytes of pinned memory per slot while models are off a GPU, and of offloaded optimizers."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return (TRAINING, GENERATING, SYNC) if self.budget.device == "cuda" else (TRAINING,)
+
+    def total(self, phase: str) -> float:
+        """Bytes of a phase."""
+        return sum(part.size for part in self.parts if phase in part.phases)
+
+
+def memory_of(config: Config, shapes: Mapping[str, Shape], budget: Budget) -> Memory:
+    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them."""
+    everywhere = (TRAINING, GENERATING, SYNC)
+    engine, kv_tokens = _engine(config, shapes["actor"], budget)
+    parts = [*_models(config, shapes, budget.device), *engine]
+    if shapes["actor"].tower:
+        size = shapes["actor"].tower * ITEM[config.model.dtype]
+        parts.append(Part("tower", "parameters", size, everywhere))
+    processes = 3 if shapes["actor"].tower else 2
+    parts.append(Part("processes", "of their own", processes * PROCESS[budget.device], everywhere))
+    if budget.device == "cpu":  # nothing takes turns
+        parts = [Part(part.role, part.what, part.size, (TRAINING,)) for part in parts]
+    else:
+        buckets = 2 * config.rollout.update_weights_bucket_mb * MIB
+        parts.append(Part("engine", "buckets of new weights", buckets, (SYNC,)))
+    return Memory(tuple(parts), budget, kv_tokens, _host(config, shapes, parts, budget.device))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def _models(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
+    """Of the pipeline's fullest position, where there is one."""
+    stages = config.training.pipeline_parallel_size
+    found = [_position(config, shapes, device, position) for position in range(stages)]
+    return max(found, key=lambda each: sum(part.size for part in each))
+
+
+def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
+    """Parts on the device that has the actor's stage `position`."""
+    item, zero, stages = ITEM[config.model.dtype], config.actor.zero_stage, config.training.pipeline_parallel_size
+    copies = config.slots // stages
+    found: list[Part] = []
+    work: dict[str, float] = {}
+    for role, shape in shapes.items():
+        held = parameters_on(shape, role, position, stages)
+        stays = (TRAINING, GENERATING, SYNC) if zero == 3 else (TRAINING,)
+        weights = held / copies if zero == 3 else held
+        found.append(Part(role, "parameters", weights * item, stays if role == "reference" else (TRAINING,)))
+        if role == "reference":
+            continue
+        found.append(Part(role, "gradients", item * (held / copies if zero >= 2 else held), (TRAINING,)))
+        if not config.actor.offload_optimizer:
+            master = 4 if item == 2 or zero >= 1 else 0
+            share = held / copies if zero >= 1 else held
+            found.append(Part(role, "optimizer", (master + STATES) * share, stays))
+        if zero >= 1:
+            touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
+            found.append(Part(role, "reduction buffer", touched * item, (TRAINING,)))
+        work[role] = activations(config, shape, role, position)
+    if zero == 3:
+        live = max(min(shape.parameters, LIVE) for shape in shapes.values())
+        found.append(Part("actor", "gathered parameters", live * item, (TRAINING,)))
+    return [*found, *_at_work(config, work)]
+
+
+def _at_work(config: Config, work: Mapping[str, float]) -> list[Part]:
+    """Activations: of one model at a time; in a fused schedule of both."""
+    both = config.training.pipeline_parallel_size > 1 and config.fusion.training == "fused"
+    busiest = max(work, key=lambda role: work[role])
+    return [Part(role, "activations", size, (TRAINING,)) for role, size in work.items() if both or role == busiest]
+
+
+def parameters_on(shape: Shape, role: str, position: int, stages: int) -> int:
+    """Of the model's stage on this device; the critic runs against the actor, so its last stage meets the first."""
+    if stages == 1:
+        return shape.parameters
+    part = stage_parts(shape, stages)[stages - 1 - position if role == "critic" else position]
+    ends = (shape.embedding if part.first else 0) + (shape.head + shape.hidden if part.last else 0)
+    return sum(shape.layers[i] for i in part.layers) + ends
+
+
+def stage_parts(shape: Shape, stages: int):
+    """Which layers make each stage, as ranks cut the model."""
+    from rlfuse.engines.pipeline.partition import balanced
+
+    layers = [float(size) for size in shape.layers]
+    return parts(balanced(layers, float(shape.hidden), 0.5 * shape.head, stages))
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    most = config.actor.ppo_micro_batch_size_per_gpu
+    budget = min(config.actor.ppo_max_token_len_per_gpu, most * longest if most else 1 << 60)
+    return max(min(budget, _most_tokens(config)), -(-longest // config.training.ulysses_sequence_parallel_size))
+
+
+def _most_tokens(config: Config) -> int:
+    """A rank never gets more than its share of a mini-batch of longest samples."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return -(-config.actor.ppo_mini_batch_size * config.rollout.n // config.slots) * longest
+
+
+def activations(config: Config, shape: Shape, role: str, position: int = 0) -> float:
+    """Bytes that the backward pass of a micro-batch of `micro_batch_tokens` needs, times those in flight in pipelines.
+
+    A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'.
+    """
+    item, stages, tokens = ITEM[config.model.dtype], config.training.pipeline_parallel_size, micro_batch_tokens(config)
+    layer = shape.kept_per_token(item)
+    if stages == 1:
+        count, flight, last = len(shape.layers), 1.0, True
+    else:
+        place = stages - 1 - position if role == "critic" else position
+        part = stage_parts(shape, stages)[place]
+        flight = (config.training.activation_memory or 2.0) * stages
+        if config.fusion.training == "fused" and config.uses_critic:
+            flight /= 2  # the limit is for both models together
+        count, last = len(part.layers), part.last
+    if config.model.enable_gradient_checkpointing:
+        kept = (count * shape.hidden * item) * flight + layer
+    else:
+        kept = count * layer * flight
+    response = config.data.max_response_length / (config.data.max_prompt_length + config.data.max_response_length)
+    norm = shape.hidden * (4 + 2 * item)
+    head = norm + shape.vocabulary * HEAD_BYTES * response if last and shape.vocabulary > 1 else norm * last
+    return tokens * (kept + head)
+
+
+# Generating ----------------------------------------------------------------------------------------------------------
+
+
+def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int]:
+    """Parts of an engine on one of its devices, and the tokens that its cache holds."""
+    item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
+    weights = (shape.parameters + shape.tower) * item / width
+    per_token = shape.kv_bytes_per_token(item, width)
+    both = (GENERATING, SYNC)
+    work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
+    work += FRONT * (4 * shape.hidden + 3 * shape.intermediate / width) * item
+    if budget.device == "cpu":
+        cache = config.rollout.kv_cache_memory_mb * MIB / width
+        work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
+    else:
+        cache = config.rollout.gpu_memory_utilization * budget.bytes - weights - work
+    sizes = {"parameters": weights, "KV cache": max(0.0, cache), "work space": work}
+    return [Part("engine", what, size, both) for what, size in sizes.items()], int(cache // per_token)
+
+
+def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device: str) -> float:
+    """Models of the role that a GPU does not have at the moment lie in pinned memory."""
+    if device == "cpu":
+        return 0.0
+    away = {"parameters", "optimizer"}
+    training = sum(part.size for part in parts if part.what in away and part.phases == (TRAINING,))
+    served = sum(part.size for part in parts if part.role == "engine" and part.what == "parameters")
+    offloaded = 0.0
+    if config.actor.offload_optimizer:
+        trained = sum(shape.parameters for role, shape in shapes.items() if role != "reference")
+        offloaded = (4 + STATES) * trained / config.slots
+    return max(training, served) + offloaded
+
+
+# Verdict -------------------------------------------------------------------------------------------------------------
+
+
+def problems(config: Config, memory: Memory) -> list[str]:
+    """One line for each thing that does not fit: what, by how much, its largest parts, what to change."""
+    found = []
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if memory.kv_tokens < longest:
+        key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
+        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room beside the engine's weights"
+        found.append(
+            f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
+            f"data.max_response_length); raise {key}={getattr(config.rollout, key.split('.')[1])} or "
+            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}"
+        )
+    for phase in memory.phases:
+        total = memory.total(phase)
+        if total > memory.budget.bytes:
+            found.append(_too_much(config, memory, phase, total))
+    return found
+
+
+def _too_much(config: Config, memory: Memory, phase: str, total: float) -> str:
+    inside = sorted((part for part in memory.parts if phase in part.phases), key=lambda part: -part.size)
+    largest = ", ".join(f"{part.role}'s {part.what} {part.size / GIB:.2f}" for part in inside[:3])
+    over, limit = total - memory.budget.bytes, memory.budget.bytes
+    where = f"{phase}: " if memory.budget.device == "cuda" else ""
+    return (
+        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. The largest: "
+        f"{largest}. {_remedies(config, [part.what for part in inside[:3]], memory.budget.device)}"
+    )
+
+
+def _remedies(config: Config, largest: list[str], device: str) -> str:
+    """What makes the largest parts smaller and is not done yet."""
+    actor, tried = config.actor, []
+    if "activations" in largest:
+        tried += ["model.enable_gradient_checkpointing=true"] * (not config.model.enable_gradient_checkpointing)
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if actor.ppo_max_token_len_per_gpu > longest:
+            tried.append(f"actor.ppo_max_token_len_per_gpu={max(longest, actor.ppo_max_token_len_per_gpu // 2)}")
+        elif config.slots > 1:
+            tried.append("training.ulysses_sequence_parallel_size=2 or more")
+    if {"parameters", "gradients", "optimizer"} & set(largest):
+        tried += ["actor.zero_stage=3"] * (actor.zero_stage < 3 and config.training.pipeline_parallel_size == 1)
+        tried += ["actor.offload_optimizer=true"] * (device == "cuda" and not actor.offload_optimizer)
+        tried.append("more slots (trainer.nnodes, trainer.n_gpus_per_node)")
+    if "KV cache" in largest:
+        tried.append("a smaller " + ("rollout.gpu_memory_utilization" if device == "cuda" else "KV cache"))
+    return f"Try {', '.join(tried)}." if tried else "Take larger devices, or more of them."

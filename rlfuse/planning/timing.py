@@ -1,0 +1,180 @@
+"""How long a step would take: the run's own simulator, on costs from a model's shape and stated rates, or from a run.
+
+Role: `rlfuse plan` shows the forecast with what it assumes. Pure but for simulating.
+Invariants: rates are given, never guessed silently; what a rate does not tell (ZeRO's communication, Ray, rewards,
+pushing weights) is named and left out. Costs of a run that never did a kind of work are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.schedules.operations import Kind, Operation
+from rlfuse.fusion.schedules.planning import Planner
+from rlfuse.fusion.schedules.problem import Problem
+from rlfuse.planning.memory import ITEM, stage_parts
+from rlfuse.planning.shapes import Shape
+from rlfuse.simulate.recorded import Recording, workload_of
+from rlfuse.simulate.runner import Result, simulate
+from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune
+from rlfuse.simulate.workload import Drawn, Lognormal
+
+SPREAD = 0.6
+"""Sigma of log-lengths where no run tells them."""
+WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
+
+
+class ForecastError(ValueError):
+    """Nothing to forecast from; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does, as far as models make use of it."""
+
+    flops: float
+    """Per second, in passes and in training."""
+    bytes_per_s: float
+    """From the device's memory, while decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds of a step's stages: of the job's policy, and under `serial` for comparison."""
+
+    results: tuple[Result, ...]
+    training_s: float
+    """Of the job's policy, after what it scored: part of its step."""
+    step_s: float
+    schedule: Problem | None = None
+    """Of one mini-batch, where the job has pipelines."""
+
+
+def costs_of(config: Config, shapes: Mapping[str, Shape], rates: Rates, mean_context: float) -> Costs:
+    """Costs per slot of engine, which spans `rollout.tensor_model_parallel_size` devices."""
+    shape, width, item = shapes["actor"], config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
+    flops, speed = rates.flops * width, rates.bytes_per_s * width
+    token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
+    read = (sum(shape.layers) + shape.head) * item / speed
+    trained = [each for role, each in shapes.items() if role != "reference"]
+    pass_flops = max(_flops(config, each, mean_context) for each in trained)
+    again = 4 if config.model.enable_gradient_checkpointing else 3
+    states = sum(each.parameters for each in trained) * (16 if config.actor.zero_stage == 0 else 16 / config.slots)
+    return Costs(
+        step_base_s=read,
+        step_per_sequence_s=token / flops,
+        step_per_context_token_s=shape.kv_bytes_per_token(item, 1) / speed,
+        flat_batch=max(1, int(read * flops / token)),
+        max_sequences=config.rollout.max_num_seqs,
+        max_tokens=config.data.max_response_length,
+        prefill_tokens_per_s=flops / (2 * shape.passed),
+        score_tokens_per_s=flops / pass_flops,
+        train_tokens_per_s=flops / (again * pass_flops),
+        optimizer_s=2 * states / rates.bytes_per_s,  # read and written
+        kv_bytes_per_token=shape.kv_bytes_per_token(item, 1),
+    )
+
+
+def _flops(config: Config, shape: Shape, context: float) -> float:
+    """Of a forward pass per token; only tokens that predict a response pass the head."""
+    data = config.data
+    kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
+    scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2
+    return 2 * (shape.passed + shape.head * kept) + scores
+
+
+def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
+    """What a run measured, under this job's limits. Raises ForecastError for kinds of work it did not do."""
+    if missing := [words for kind, words in WANTED.items() if kind not in recording.fit.accuracy]:
+        raise ForecastError(
+            f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
+            "pipelines that finishes two steps, or give --tflops"
+        )
+    limits = {"max_sequences": config.rollout.max_num_seqs, "max_tokens": config.data.max_response_length}
+    return replace(recording.fit.costs, **limits)
+
+
+def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:
+    """Response tokens of a step's samples: as the run's, else lognormal around `mean`, none above the limit."""
+    group, limit = config.rollout.n, config.data.max_response_length
+    samples = config.data.train_batch_size * group
+    if recording is not None and mean is None:
+        seen = [length for step in recording.steps for length in step.workload.lengths().tolist()]
+        return tuple(min(limit, length) for length in resample(seen, group, samples, seed=1))
+    median = max(1.0, (mean or limit / 2) * 2.718281828 ** (-(SPREAD**2) / 2))
+    return tuple(Drawn(Lognormal(median, SPREAD), samples, limit).draw(group, 1).tolist())
+
+
+def forecast(
+    config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
+) -> Forecast:
+    """Simulate one step; where the job has pipelines, training is the schedule that a run would start with."""
+    engines = config.slots // config.rollout.tensor_model_parallel_size
+    workload = workload_of(config, costs, engines, lengths, prompt_tokens)
+    stages, zero = config.training.pipeline_parallel_size, config.actor.zero_stage
+    spread = config.training.ulysses_sequence_parallel_size > 1
+    results = []
+    for policy in dict.fromkeys((config.fusion.policy, "serial")):
+        settings = tune(workload, policy) if workload.samples <= MOST_SAMPLES else Settings()
+        passes, gradients = zero == 3 or spread or stages > 1, zero >= 2 or spread or stages > 1
+        settings = replace(settings, lockstep=passes, lockstep_backward=gradients)
+        results.append(simulate(workload, policy, settings).result)
+    mine = results[0]
+    if stages == 1:
+        return Forecast(tuple(results), mine.step_s - mine.generation_and_scoring_s - costs.step_s, mine.step_s)
+    planner, counts = _planned(config, shapes, costs, lengths, prompt_tokens)
+    steps = workload.training.mini_batches * workload.training.epochs
+    training = steps * (planner.plan(counts).seconds + costs.optimizer_s)
+    step = mine.generation_and_scoring_s + training + costs.step_s
+    return Forecast(tuple(results), training, step, planner.problem(counts))
+
+
+def _planned(
+    config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
+) -> tuple[Planner, dict[str, int]]:
+    """A planner that knows each operation's duration, and how many micro-batches a mini-batch has in a pipeline."""
+    stages, training, width = (
+        config.training.pipeline_parallel_size,
+        config.training,
+        config.rollout.tensor_model_parallel_size,
+    )
+    planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
+    copies, rows = config.slots // stages, config.actor.ppo_mini_batch_size * config.rollout.n
+    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies
+    least = -(-tokens // config.actor.ppo_max_token_len_per_gpu)
+    count = int(max(least, min(2 * stages, -(-rows // copies))))  # as the trainer cuts them
+    forward = tokens / count / (costs.train_tokens_per_s / width) / 3
+    counts = {}
+    for role in ("actor", "critic") if config.uses_critic else ("actor",):
+        shape = shapes[role]
+        sizes = [sum(shape.layers[i] for i in part.layers) for part in stage_parts(shape, stages)]
+        sizes[-1] += shape.head // 2
+        for stage, size in enumerate(sizes):
+            split = training.split_backward and config.fusion.training == "fused"
+            kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if split else {"F": 1, "B": 2}
+            for kind, times in kinds.items():
+                planner.learn(Operation(role, 0, stage, 0, kind), forward * times * size / sum(sizes))
+        counts[role] = count
+    return planner, counts
+
+
+def assumptions(config: Config, rates: Rates | None, lengths: Sequence[int], prompt_tokens: int) -> list[str]:
+    """What the forecast rests on, a line each."""
+    known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
+    found = [known + f"prompts of {prompt_tokens}"]
+    if rates is not None:
+        found.append(
+            f"{rates.flops / 1e12:g} TFLOP/s of a device in passes and training, {rates.bytes_per_s / 1e9:g} GB/s of "
+            "its memory while decoding; 2 FLOP per parameter and token forward, twice that backward"
+        )
+        found.append("not counted: ZeRO's communication, rewards, pushing weights, changes of role, calls of Ray")
+    if Experience(config).kinds and config.fusion.data != "exact":
+        found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
+    if config.algorithm.filter_groups.max_num_gen_batches:
+        found.append("dynamic sampling: a step of one batch of prompts")
+    return found

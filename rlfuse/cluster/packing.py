@@ -1,0 +1,137 @@
+"""What goes to a cluster with a job: one YAML file and the user's reward files; never data, models or checkpoints.
+
+Role: called by `submission`. The package is the job's working folder there, which Ray deletes when the job has ended.
+So paths are made to stand: reward files travel and keep their place below the folder; data, models and the run folder
+become absolute, for they are read and written through storage that the nodes share.
+Invariant: writes only into the package's folder; everything that was decided about a path is told in `notes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.facts import reward_file
+from rlfuse.config.schema import Config
+
+LARGEST = 50 << 20
+"""Bytes that a package may have: Ray keeps it in the memory of its head."""
+CODE = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A folder that is ready to be sent."""
+
+    folder: Path
+    experiment: str
+    """`project/experiment`."""
+    notes: tuple[str, ...]
+
+
+def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (), with_code: bool = False) -> Package:
+    """Fill `folder`. `here`: where relative paths start; `include`: more files or folders, below `here`.
+
+    Raises ConfigError for files that are missing, and packages that are too large.
+    """
+    problems: list[str] = []
+    shared: list[str] = []
+    functions = [_reward(function, folder, here, problems) for function in config.reward.functions]
+    for path in include:
+        _include(path, folder, here, problems)
+    if with_code:
+        for name in ("rlfuse", "conf"):
+            shutil.copytree(CODE / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if size > LARGEST:
+        problems.append(
+            f"--include: {size >> 20} MiB in all, at most {LARGEST >> 20}; put large files where nodes share"
+        )
+    if problems:
+        raise ConfigError(problems)
+    sent = _with_absolute_paths(config, here, shared)
+    sent = dataclasses.replace(
+        sent,
+        reward=dataclasses.replace(sent.reward, functions=functions),
+        cluster=dataclasses.replace(sent.cluster, ray_address="auto"),
+    )
+    (folder / "job.yaml").write_text(yaml.safe_dump(dataclasses.asdict(sent), sort_keys=False))
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    shown = [name for name in files if not name.startswith(("rlfuse/", "conf/"))]
+    notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(shown)}{' and rlfuse' if with_code else ''}"]
+    if shared:
+        notes.append(f"every node has to see: {', '.join(dict.fromkeys(shared))}")
+    trainer = config.trainer
+    return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
+
+
+def _reward(function: str, folder: Path, here: Path, problems: list[str]) -> str:
+    """The function as the cluster finds it; its file is copied if it is here."""
+    file = reward_file(function)
+    if file is None:
+        return function
+    path = here / Path(file).expanduser()
+    if not path.is_file():
+        if Path(file).is_absolute():
+            return function  # the cluster's own
+        problems.append(f"reward.functions: the file `{file}` does not exist; correct the path")
+        return function
+    inside = path.is_relative_to(here) and ".." not in path.parts
+    target = path.relative_to(here) if inside else Path("rewards") / path.name
+    if not inside and (folder / target).exists() and (folder / target).read_bytes() != path.read_bytes():
+        problems.append(f"reward.functions: two files are called {path.name}; rename one")
+    (folder / target).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, folder / target)
+    return f"{target}:{function.rpartition(':')[2]}"
+
+
+def _include(path: Path, folder: Path, here: Path, problems: list[str]) -> None:
+    source = (here / path).absolute()
+    if not source.exists():
+        problems.append(f"--include {path}: does not exist; correct the path")
+    elif not source.is_relative_to(here) or ".." in path.parts or source == here:
+        problems.append(f"--include {path}: must lie below {here}, as the job's working folder is made like it")
+    elif source.is_dir():
+        ignore = shutil.ignore_patterns("__pycache__", ".git", ".venv")
+        shutil.copytree(source, folder / source.relative_to(here), dirs_exist_ok=True, ignore=ignore)
+    else:
+        (folder / source.relative_to(here)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, folder / source.relative_to(here))
+
+
+def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Config:
+    """`shared` gains every path that nodes have to see. A model's name on the hub stays one."""
+
+    def absolute(path: str) -> str:
+        shared.append(str(here / Path(path).expanduser()))
+        return shared[-1]
+
+    def model(path: str | None) -> str | None:
+        local = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or (here / path).exists())
+        return absolute(path) if local else path
+
+    resume, video = config.trainer.resume_mode, config.video
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            config.data,
+            train_files=[absolute(path) for path in config.data.train_files],
+            val_files=[absolute(path) for path in config.data.val_files],
+        ),
+        model=dataclasses.replace(config.model, path=model(config.model.path)),
+        critic=dataclasses.replace(config.critic, path=model(config.critic.path)),
+        ref=dataclasses.replace(config.ref, path=model(config.ref.path)),
+        reward=dataclasses.replace(config.reward, model_path=model(config.reward.model_path)),
+        video=dataclasses.replace(video, disk_cache=video.disk_cache and absolute(video.disk_cache)),
+        trainer=dataclasses.replace(
+            config.trainer,
+            default_local_dir=absolute(config.trainer.default_local_dir),
+            resume_mode=resume if resume in ("auto", "disable") else absolute(resume),
+        ),
+    )

@@ -1,0 +1,184 @@
+"""Jobs sent to a running Ray cluster: a head with its dashboard and token authentication, on ports of its own."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rlfuse.observe.tracking import read_metrics
+
+REWARD = """\
+from helpers.parity import is_even
+
+def even(completions, **columns):
+    return [sum(is_even(word) for word in text.split()) / 48 for text in completions]
+"""
+PARITY = "def is_even(word):\n    return word[1:].isdigit() and int(word[1:]) % 2 == 0\n"
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """(address, token file) of a head with two slots, on loopback."""
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("a1b2c3d4" * 8)
+    token.chmod(0o600)
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # sockets below it have at most 107 characters
+    port, dashboard, agent, agent_grpc, metrics, environment = free_ports(6)
+    ray = Path(sys.executable).with_name("ray")
+    command = [ray, "start", "--head", "--block", "--num-cpus=2", "--resources", '{"slot": 2}', f"--port={port}"]
+    command += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"]
+    command += [f"--metrics-export-port={metrics}", f"--runtime-env-agent-port={environment}"]
+    command += [f"--temp-dir={folder}", "--disable-usage-stats", "--object-store-memory=200000000"]
+    log = (token.parent / "head.log").open("w")
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    head = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | secret
+    )
+    try:
+        _wait_for(dashboard, head, Path(log.name))
+        yield f"127.0.0.1:{dashboard}", token
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        try:
+            head.wait(20)
+        finally:
+            _end(head.pid)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(port: int, head: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert head.poll() is None, log.read_text()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0 and "started" in log.read_text():
+                return
+        time.sleep(0.5)
+    pytest.fail(f"the head did not start:\n{log.read_text()}")
+
+
+def _end(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@pytest.fixture(scope="module")
+def job(tiny_model, tmp_path_factory):
+    """A user's folder and the words of a small job in it, relative paths and all."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "helpers").mkdir()
+    (folder / "helpers" / "parity.py").write_text(PARITY)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}"} for i in range(8)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "algorithm": "grpo",
+        "model.path": tiny_model,
+        "model.dtype": "float32",
+        "data.train_files": "[train.jsonl]",
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 48,
+        "data.train_batch_size": 4,
+        "actor.ppo_mini_batch_size": 4,
+        "rollout.n": 2,
+        "rollout.kv_cache_memory_mb": 32,
+        "reward.functions": "[reward.py:even]",
+        "trainer.total_training_steps": 1,
+        "trainer.save_freq": 0,
+        "trainer.logger": "[console]",
+        "cluster.device": "cpu",
+        "cluster.timeout_s": 300,
+    }
+    return folder, [f"{key}={value}" for key, value in settings.items()]
+
+
+@pytest.fixture(scope="module")
+def submit(cluster, job):
+    """Starts `rlfuse submit ...` in the user's folder."""
+    address, token = cluster
+
+    def start(*words):
+        where = ["--address", address, "--token-file", str(token)]
+        at = 1 if words[0] in ("status", "logs", "stop") else 0
+        command = [sys.executable, "-m", "rlfuse.cli", "submit", *words[:at], *where, *words[at:]]
+        return subprocess.Popen(
+            command, cwd=job[0], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    return start
+
+
+def finish(process, seconds=240):
+    """(exit status, output)."""
+    out, _ = process.communicate(timeout=seconds)
+    return process.returncode, out
+
+
+def submitted(line: str) -> str:
+    return re.search(r"submitted (\S+)", line)[1]
+
+
+def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster):
+    folder, words = job
+    sender = submit("--include", "helpers", *words, "trainer.experiment_name=far")
+    lines = []
+    while not (lines and lines[-1].startswith("submitted ")):
+        lines.append(sender.stdout.readline())
+        assert lines[-1], "".join(lines)
+    assert "the job: helpers/parity.py, job.yaml, reward.py" in lines[0]
+    os.killpg(sender.pid, signal.SIGKILL)
+    sender.communicate()
+    name = submitted(lines[-1])
+    status, out = finish(submit("logs", name))
+    assert status == 0, out
+    assert f"{name} succeeded" in out
+    (metrics,) = read_metrics(folder / "runs" / "rlfuse" / "far" / "metrics.jsonl")
+    assert 0 <= metrics["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
+    status, out = finish(submit("status"))
+    assert status == 0 and re.search(rf"{name}  succeeded  [\d,]+ s  rlfuse/far", out)
+    bare = subprocess.run(
+        [sys.executable, "-m", "rlfuse.cli", "submit", "status", "--address", cluster[0]],
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert bare.returncode == 2 and "--token-file" in bare.stderr, "nobody without the token is told anything"
+
+
+def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit, job):
+    status, out = finish(submit(*job[1], "model.path=/absent/model", "trainer.experiment_name=wrong"))
+    assert status == 2, out
+    assert "model.path=/absent/model: there is no such folder" in out and " failed" in out
+
+
+def test_a_job_is_stopped(submit, job):
+    status, out = finish(submit("--detach", *job[1], "trainer.experiment_name=long"))
+    assert status == 0, out
+    name = submitted(out)
+    status, out = finish(submit("stop", name))
+    assert status == 0 and f"{name} stopped" in out, out
+    status, out = finish(submit("logs", "nobody-knows-me"))
+    assert status == 2 and "check --address" in out

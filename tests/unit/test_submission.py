@@ -1,0 +1,169 @@
+"""What `rlfuse submit` sends, and how it follows; without a cluster."""
+
+import enum
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlfuse import cli
+from rlfuse.cluster import packing, submission
+from rlfuse.cluster.packing import CODE, pack
+from rlfuse.cluster.submission import SubmitError, follow, full_address, status_of
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job, load, to_config
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A user's folder with a reward function in a file of its own."""
+    folder = tmp_path / "user"
+    (folder / "mine" / "words").mkdir(parents=True)
+    (folder / "mine" / "reward.py").write_text("def score(completions, **_): return [1.0 for _ in completions]\n")
+    (folder / "mine" / "words" / "list.txt").write_text("a b c")
+    (folder / "data.jsonl").write_text("")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def config_of(*words) -> Config:
+    fixed = ["data.train_files=[data.jsonl]", "model.path=Qwen/Qwen2.5-0.5B", "algorithm=grpo"]
+    fixed += ["reward.functions=[mine/reward.py:score]"]
+    return to_config(compose_job([*fixed, *words]), lambda _: Facts())
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
+    (tmp_path / "package").mkdir()
+    (here / "checkpoint.safetensors").write_bytes(bytes(1000))
+    package = pack(config_of("trainer.experiment_name=run-${now:%Y}"), tmp_path / "package", here)
+    assert files(package.folder) == ["job.yaml", "mine/reward.py"]
+    sent = yaml.safe_load((package.folder / "job.yaml").read_text())
+    assert sent["data"]["train_files"] == [f"{here}/data.jsonl"] and sent["model"]["path"] == "Qwen/Qwen2.5-0.5B"
+    assert sent["trainer"]["default_local_dir"] == f"{here}/runs", "the job's own folder is deleted with it"
+    assert sent["cluster"]["ray_address"] == "auto" and "$" not in sent["trainer"]["experiment_name"]
+    assert package.experiment == f"rlfuse/{sent['trainer']['experiment_name']}"
+    assert f"every node has to see: {here}/data.jsonl, {here}/runs" in package.notes
+
+
+def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (here / "model").mkdir()
+    (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
+    (here / "model" / "tokenizer.json").touch()
+    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true")
+    monkeypatch.chdir(pack(config, tmp_path / "package", here).folder)
+    there = load(["job.yaml"])
+    assert there.rollout == config.rollout and there.actor == config.actor and there.fusion == config.fusion
+    assert there.model.path == f"{here}/model" and there.reward.functions == ["mine/reward.py:score"]
+
+
+def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    outside = tmp_path / "other.py"
+    outside.write_text("def f(): ...\n")
+    names = f"reward.functions=[{outside}:f,/on/the/cluster.py:g,json:loads,mine/reward.py:score]"
+    package = pack(config_of(names), tmp_path / "package", here, [Path("mine/words")])
+    assert files(package.folder) == ["job.yaml", "mine/reward.py", "mine/words/list.txt", "rewards/other.py"]
+    sent = yaml.safe_load((package.folder / "job.yaml").read_text())["reward"]["functions"]
+    assert sent == ["rewards/other.py:f", "/on/the/cluster.py:g", "json:loads", "mine/reward.py:score"]
+    with pytest.raises(ConfigError) as error:
+        functions = "reward.functions=[absent.py:f]"
+        pack(config_of(functions), tmp_path / "package", here, [Path("nothing"), Path("../other.py"), Path(".")])
+    assert [problem.split()[0] for problem in error.value.problems] == ["reward.functions:"] + 3 * ["--include"]
+    monkeypatch.setattr(packing, "LARGEST", 10)
+    with pytest.raises(ConfigError, match="put large files where nodes share"):
+        pack(config_of(), tmp_path / "package", here)
+
+
+def test_the_code_travels_on_request(here, tmp_path):
+    (tmp_path / "package").mkdir()
+    package = pack(config_of(), tmp_path / "package", here, with_code=True)
+    assert (package.folder / "rlfuse" / "train.py").read_text() == (CODE / "rlfuse" / "train.py").read_text()
+    assert (package.folder / "conf" / "config.yaml").is_file() and not list(package.folder.rglob("__pycache__"))
+    assert package.notes[0].endswith("job.yaml, mine/reward.py and rlfuse")
+
+
+def test_mistakes_show_before_anything_is_sent(here, capsys, monkeypatch):
+    monkeypatch.setattr(submission, "_connect", lambda arguments: pytest.fail("nothing is to be sent"))
+    for words, part in (
+        (["actor.lr=3"], "did you mean actor.optim.lr"),
+        (["algorithm=grpo", "rollout.n=1"], "data.train_files: is required"),
+        (["-m", "rollout.n=2,4"], "takes files and key=value only"),
+        (["--env", "NOT_SET_ANYWHERE", *WORDS], "--env NOT_SET_ANYWHERE: is not set here"),
+    ):
+        assert cli.main(["submit", *words]) == 2
+        assert part in capsys.readouterr().err
+
+
+WORDS = ["data.train_files=[data.jsonl]", "model.path=a/b", "reward.functions=[mine/reward.py:score]"]
+
+
+def test_addresses_and_statuses():
+    assert full_address("head") == "http://head:8265" and full_address("10.0.0.1:9000") == "http://10.0.0.1:9000"
+    assert full_address("https://ray.example.org") == "https://ray.example.org"
+    ends = [("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", None), ("STOPPED", None)]
+    assert [status_of(*end) for end in ends] == [0, 2, 1, 1]
+
+
+class Status(enum.Enum):
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+
+
+class Cluster:
+    """Ray's client as far as following goes; its connection breaks after each of `parts` but the last."""
+
+    def __init__(self, *parts, down=0):
+        self.parts, self.calls, self.down = list(parts), 0, down
+
+    def get_job_status(self, job):
+        if self.down:
+            self.down -= 1
+            raise ConnectionError("the network is gone")
+        return Status.SUCCEEDED if self.calls >= len(self.parts) - 1 else Status.RUNNING
+
+    async def tail_job_logs(self, job):
+        self.calls += 1
+        for part in self.parts[: self.calls]:  # from the beginning each time, as Ray does
+            yield part
+        if self.calls < len(self.parts):
+            raise RuntimeError("WebSocket connection closed unexpectedly")
+
+
+async def test_a_log_is_shown_once_however_often_the_connection_breaks(monkeypatch):
+    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    shown = []
+    await follow(Cluster("a\nb\n", "c\n", "d\n", down=2), "job", shown.append)
+    assert "".join(shown) == "a\nb\nc\nd\n"
+
+
+async def test_a_cluster_that_stays_away_is_given_up(monkeypatch):
+    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    monkeypatch.setattr(submission, "OUTAGE_S", 0.0)
+    with pytest.raises(SubmitError, match="lost the cluster for 0 s"):
+        await follow(Cluster("a", down=10**9), "job", lambda text: None)
+
+
+def test_what_the_cluster_refuses_says_what_to_do(monkeypatch, tmp_path):
+    def refuse(text):
+        raise RuntimeError(text)
+
+    with pytest.raises(SubmitError, match="--token-file"):
+        submission._bounded(lambda: refuse("Request failed with status code 401"), "submit the job")
+    with pytest.raises(SubmitError, match="check --address"):
+        submission._bounded(lambda: refuse("Failed to connect"), "connect")
+    monkeypatch.setattr(submission, "CALL_S", 0.01)
+    import time
+
+    with pytest.raises(SubmitError, match=r"no answer in 0\.01 s"):
+        submission._bounded(lambda: time.sleep(1), "connect")
+    arguments = types.SimpleNamespace(token_file=tmp_path / "absent", address="http://a:1")
+    with pytest.raises(SubmitError, match="no such file"):
+        submission._connect(arguments)

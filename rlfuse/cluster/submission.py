@@ -148,12 +148,14 @@ def _bounded(call: Callable[[], Any], what: str) -> Any:
         except BaseException as error:
             future.set_exception(error)
 
+    from ray.exceptions import RayError
+
     Thread(target=run, daemon=True).start()
     try:
         return future.result(CALL_S)
     except TimeoutError as error:
         raise SubmitError(f"could not {what}: no answer in {CALL_S:g} s; is the address right?") from error
-    except (RuntimeError, ConnectionError, OSError, ValueError) as error:
+    except (RayError, RuntimeError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         denied = re.search(r"401|403|[Uu]nauthenticated|[Uu]nauthorized|token", text)
         remedy = "give the cluster's token: --token-file, or RAY_AUTH_TOKEN_PATH" if denied else (
@@ -204,12 +206,12 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
 
     SubmitError where the cluster is out of reach for OUTAGE_S.
     """
-    shown, reached = 0, time.monotonic()
+    log, reached = _Log(show), time.monotonic()
     while True:
         try:
             ended = await _ended(client, job)
-            shown = await _tail(client, job, shown, show)
             reached = time.monotonic()
+            await _tail(client, job, log)
             if ended:
                 return
         except (SubmitError, RuntimeError, OSError) as error:
@@ -218,24 +220,40 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
         await asyncio.sleep(AGAIN_S)
 
 
-async def _tail(client: Any, job: str, shown: int, show: Callable[[str], None]) -> int:
-    """Show what follows the first `shown` characters, until Ray ends the stream or the job has ended."""
-    seen, stream = 0, client.tail_job_logs(job)
+class _Log:
+    """Shows each part of a log once: every connection brings it from the beginning."""
+
+    def __init__(self, show: Callable[[str], None]):
+        self._show, self._shown, self._seen = show, 0, 0
+
+    def again(self) -> None:
+        """A new connection."""
+        self._seen = 0
+
+    def take(self, text: str) -> None:
+        """What the connection brought next."""
+        self._seen += len(text)
+        if self._seen > self._shown:
+            self._show(text[max(0, len(text) - (self._seen - self._shown)) :])
+            self._shown = self._seen
+
+
+async def _tail(client: Any, job: str, log: _Log) -> None:
+    """Show the log until Ray ends the stream or the job has ended."""
+    log.again()
+    stream = client.tail_job_logs(job)
     upcoming = asyncio.ensure_future(anext(stream, None))
     try:
         while True:
             done, _ = await asyncio.wait({upcoming}, timeout=LOOK_S)
             if not done:
                 if await _ended(client, job):
-                    return shown
+                    return
                 continue
             text = upcoming.result()
             if text is None:
-                return shown
-            seen += len(text)
-            if seen > shown:
-                show(text[max(0, len(text) - (seen - shown)) :])
-                shown = seen
+                return
+            log.take(text)
             upcoming = asyncio.ensure_future(anext(stream, None))
     finally:
         upcoming.cancel()

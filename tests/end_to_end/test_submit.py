@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,11 @@ def cluster(tmp_path_factory):
         yield f"127.0.0.1:{dashboard}", token
     finally:
         os.killpg(head.pid, signal.SIGTERM)
-        try:
-            head.wait(20)
-        finally:
-            _end(head.pid)
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_for(port: int, head: subprocess.Popen, log: Path) -> None:
@@ -75,13 +76,6 @@ def _wait_for(port: int, head: subprocess.Popen, log: Path) -> None:
                 return
         time.sleep(0.5)
     pytest.fail(f"the head did not start:\n{log.read_text()}")
-
-
-def _end(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,89 @@
+"""Every file of jobs/: shells parse it, its keys exist and its values go together, GPU jobs fit where they say."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.facts import Facts
+from rlfuse.planning.memory import GIB, Budget, memory_of, problems
+from rlfuse.planning.shapes import read_shape
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+SCRIPTS = sorted([*JOBS.glob("*.sh"), *JOBS.glob("*.slurm")])
+JOB_FILES = sorted(path for path in JOBS.glob("*.yaml") if "apiVersion" not in path.read_text())
+SHARED = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "num_hidden_layers": 28}
+MODELS = {
+    "Qwen/Qwen2.5-7B-Instruct": SHARED | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+                                          "num_key_value_heads": 4, "vocab_size": 152064},
+    "Qwen/Qwen2.5-1.5B-Instruct": SHARED | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+                                            "num_key_value_heads": 2, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+def composed(*words):
+    """Checked, but for what stands on other machines."""
+    return to_config(compose_job(list(words)), lambda _: Facts())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_words_of_scripts_make_a_job(script):
+    """Of the commands, and of the examples in the comments."""
+    text = script.read_text().replace("\\\n", " ").replace('"$SLURM_JOB_NUM_NODES"', "2").replace('"$gpus"', "8")
+    lines = [line for line in text.splitlines() if re.search(r"rlfuse\.train |bash jobs/|sbatch ", line)]
+    name = re.search(r"experiment=(\w+)", text)
+    for line in lines:
+        words = [word for word in line.split() if re.match(r"[a-z_]+[.\w]*=", word) or word.endswith(".yaml")]
+        if not words or script.stem in ("install", "environment"):
+            continue
+        base = [f"experiment={name[1]}"] if name and "experiment=" not in line else []
+        files = [str(JOBS.parent / word) if word.endswith(".yaml") else word for word in words]
+        if not base and not any(word.endswith(".yaml") or word.startswith("experiment=") for word in words):
+            files.insert(0, str(JOBS / "ppo_7b.yaml"))
+        composed(*base, *files)
+
+
+@pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.name)
+def test_job_files_are_sound_and_fit_their_gpus(path, tmp_path):
+    config = composed(str(path))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[config.model.path]))
+    shapes = {"actor": read_shape(str(tmp_path), "model.path")}
+    if config.uses_critic:
+        shapes["critic"] = read_shape(str(tmp_path), "critic.path", value=True)
+    if config.uses_reference:
+        shapes["reference"] = shapes["actor"]
+    promised = min(int(size) for size in re.findall(r"of (\d0)\b", path.read_text().partition("\n")[0]))
+    assert promised in (40, 80) and config.cluster.device == "cuda"
+    assert problems(config, memory_of(config, shapes, Budget("cuda", promised * GIB))) == []
+
+
+def test_the_job_for_kubernetes():
+    job = yaml.safe_load((JOBS / "several_nodes.kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    words = job["spec"]["entrypoint"].split()
+    config = composed(str(JOBS / Path(words[3]).name), *words[4:])
+    assert words[1:3] == ["-m", "rlfuse.train"] and config.cluster.ray_address == "auto"
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    start = workers["rayStartParams"]
+    slots = json.loads(json.loads(start["resources"]))["slot"]
+    assert config.trainer.nnodes == workers["replicas"] and config.trainer.n_gpus_per_node == slots == 8
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == start["num-gpus"] == "8"
+    version = next(line for line in (JOBS.parent / "pyproject.toml").read_text().splitlines() if '"ray[' in line)
+    assert f">={cluster['rayVersion'].removesuffix('.0')}," in version
+    assert cluster["authOptions"] == {"mode": "token"}
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]} == {"shared", "memory"}

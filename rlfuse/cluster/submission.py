@@ -192,7 +192,8 @@ def _follow(client: Any, job: str) -> None:
         print(f"\nNo longer following; {job} goes on (rlfuse submit stop {job} ends it)")
         raise SystemExit(130) from None
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
-    print(f"{job} {info.status.value.lower()}" + (f": {info.message}" if info.status.value == "FAILED" else ""))
+    why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
+    print(f"{job} {info.status.value.lower()}{why}")
     raise SystemExit(status_of(info.status.value, info.driver_exit_code))
 
 

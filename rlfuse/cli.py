@@ -19,7 +19,8 @@ COMMANDS = {
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
-    "reward": "serve a reward function over HTTP: rlfuse reward serve path/file.py:function --port 8000",
+    "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]; "
+    "or serve one over HTTP: rlfuse reward serve path/file.py:function --port 8000",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 
@@ -31,7 +32,7 @@ MODULES = {
     "simulate": "rlfuse.simulate.command",
     "report": "rlfuse.report.command",
     "trace": "rlfuse.observe.trace",
-    "reward": "rlfuse.rewards.service",
+    "reward": "rlfuse.rewards.command",
     "schedule": "rlfuse.fusion.schedules.command",
 }
 """Whose `main(argv)` raises what is to be reported; `train` reports by itself."""

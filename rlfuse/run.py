@@ -76,7 +76,7 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
     """
     started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
     trainer = config.trainer
-    folder = (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()
+    folder = config.run_folder
     config = _with_local_paths(config)
     checkpoint = checkpoints.find(folder, trainer.resume_mode)
     _refuse_used_folder(folder, checkpoint)

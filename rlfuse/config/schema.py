@@ -8,6 +8,7 @@ but the groups that have files of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -382,6 +383,12 @@ class Config:
     def slots(self) -> int:
         """Devices of the run: one trainer rank each, shared in tensor-parallel groups by the rollout engines."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run leaves everything, absolute."""
+        trainer = self.trainer
+        return (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()
 
     @property
     def uses_critic(self) -> bool:

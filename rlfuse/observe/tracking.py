@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlfuse.samples import Reward, RewardFailure, Sample
+import numpy as np
+
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
 class StepFile:
@@ -56,7 +58,8 @@ def write_failures(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, Any]:
     """A finished sample as people read it: a row of `samples.jsonl` and of wandb's table.
 
-    `contact_sheet`: picture of what it was shown, a path in the run folder.
+    `contact_sheet`: picture of what it was shown, a path in the run folder. With `columns`, the row of data as it was
+    given, another reward can score the sample once the run is over.
     """
     prompt, response, reward = sample.prompt, sample.response, sample.reward
     scored = isinstance(reward, Reward)
@@ -72,5 +75,20 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
         "parts": reward.parts if scored else {},
         "note": reward.text if scored else f"{reward.function}: {reward.message}" if reward else None,
         "ground_truth": prompt.ground_truth,
+        "columns": prompt.columns,
         "contact_sheet": contact_sheet,
     }
+
+
+def sample_of_row(row: dict[str, Any], prompt_key: str = "prompt") -> Sample:
+    """The sample of a row of `samples.jsonl`, without tokens and reward: all that a reward function asks of it.
+
+    `prompt_key`: as the run's data.prompt_key.
+    """
+    step, index, sibling = map(int, row["id"].split("/"))
+    columns, nothing = row.get("columns") or {}, np.empty(0, np.int32)
+    given = columns.get(prompt_key) or row["prompt"]
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    prompt = Prompt(index, nothing, row["prompt"], tuple(messages), row["data_source"], row["ground_truth"], columns)
+    response = Response(nothing, np.empty(0, np.float32), row["finish"], step - 1, row["response"])
+    return Sample(prompt, step, sibling, 0, response)

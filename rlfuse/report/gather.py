@@ -209,6 +209,7 @@ def _samples(run: RunFolder, steps: Sequence[float]) -> list[dict[str, Any]]:
     for row in run.samples():
         if row["step"] in chosen:
             texts = {name: cut_short(row[name]) for name in ("prompt", "response")}
+            row.pop("columns", None)  # the data's, not the run's
             kept.append(row | texts | {"picture": budget.picture(run.path, row.get("contact_sheet"))})
     return kept[:SAMPLES]
 

@@ -1,6 +1,6 @@
 """`rlfuse reward serve path/file.py:function`: a reward function behind HTTP, with OpenRLHF's payload (see `remote`).
 
-Role: called by `rlfuse.cli`; `application` is the service itself. The function is loaded as in a job, so that one file
+Role: called by `command`; `application` is the service itself. The function is loaded as in a job, so that one file
 serves a notebook, a job and other trainers.
 Invariants:
 - a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
@@ -59,15 +59,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlfuse reward", description="A reward function as an HTTP service.")
-    serve = parser.add_subparsers(required=True, metavar="serve").add_parser("serve", help="serve it until interrupted")
+    serve = argparse.ArgumentParser(prog="rlfuse reward serve", description="A reward function as an HTTP service.")
     serve.add_argument("function", help="path/file.py:function or package.module:function")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--workers", type=int, default=1, help="processes that run the function (%(default)s)")
     serve.add_argument("--timeout", type=float, default=30.0, help="most seconds for one request (%(default)s)")
     serve.add_argument("--memory-mb", type=int, help="MiB that a process may allocate once it has loaded the function")
-    return parser
+    return serve
 
 
 def application(

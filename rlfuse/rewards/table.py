@@ -14,10 +14,10 @@ from typing import Any
 from rlfuse.config.rewards import MODEL_PART, Given
 from rlfuse.rewards.compose import Outcomes, compose, view, wanted, waves
 from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.items import RewardError, item_of_row
+from rlfuse.rewards.items import Item, RewardError, item_of_row
 from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
 from rlfuse.rewards.shapes import RewardFunction
-from rlfuse.samples import RewardFailure
+from rlfuse.samples import Reward, RewardFailure
 
 
 def score_table(
@@ -32,12 +32,23 @@ def score_table(
     `prompt` (string or messages) and `response`, and whatever else the functions ask for. `reward` is None where
     `failure` is not.
     """
+    items = [item_of_row(row, number) for number, row in enumerate(rows)]
+    rewards = score_items(functions, items, weights, model_path)
+    return [{**row, **cells(reward)} for row, reward in zip(rows, rewards, strict=True)]
+
+
+def score_items(
+    functions: Given | RewardFunction | Sequence[Given | RewardFunction],
+    items: Sequence[Item],
+    weights: Sequence[float] = (),
+    model_path: str | None = None,
+) -> list[Reward | RewardFailure]:
+    """One result for each item, in order; the other arguments are as of `score_table`."""
     several = functions if isinstance(functions, list | tuple) else [functions]
     entries, loaded = load_entries(several, weights, model_path)
     scorers = {name: function.score for name, function in loaded.items()}
     if model_path is not None:
         scorers[MODEL_PART] = _model(model_path)
-    items = [item_of_row(row, number) for number, row in enumerate(rows)]
     known: list[Outcomes] = [{} for _ in items]
     for wave in waves(entries):
         asked = [(entry, wanted(entry, items, known)) for entry in wave]
@@ -45,10 +56,7 @@ def score_table(
             outcomes = scorers[entry.name]([view(entry, items[position]) for position in positions])
             for position, outcome in zip(positions, outcomes, strict=True):
                 known[position][entry.name] = outcome
-    return [
-        {**row, **_cells(compose(entries, item.data_source, outcomes))}
-        for row, item, outcomes in zip(rows, items, known, strict=True)
-    ]
+    return [compose(entries, item.data_source, outcomes) for item, outcomes in zip(items, known, strict=True)]
 
 
 def _model(path: str) -> Any:
@@ -60,9 +68,10 @@ def _model(path: str) -> Any:
     return partial(worker.score, MODEL_PART)
 
 
-def _cells(reward: Any) -> dict[str, Any]:
+def cells(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:
+    """A result as columns of a table, those of its parts with `prefix` in front."""
     if isinstance(reward, RewardFailure):
         failure = f"{reward.function}: {reward.message}"
         return {"reward": None, "gate": None, "failure": failure, "note": None, "traceback": reward.traceback}
-    cells = {"reward": reward.value, **reward.parts, "gate": reward.gate, "note": reward.text}
-    return {**cells, "failure": None, "traceback": ""}
+    parts = {f"{prefix}{name}": value for name, value in reward.parts.items()}
+    return {"reward": reward.value, **parts, "gate": reward.gate, "note": reward.text, "failure": None, "traceback": ""}

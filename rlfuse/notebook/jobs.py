@@ -1,0 +1,122 @@
+"""A job started from a notebook, in a process of its own: `train` waits for it, `start` goes on with the notebook.
+
+Role: runs `python -m rlfuse.train`, as a terminal would, so that a notebook that is restarted or that loses its kernel
+loses no run. Every wait is bounded; an interrupted cell or a time limit stops the job as Ctrl-C does, after which the
+same command resumes from its last checkpoint.
+
+    process --lines--> reader thread --queue--> follow(): shows each, until the end, an interrupt or the limit
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from rlfuse.config.compose import load
+
+STOPPING_S = 60.0
+"""For a job that was told to stop; then it is killed."""
+KEPT = 60
+"""Lines of the end that an error shows."""
+NOT_THEIRS = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
+"""What a notebook's kernel sets for itself: the job writes to a pipe and draws to files."""
+
+
+class JobError(RuntimeError):
+    """A job that ended badly, or not in time. The message has the end of what it printed."""
+
+
+class Job:
+    """One running job."""
+
+    def __init__(self, folder: Path, command: list[str]):
+        """`folder`: where the run will be. Use `start`."""
+        self.folder = folder
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={name: value for name, value in os.environ.items() if name not in NOT_THEIRS},
+            start_new_session=True,  # the notebook's interrupt reaches it through `stop`, once
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._here = f"{Path.cwd()}/"  # left out of what is shown: notebooks are shared
+        self._last: deque[str] = deque(maxlen=KEPT)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def follow(self, timeout_s: float = 3600.0, show: Callable[[str], None] = print) -> Path:
+        """Show each line as it comes; the run folder when the job is done. JobError otherwise.
+
+        After `timeout_s` seconds, or when the cell is interrupted, the job is stopped.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+                show(line)
+            self._lines.put(None)  # for whoever follows again
+            status = self._process.wait(STOPPING_S)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            self.stop()
+            raise JobError(
+                f"the job took longer than timeout_s={timeout_s:g} and was stopped; raise it, or look at {self.folder}."
+                f" The same command goes on from the last checkpoint.\n{self._end()}"
+            ) from None
+        except BaseException:
+            self.stop()
+            raise
+        if status:
+            raise JobError(f"the job ended with status {status}:\n{self._end()}")
+        return self.folder
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C does; kill it if that takes too long. Nothing happens to one that has ended."""
+        if not self.running:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOPPING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOPPING_S)
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            text = line.rstrip().replace(self._here, "")
+            self._last.append(text)
+            self._lines.put(text)
+        self._lines.put(None)
+
+    def _end(self) -> str:
+        return "\n".join(self._last)
+
+
+def start(*words: str) -> Job:
+    """Start what `rlfuse train` would with these words: a job file, presets, settings. ConfigError where they are wrong.
+
+    Relative paths begin at the notebook's working directory.
+    """
+    config = load(list(words))
+    name = config.trainer.experiment_name.replace("'", "\\'")
+    # Said again: a name made of the time would be another one in the job's process.
+    named = f"trainer.experiment_name='{name}'"
+    return Job(config.run_folder, [sys.executable, "-m", "rlfuse.train", *words, named])
+
+
+def train(*words: str, timeout_s: float = 3600.0) -> Path:
+    """Start a job and follow it to its end: the run folder. See `start` and `Job.follow`."""
+    return start(*words).follow(timeout_s)

@@ -1,0 +1,113 @@
+"""Pictures for notebooks: rewards, comparisons, curves, and where the time went.
+
+Role: each function draws one thing into a new figure and returns its axes, for whoever wants to change a label. What is
+drawn is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from rlfuse.observe.idle import divide
+from rlfuse.observe.run_folder import RunError, open_run
+from rlfuse.observe.tables import metrics, time_spent
+from rlfuse.rewards.comparison import Comparison
+
+BINS = 20
+IDLE, BUSY = "#c9c4bd", "#3f7fb5"
+
+
+def plot_rewards(*tables: pd.DataFrame, labels: tuple[str, ...] = ()) -> Axes:
+    """How often each reward was given: one table with `reward` or several beside each other. Failures are counted."""
+    axes = _axes()
+    rewards = [table["reward"].dropna().to_numpy(float) for table in tables]
+    names = labels or tuple(f"reward {number}" for number in range(1, len(tables) + 1))
+    told = [
+        f"{name}{f' ({len(table) - len(values)} without)' if len(table) > len(values) else ''}"
+        for name, table, values in zip(names, tables, rewards, strict=True)
+    ]
+    every = np.concatenate(rewards)
+    edges = np.histogram_bin_edges(every, BINS) if len(every) else BINS
+    axes.hist(rewards, bins=edges, label=told)
+    axes.set(xlabel="reward", ylabel="samples")
+    axes.legend()
+    return axes
+
+
+def plot_comparison(found: Comparison) -> Axes:
+    """Each sample by its two rewards, jittered a little; those that turned in another colour."""
+    axes = _axes(width=4.5, height=4.0)
+    jitter = np.random.default_rng(0).normal(0, 0.012, (2, len(found.samples)))
+    for turned, colour, label in ((False, BUSY, "same side of its group's mean"), (True, "#c2385a", "turned")):
+        chosen = (found.samples["turned"] == turned).to_numpy()
+        spread = [
+            found.samples[name][chosen] + jitter[i, chosen] * max(np.ptp(found.samples[name]), 1e-9)
+            for i, name in enumerate(("before", "after"))
+        ]
+        axes.scatter(*spread, s=12, alpha=0.5, color=colour, label=f"{label} ({chosen.sum()})")
+    axes.set(xlabel="before", ylabel="after")
+    axes.legend()
+    return axes
+
+
+def plot_metrics(run: str | Path, *names: str) -> Axes:
+    """Scalars of metrics.jsonl by step, on one axis."""
+    table, axes = metrics(run), _axes()
+    for name in names:
+        if name not in table:
+            near = [column for column in table if name.split("/")[-1] in column][:5]
+            raise ValueError(f"{name}: is no column of {run}/metrics.jsonl; like it: {near}. See metrics(run).columns")
+        table[name].dropna().plot(ax=axes, marker=".", label=name)
+    axes.set(xlabel="step")
+    axes.legend()
+    return axes
+
+
+def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
+    """Seconds of a slot in each step from `first` on: busy in blue, idle in grey; the `most` largest parts by name."""
+    spent = time_spent(run)
+    spent = spent[spent.index >= first]
+    order = spent.sum().sort_values(ascending=False).index
+    kept, rest = list(order[:most]), list(order[most:])
+    shown = spent[kept].assign(**({"the rest": spent[rest].sum(axis=1)} if rest else {}))
+    busy = [name for name in shown if name.startswith("busy/")]
+    shown = shown[[*busy, *(name for name in shown if name not in busy)]]
+    blues = plt.get_cmap("Blues")(np.linspace(0.85, 0.35, max(1, len(busy))))
+    greys = plt.get_cmap("Greys")(np.linspace(0.45, 0.15, max(1, shown.shape[1] - len(busy))))
+    axes = shown.plot.bar(stacked=True, ax=_axes(), color=[*blues, *greys], width=0.85)
+    axes.set(xlabel="step", ylabel="seconds of a slot")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return axes
+
+
+def plot_step(run: str | Path, step: int) -> Axes:
+    """One step: what each slot did, and in grey where it waited."""
+    folder = open_run(Path(run))
+    whole = folder.steps().get(step)
+    if whole is None:
+        raise RunError(f"{run}: events.jsonl has no step {step}; it has {sorted(folder.steps())}")
+    spans = list(folder.spans(lambda line: f'"step":{step},' in line))
+    slots = divide(spans, whole.start, whole.end, folder.slots, folder.width)
+    kinds = sorted({name for slot in slots for name in slot if name.startswith("busy/")})
+    colours = dict(zip(kinds, plt.get_cmap("tab10").colors, strict=False))
+    axes = _axes(height=0.6 + 0.5 * len(slots))
+    for row, slot in enumerate(slots):
+        for name, intervals in slot.items():
+            bars = [(start - whole.start, end - start) for start, end in intervals]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=colours.get(name, IDLE))
+    axes.set(xlabel="seconds", yticks=range(len(slots)), yticklabels=[f"slot {row}" for row in range(len(slots))])
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in [*colours.values(), IDLE]]
+    axes.legend(handles, [*(kind.removeprefix("busy/") for kind in kinds), "idle"], loc="center left",
+                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    return axes
+
+
+def _axes(width: float = 7.0, height: float = 3.0) -> Axes:
+    _, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes

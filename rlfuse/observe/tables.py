@@ -1,0 +1,76 @@
+"""A run folder as pandas tables: samples, metrics, and where the slots' time went.
+
+Role: for notebooks and for `rlfuse reward replay`. Reads what the journal wrote, computes next to nothing; runs that
+are still going on are read as far as they got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlfuse.observe.run_folder import RunError, open_run
+from rlfuse.samples import prompt_of
+
+PART = "rewards/"
+"""In front of the names of a reward's parts, as in metrics.jsonl."""
+
+
+def samples(run: str | Path) -> pd.DataFrame:
+    """The samples that a run kept (trainer.log_samples of each step), a row each; RunError where it kept none.
+
+    Columns: step, id, group (the same for the samples of a prompt in a step), data_source, prompt, response, finish,
+    prompt_tokens, response_tokens, reward (NaN where it failed), `rewards/{part}`, note, ground_truth, columns (of the
+    row of data).
+    """
+    folder = open_run(Path(run))
+    rows = list(folder.samples())
+    if not rows:
+        raise RunError(f"{folder.path}: no sample in samples.jsonl; run with trainer.log_samples above 0")
+    return sample_table(rows)
+
+
+def sample_table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of `samples.jsonl` as `samples` gives them."""
+    rows = list(rows)
+    parts = sorted({name for row in rows for name in row["parts"]})
+    first = ("data_source", "prompt", "response", "finish", "prompt_tokens", "response_tokens", "reward")
+    return pd.DataFrame(
+        [
+            {"step": row["step"], "id": row["id"], "group": prompt_of(row["id"])}
+            | {name: row[name] for name in first}
+            | {f"{PART}{name}": row["parts"].get(name) for name in parts}
+            | {name: row.get(name) for name in ("note", "ground_truth", "columns")}
+            for row in rows
+        ]
+    ).astype({"reward": float})
+
+
+def metrics(run: str | Path) -> pd.DataFrame:
+    """Every scalar of every step: a row per step (0: the validation before the first), a column per name."""
+    rows = open_run(Path(run)).rows()
+    if not rows:
+        raise RunError(f"{run}: no row in metrics.jsonl yet; look again once the first step is done")
+    return pd.DataFrame(rows).set_index("step")
+
+
+def time_spent(run: str | Path) -> pd.DataFrame:
+    """Seconds of a slot for each step, as means over slots: `busy/{work}` and `idle/{cause}`, largest first."""
+    table = metrics(run)
+    names = [name for name in table if name.startswith(("busy/", "idle/"))]
+    spent = table.loc[table.index > 0, names].fillna(0.0)
+    return spent[spent.sum().sort_values(ascending=False).index]
+
+
+def surprise(table: pd.DataFrame) -> pd.Series:
+    """How far each sample's reward lies from the mean of the other answers to its prompt; NaN where there are none.
+
+    It is largest where one answer did what no other did: a lucky find, a slip, or a reward that can be fooled.
+    """
+    groups = table.groupby("group")["reward"]
+    count = groups.transform("count")
+    others = (groups.transform("sum") - table["reward"]) / (count - 1).where(count > 1)
+    return (table["reward"] - others).abs()

@@ -1,0 +1,101 @@
+"""Two rewards of the same samples: how far they agree, and what training would have seen otherwise.
+
+Role: pure; `rlfuse reward replay` and notebooks show what `compare` returns. What counts in training is the order
+within a group, the samples of one prompt, so flips are counted there: a pair of siblings is *flipped* where each reward
+prefers another, *parted* where only the second tells them apart, *tied* where only the first did. A sample has *turned*
+if it lies on the other side of its group's mean, so that training would push it the other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+ALL = "all"
+"""The row of `agreement` that stands for every data_source."""
+TEXTS = ("step", "id", "group", "data_source", "prompt", "response", "ground_truth")
+"""Columns that are carried along, where the table has them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found."""
+
+    agreement: pd.DataFrame
+    """A row for each data_source and one for all: samples, means, pearson and spearman (NaN where a reward is
+    constant), pairs of siblings and how many are flipped, parted, tied; groups, and how many are flat (all samples
+    alike) before and after; samples that turned."""
+    samples: pd.DataFrame
+    """Those with both rewards: texts, `before`, `after`, `shift` (of the rank among the data_source's samples, from -1
+    to 1) and `turned`."""
+    unscored: int
+    """Samples that lack one of the rewards, which are left out."""
+
+    def disagreements(self, count: int = 10) -> pd.DataFrame:
+        """The samples whose rank shifted most, largest shift first."""
+        order = self.samples["shift"].abs().sort_values(ascending=False, kind="stable").index
+        return self.samples.loc[order[:count]]
+
+
+def compare(before: pd.DataFrame, after: pd.DataFrame) -> Comparison:
+    """`before` is a table of samples with `reward`; `after` has another `reward` for the same rows, by index.
+
+    Siblings have the same `group`, or where there is no such column the same `prompt`. Raises ValueError for tables
+    that don't belong together.
+    """
+    for name, table in (("before", before), ("after", after)):
+        if "reward" not in table:
+            raise ValueError(f"{name}: the table has no column `reward`, only {list(table)}; score it first")
+    if not before.index.equals(after.index):
+        raise ValueError(
+            f"after: has {len(after)} rows that are not the {len(before)} rows of before; score the same table"
+        )
+    table = before[[name for name in TEXTS if name in before]].copy()
+    table["before"], table["after"] = before["reward"].astype(float), after["reward"].astype(float)
+    both = table.dropna(subset=["before", "after"])
+    source = both["data_source"] if "data_source" in both else pd.Series(ALL, both.index)
+    group = both["group" if "group" in both else "prompt"]
+    ranks = both.groupby(source)[["before", "after"]].rank(pct=True)
+    over = both[["before", "after"]] - both.groupby(group)[["before", "after"]].transform("mean")
+    both = both.assign(
+        shift=ranks["after"] - ranks["before"],
+        turned=np.sign(over["before"].round(12)) * np.sign(over["after"].round(12)) < 0,
+    )
+    parts = [(str(name), part) for name, part in both.groupby(source)] if source.nunique() > 1 else []
+    rows = {name: _agreement(part, group) for name, part in [*parts, (ALL, both)]}
+    return Comparison(pd.DataFrame.from_dict(rows, orient="index"), both, len(table) - len(both))
+
+
+def _agreement(samples: pd.DataFrame, group: pd.Series) -> dict[str, float]:
+    before, after = samples["before"], samples["after"]
+    found = {
+        "samples": len(samples),
+        "mean_before": before.mean(),
+        "mean_after": after.mean(),
+        "pearson": _correlation(before, after),
+        "spearman": _correlation(before.rank(), after.rank()),
+    }
+    pairs = {"pairs": 0, "flipped": 0, "parted": 0, "tied": 0}
+    groups = {"groups": 0, "flat_before": 0, "flat_after": 0}
+    for _, siblings in samples.groupby(group.loc[samples.index]):
+        first, second = (_order(siblings[name].to_numpy()) for name in ("before", "after"))
+        pairs["pairs"] += len(first)
+        pairs["flipped"] += int((first * second < 0).sum())
+        pairs["parted"] += int(((first == 0) & (second != 0)).sum())
+        pairs["tied"] += int(((first != 0) & (second == 0)).sum())
+        groups["groups"] += 1
+        groups["flat_before"] += int(not first.any())
+        groups["flat_after"] += int(not second.any())
+    return found | pairs | groups | {"turned": int(samples["turned"].sum())}
+
+
+def _order(values: np.ndarray) -> np.ndarray:
+    """For each pair, which one is preferred: 1, -1, or 0 for neither."""
+    return np.sign(np.subtract.outer(values, values))[np.triu_indices(len(values), 1)]
+
+
+def _correlation(one: pd.Series, other: pd.Series) -> float:
+    """Pearson's; NaN where one of them is constant, or there is hardly a sample."""
+    return one.corr(other) if one.nunique() > 1 and other.nunique() > 1 else float("nan")

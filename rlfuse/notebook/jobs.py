@@ -106,7 +106,7 @@ class Job:
 
 
 def start(*words: str) -> Job:
-    """Start what `rlfuse train` would with these words: a job file, presets, settings. ConfigError where they are wrong.
+    """Start what `rlfuse train` would with these words (job file, presets, settings); ConfigError for bad ones.
 
     Relative paths begin at the notebook's working directory.
     """

@@ -72,14 +72,19 @@ def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
     """Seconds of a slot in each step from `first` on: busy in blue, idle in grey; the `most` largest parts by name."""
     spent = time_spent(run)
     spent = spent[spent.index >= first]
-    order = spent.sum().sort_values(ascending=False).index
-    kept, rest = list(order[:most]), list(order[most:])
-    shown = spent[kept].assign(**({"the rest": spent[rest].sum(axis=1)} if rest else {}))
-    busy = [name for name in shown if name.startswith("busy/")]
-    shown = shown[[*busy, *(name for name in shown if name not in busy)]]
-    blues = plt.get_cmap("Blues")(np.linspace(0.85, 0.35, max(1, len(busy))))
-    greys = plt.get_cmap("Greys")(np.linspace(0.45, 0.15, max(1, shown.shape[1] - len(busy))))
-    axes = shown.plot.bar(stacked=True, ax=_axes(), color=[*blues, *greys], width=0.85)
+    order, shown = list(spent.sum().sort_values(ascending=False).index), {}
+    for side, shades, darkest in (("busy", "Blues", 0.85), ("idle", "Greys", 0.5)):
+        mine = [name for name in order if name.startswith(f"{side}/")]
+        parts = {name: spent[name] for name in mine if name in order[:most]}
+        if len(parts) < len(mine):
+            parts[f"{side}, the rest"] = spent[[name for name in mine if name not in parts]].sum(axis=1)
+        colours = plt.get_cmap(shades)(np.linspace(darkest, 0.15, max(1, len(parts))))
+        shown |= dict(zip(parts, zip(parts.values(), colours, strict=False), strict=False))
+    axes = _axes()
+    bottom = np.zeros(len(spent))
+    for name, (seconds, colour) in shown.items():
+        axes.bar(spent.index, seconds, bottom=bottom, color=colour, label=name, width=0.85)
+        bottom += seconds.to_numpy()
     axes.set(xlabel="step", ylabel="seconds of a slot")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return axes
@@ -95,15 +100,15 @@ def plot_step(run: str | Path, step: int) -> Axes:
     slots = divide(spans, whole.start, whole.end, folder.slots, folder.width)
     kinds = sorted({name for slot in slots for name in slot if name.startswith("busy/")})
     colours = dict(zip(kinds, plt.get_cmap("tab10").colors, strict=False))
-    axes = _axes(height=0.6 + 0.5 * len(slots))
+    axes = _axes(height=1.5 + 0.4 * len(slots))
     for row, slot in enumerate(slots):
         for name, intervals in slot.items():
             bars = [(start - whole.start, end - start) for start, end in intervals]
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colours.get(name, IDLE))
     axes.set(xlabel="seconds", yticks=range(len(slots)), yticklabels=[f"slot {row}" for row in range(len(slots))])
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in [*colours.values(), IDLE]]
-    axes.legend(handles, [*(kind.removeprefix("busy/") for kind in kinds), "idle"], loc="center left",
-                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    names = [*(kind.removeprefix("busy/") for kind in kinds), "idle"]
+    axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4)
     return axes
 
 

@@ -3,8 +3,8 @@
 Role: called by `command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward pool,
 in processes of their own and within the job's time limits, so what is seen here is what a job would train on. Running
 normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
-Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be scored
-are counted and shown with their failure, and have no number.
+Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be
+scored are counted and shown with their failure, and have no number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlfuse.config.rewards import RewardConfig
 from rlfuse.observe.run_folder import RunFolder, open_run
 from rlfuse.observe.tables import PART, sample_table
 from rlfuse.observe.tracking import sample_of_row
-from rlfuse.rewards.comparison import ALL, Comparison, compare
+from rlfuse.rewards.comparison import ALL, TEXTS, Comparison, compare
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.table import cells
 from rlfuse.samples import Reward, RewardFailure, Sample
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     show(found, after, arguments.examples)
     out = arguments.out or run.path / "replay"
     try:
-        written = write(found, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
+        written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
     except OSError as error:
         raise RewardError(f"--out {out}: {error.strerror}; choose another place") from error
     print("\n".join(f"written    {path}" for path in written))
@@ -137,7 +137,8 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
     if found.unscored:
         failures = after["failure"].dropna()
         first = f"; the first: {failures.iloc[0]}" if len(failures) else ""
-        console.print(f"{found.unscored} samples have no reward from one of them and are left out{first}", markup=False)
+        told = f"{found.unscored} samples have no reward from one of them and are left out{first}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     shifted = found.disagreements(examples)
     if len(shifted):
         console.print(_examples(shifted[shifted["shift"] != 0]))
@@ -161,7 +162,9 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
-def write(found: Comparison, after: pd.DataFrame, out: Path, about: dict[str, Any], examples: int) -> tuple[Path, Path]:
+def write(
+    found: Comparison, table: pd.DataFrame, after: pd.DataFrame, out: Path, about: dict[str, Any], examples: int
+) -> tuple[Path, Path]:
     """`{out}.json` (agreement, examples) and `{out}.csv` (every sample); their paths."""
     report = about | {
         "unscored": found.unscored,
@@ -175,8 +178,9 @@ def write(found: Comparison, after: pd.DataFrame, out: Path, about: dict[str, An
     }
     paths = Path(f"{out}.json"), Path(f"{out}.csv")
     paths[0].write_text(json.dumps(report, indent=2, default=str))
-    new = after.drop(columns=["reward", "traceback"])
-    found.samples.join(new, how="outer", rsuffix="_after").to_csv(paths[1], index=False)
+    whole = table[list(TEXTS)].assign(before=table["reward"], after=after["reward"])
+    whole = whole.assign(shift=found.samples["shift"], turned=found.samples["turned"])
+    whole.join(after.drop(columns=["reward", "traceback"])).to_csv(paths[1], index=False)
     return paths
 
 

@@ -137,9 +137,7 @@ class RewardFunction:
     def _lacks(self, item: Item) -> RewardFailure | None:
         """A failure if the item's row has not a column that the function can't do without."""
         if item.response and not item.response_ids and self.named.get("completion_ids"):
-            return RewardFailure(
-                self.name, "parameter 'completion_ids': this row has no tokens (response_ids), only text"
-            )
+            return RewardFailure(self.name, "parameter 'completion_ids': the row has text only, no response_ids")
         for name, required in self.named.items():
             known = name in GIVEN[self.shape] or name in self.kwargs
             if required and not known and not _has(item, name):

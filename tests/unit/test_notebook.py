@@ -1,0 +1,202 @@
+"""What notebooks call: runs as tables, rewards on tables, pictures, jobs in processes of their own."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import psutil
+import pytest
+
+matplotlib.use("Agg")
+
+from rlfuse import notebook as nb
+from rlfuse.config.checks import ConfigError
+from rlfuse.notebook.jobs import Job
+from rlfuse.observe.run_folder import RunError
+from rlfuse.rewards.items import RewardError
+from rlfuse.samples import Reward
+
+RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
+"""A run of the quickstart, as the journal wrote it."""
+
+
+@pytest.fixture(scope="module")
+def table():
+    return nb.samples(RUN)
+
+
+def test_samples_know_their_group_and_their_parts(table):
+    assert len(table) == 12 * 32 and set(table.groupby("group").size()) == {4}
+    assert (table["reward"] == table["rewards/compute_score"]).all()
+    assert table.loc[0, "columns"]["extra_info"]["dividend"] == 5
+
+
+def test_a_reward_sees_of_a_saved_sample_what_it_saw_in_the_run(table):
+    again = nb.score(table, "rlfuse.tasks.remainder:compute_score")
+    assert again["reward"].equals(table["reward"])
+    seen = []
+
+    def look(prompts, completions, extra_info, **columns):
+        seen.append((prompts[4], completions[4], extra_info[4], columns["reward_model"][4]["ground_truth"]))
+        return [1.0] * len(prompts)
+
+    assert (nb.score(table, look)["reward"] == 1.0).all()
+    prompt, completion, extra, truth = seen[0]
+    assert prompt == [{"role": "user", "content": "67 mod 7 ="}] and truth == "4"
+    assert completion[0]["content"].startswith(" 67 - 7 = 59") and extra["divisor"] == 7
+
+
+def test_any_reward_scores_any_table(tmp_path):
+    (tmp_path / "mine.py").write_text("def long(solution_str, weight=1):\n    return weight * len(solution_str)\n")
+    rows = pd.DataFrame({"prompt": "q", "response": ["a", "bbb"], "ground_truth": [None, "x"]}, index=["one", "two"])
+
+    class Judge:
+        def score(self, samples):
+            return [Reward(2.0, {"seen": 1.0}) if item.ground_truth is None else None for item in samples]
+
+    entries = [{"path": f"{tmp_path}/mine.py:long", "weight": 0.5, "kwargs": {"weight": 2}}, Judge()]
+    scored = nb.score(rows, entries)
+    assert list(scored.index) == ["one", "two"] and list(scored["reward"]) == [3.0, 3.0]
+    assert scored.loc["one", "rewards/Judge/seen"] == 1.0 and scored.loc["two", "rewards/long"] == 6.0
+
+
+def test_failures_stay_failures(table):
+    def picky(solution_str):
+        return 1 / (len(solution_str) % 7)
+
+    scored = nb.score(table[:50], picky)
+    failed = scored[scored["failure"].notna()]
+    assert 0 < len(failed) < 50 and failed["reward"].isna().all()
+    assert failed["failure"].iloc[0] == "picky: ZeroDivisionError: division by zero"
+    assert "in picky" in failed["traceback"].iloc[0]
+    assert nb.compare(table[:50], scored).unscored == len(failed)
+
+
+def test_tokens_that_were_not_saved_are_no_empty_list(table):
+    def by_tokens(completion_ids):
+        return [float(len(tokens)) for tokens in completion_ids]
+
+    assert nb.score(table[:2], by_tokens)["failure"].str.contains("no response_ids").all()
+
+
+def test_surprise_is_the_distance_from_the_siblings():
+    rewards = {"group": ["a", "a", "a", "b", "c", "c"], "reward": [1.0, 0.0, 0.0, 1.0, 0.5, None]}
+    found = nb.surprise(pd.DataFrame(rewards))
+    assert list(found[:3]) == [1.0, 0.5, 0.5] and found[3:].isna().all()
+
+
+def test_metrics_and_time_by_step():
+    metrics, spent = nb.metrics(RUN), nb.time_spent(RUN)
+    assert list(metrics.index) == list(range(13)) and metrics.loc[0, "val-core/remainder/acc/mean@1"] > 0
+    assert list(spent.index) == list(range(1, 13)) and spent.columns.str.startswith(("busy/", "idle/")).all()
+    assert spent.loc[3].sum() == pytest.approx(metrics.loc[3, "timing_s/step"], rel=0.1)
+
+
+def test_what_is_no_run_is_told(tmp_path):
+    with pytest.raises(RunError, match="no run folder"):
+        nb.samples(tmp_path)
+    (tmp_path / "config.yaml").write_text("{}")
+    with pytest.raises(RunError, match="log_samples above 0"):
+        nb.samples(tmp_path)
+    with pytest.raises(RunError, match=r"no row in metrics\.jsonl yet"):
+        nb.metrics(tmp_path)
+
+
+def test_pictures_show_what_they_were_given(table):
+    short = nb.score(table, lambda solution_str: 1.0 / len(solution_str))
+    histogram = nb.plot_rewards(table, short[short.index > 3], labels=("saved", "short"))
+    bars = [sum(patch.get_height() for patch in container) for container in histogram.containers]
+    assert bars == [384, 380] and [text.get_text() for text in histogram.get_legend().get_texts()] == ["saved", "short"]
+    dots = nb.plot_comparison(nb.compare(table, short)).collections
+    assert sum(len(each.get_offsets()) for each in dots) == 384
+    curve = nb.plot_metrics(RUN, "critic/score/mean").lines[0]
+    assert len(curve.get_xdata()) == 12
+    time_bars = nb.plot_time(RUN, first=2, most=3)
+    spent = nb.time_spent(RUN).loc[2:].sum().sum()
+    assert sum(patch.get_height() for patch in time_bars.patches) == pytest.approx(spent)
+    assert len(nb.plot_step(RUN, 12).get_yticks()) == 2
+
+
+def test_pictures_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"score/man: is no column .* like it"):
+        nb.plot_metrics(RUN, "score/man")
+    with pytest.raises(RunError, match=r"has no step 3; it has \[2, 12\]"):
+        nb.plot_step(RUN, 3)
+
+
+# Jobs ----------------------------------------------------------------------------------------------------------------
+
+
+def job(script, folder=Path("somewhere")):
+    return Job(folder, [sys.executable, "-u", "-c", script])
+
+
+def test_a_job_is_followed_to_its_end(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = []
+    running = job("import os\nprint('one', os.environ.get('FORCE_COLOR'))\nprint(os.getcwd() + '/runs/x')")
+    assert running.follow(30, lines.append) == Path("somewhere")
+    assert lines == ["one None", "runs/x"] and not running.running
+    assert running.follow(30, lines.append) == Path("somewhere") and len(lines) == 2
+
+
+def test_a_job_that_fails_shows_its_end():
+    with pytest.raises(nb.JobError, match=r"ended with status 3:\nline 40\n(.*\n)*line 99$"):
+        job("for i in range(100): print('line', i)\nraise SystemExit(3)").follow(30, lambda line: None)
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
+    monkeypatch.setattr("rlfuse.notebook.jobs.STOPPING_S", 0.5 if ignores else 30.0)
+    handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
+    running = job(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('up')\ntime.sleep(600)")
+    process = psutil.Process(running._process.pid)
+    assert running._lines.get(timeout=60) == "up"  # it listens to signals now
+    with pytest.raises(nb.JobError, match=r"longer than timeout_s=0\.2 and was stopped(.*\n)*up"):
+        running.follow(0.2)
+    assert not process.is_running()
+
+
+def test_an_interrupted_cell_stops_its_job():
+    running = job("import time\nprint('up')\ntime.sleep(600)")
+
+    def interrupt(line):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        running.follow(60, interrupt)
+    assert not running.running
+
+
+def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean"):
+        nb.start("rollout.nn=2")
+    started = []
+    monkeypatch.setattr("rlfuse.notebook.jobs.Job", lambda folder, command: started.append((folder, command)))
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 4096}')
+    nb.start(
+        "data.train_files=[train.jsonl]",
+        "model.path=model",
+        "cluster.device=cpu",
+        "reward.functions=[rlfuse.tasks.remainder:compute_score]",
+        "trainer.experiment_name=at-${now:%H%M%S}",
+    )
+    [(folder, command)] = started
+    assert command[-1] == f"trainer.experiment_name='{folder.name}'" and folder.name.startswith("at-")
+    assert folder.parent == tmp_path / "runs" / "rlfuse"
+
+
+def test_no_reward_is_a_mistake_of_the_configuration(table):
+    with pytest.raises(RewardError, match="has no function 'nothing'"):
+        nb.score(table, "rlfuse.tasks.remainder:nothing")

@@ -1,0 +1,118 @@
+"""`rlfuse reward replay`: a run's samples under another reward, scored here in this process."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlfuse.cli import main as rlfuse
+from rlfuse.observe.run_folder import open_run
+from rlfuse.rewards import replay
+from rlfuse.rewards.items import RewardError, item_of_sample
+from rlfuse.rewards.table import score_items
+
+RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
+MINE = """
+def short(solution_str):
+    return -len(solution_str)
+
+def picky(solution_str, ground_truth):
+    return {"score": float(ground_truth in solution_str), "length": 1 / (len(solution_str) % 7)}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run folder of one's own, where rewards are scored without Ray; `asked` are the rewards they were scored by."""
+    asked = []
+
+    async def scored(samples, reward, prompt_key):
+        asked.append(reward)
+        items = [item_of_sample(sample, prompt_key) for sample in samples]
+        return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
+
+    monkeypatch.setattr(replay, "scored", scored)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return Path(shutil.copytree(RUN, tmp_path / "run")), asked
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
+    folder, _ = run
+    assert rlfuse(["reward", "replay", str(folder)]) == 0
+    report = json.loads((folder / "replay.json").read_text())
+    assert report["reward"]["functions"] == ["rlfuse.tasks.remainder:compute_score"]
+    assert report["agreement"]["pearson"] == pytest.approx(1.0)
+    assert report["agreement"]["samples"] == 384 and report["agreement"]["flipped"] == 0
+    assert "384" in capsys.readouterr().out
+
+
+def test_another_reward_shows_what_would_have_changed(run, capsys):
+    folder, asked = run
+    words = ["reward.functions=[mine.py:short]", "--examples", "2"]
+    assert rlfuse(["reward", "replay", str(folder), *words]) == 0
+    out = capsys.readouterr().out
+    report = json.loads((folder / "replay.json").read_text())
+    rows = rows_of(folder / "replay.csv")
+    assert list(asked[0].functions) == ["mine.py:short"]
+    assert len(rows) == 384 and float(rows[4]["after"]) == -len(rows[4]["response"])
+    assert report["agreement"]["flipped"] > 0 and report["agreement"]["pairs"] == 96 * 6
+    assert len(report["examples"]) == 2 and report["examples"][0]["id"] in out
+    assert f"{report['agreement']['flipped']} of 576" in out and "replay.csv" in out
+
+
+def test_failures_are_counted_and_have_no_number(run, capsys):
+    folder, _ = run
+    out = folder.parent / "elsewhere"
+    assert rlfuse(["reward", "replay", str(folder), "reward.functions=[mine.py:picky]", "--out", str(out)]) == 0
+    report = json.loads(Path(f"{out}.json").read_text())
+    rows = rows_of(Path(f"{out}.csv"))
+    failed = [row for row in rows if row["failure"]]
+    assert len(rows) == 384 and report["unscored"] == len(failed) > 0
+    assert all(row["after"] == "" and row["id"] and row["shift"] == "" for row in failed) and report["agreement"][
+        "samples"
+    ] == 384 - len(failed)
+    assert "picky: ZeroDivisionError" in capsys.readouterr().out
+    assert not (folder / "replay.json").exists()
+
+
+def test_limits_are_the_runs_and_the_rest_is_not_mixed():
+    run = open_run(RUN)
+    run.config["reward"] |= {"timeout_s": 7.0, "weights": [0.5], "model_path": "old"}
+    reward = replay.reward_of(run, ["reward.functions=[{path: a.py:b, weight: 2}]", "reward.num_workers=3"])
+    assert (reward.timeout_s, reward.num_workers) == (7.0, 3)
+    assert (list(reward.weights), reward.model_path) == ([], None) and reward.functions[0]["weight"] == 2
+    own = replay.reward_of(run, [])
+    assert own.model_path == "old" and list(own.weights) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.seed=3"], "data.seed=3: only the reward can be another one"),
+        (["reward.function=[a.py:b]"], "did you mean reward.functions"),
+        (["reward.timeout_s=soon"], "reward.timeout_s"),
+        (["reward.functions=[mine.py:long]"], "has no function 'long'"),
+    ],
+)
+def test_mistakes_are_told(run, capsys, words, told):
+    assert rlfuse(["reward", "replay", str(run[0]), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_runs_that_can_not_be_replayed_are_told(run, capsys):
+    folder, _ = run
+    (folder / "samples.jsonl").unlink()
+    assert rlfuse(["reward", "replay", str(folder)]) == 2
+    assert "trainer.log_samples above 0" in capsys.readouterr().err
+    assert rlfuse(["reward", "replay", str(folder / "nothing")]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    with pytest.raises(RewardError, match="only the reward"):
+        replay.reward_of(open_run(folder), ["reward=x"])

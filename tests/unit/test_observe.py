@@ -1,6 +1,7 @@
 """Events, metrics and logs, from samples and spans made by hand."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from rlfuse.observe.metrics import (
     utilisation,
     validation_metrics,
 )
-from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
+from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_of_row, sample_row, write_failures
+from rlfuse.rewards.items import item_of_sample
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -191,6 +193,20 @@ def test_metrics_after_the_checkpoint_are_cut_off_on_resume(tmp_path):
     assert read_metrics(path) == [{"step": 0, "x": 0}, {"step": 1, "x": 1}, {"step": 2, "x": 2}, {"step": 3, "x": 30.0}]
 
 
+@pytest.mark.parametrize("given", ["a question", [{"role": "user", "content": "a question"}]])
+def test_a_saved_sample_is_to_rewards_what_it_was_in_the_run(tmp_path, given):
+    scored = sample(3, 1, 5, Reward(0.5))
+    columns = {"question": given, "extra_info": {"index": 3}, "reward_model": {"ground_truth": "1"}}
+    messages = ({"role": "user", "content": "a question"},)
+    scored.prompt = replace(scored.prompt, columns=columns, messages=messages, text="<user>a question")
+    log = StepFile(tmp_path / "samples.jsonl", after=0)
+    log.write(1, sample_row(scored))
+    log.close()
+    [row] = read_metrics(tmp_path / "samples.jsonl")
+    before, after = item_of_sample(scored, "question"), item_of_sample(sample_of_row(row, "question"), "question")
+    assert after == replace(before, response_ids=[])
+
+
 def test_samples_are_kept_as_people_read_them(tmp_path):
     scored = sample(3, 1, 5, Reward(0.5, {"fn/format": 1.0}, "no number"))
     failed = sample(4, 0, 6, RewardFailure("judge", "timed out"), finish="length")
@@ -211,6 +227,7 @@ def test_samples_are_kept_as_people_read_them(tmp_path):
         "parts": {"fn/format": 1.0},
         "note": "no number",
         "ground_truth": "1",
+        "columns": {},
         "contact_sheet": None,
     }
     assert second["reward"] is None and second["parts"] == {} and second["note"] == "judge: timed out"

@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="beginning of the files' names (RUN_DIR/replay: replay.json, .csv)")
     parser.add_argument("--examples", type=int, default=5, help="samples to show (%(default)s)")
     arguments = parser.parse_args(argv)
+    if arguments.examples < 0:
+        raise RewardError(f"--examples {arguments.examples}: must be 0 or more")
     run = open_run(arguments.run)
     reward = reward_of(run, arguments.settings)
     rows = list(run.samples())

@@ -96,6 +96,7 @@ def test_limits_are_the_runs_and_the_rest_is_not_mixed():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--examples", "-1"], "--examples -1: must be 0 or more"),
         (["data.seed=3"], "data.seed=3: only the reward can be another one"),
         (["reward.function=[a.py:b]"], "did you mean reward.functions"),
         (["reward.timeout_s=soon"], "reward.timeout_s"),

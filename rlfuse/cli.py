@@ -19,8 +19,7 @@ COMMANDS = {
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
-    "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]; "
-    "or serve one over HTTP: rlfuse reward serve path/file.py:function --port 8000",
+    "reward": "replay RUN_DIR reward.functions=[...]: a run under another reward; serve file.py:function: over HTTP",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 

@@ -79,7 +79,7 @@ def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
         if len(parts) < len(mine):
             parts[f"{side}, the rest"] = spent[[name for name in mine if name not in parts]].sum(axis=1)
         colours = plt.get_cmap(shades)(np.linspace(darkest, 0.15, max(1, len(parts))))
-        shown |= dict(zip(parts, zip(parts.values(), colours, strict=False), strict=False))
+        shown |= {name: (parts[name], colour) for name, colour in zip(parts, colours, strict=False)}
     axes = _axes()
     bottom = np.zeros(len(spent))
     for name, (seconds, colour) in shown.items():

@@ -12,7 +12,7 @@ import sys
 
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
-    "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | long_video]",
+    "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | preferences | long_video]",
     "plan": "what a job would take, before anything starts: placement, memory, time; status 3 if it does not fit",
     "doctor": "whether this machine can run jobs, and what to do where it can't",
     "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",

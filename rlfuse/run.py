@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse import checkpoints
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster import placement
 from rlfuse.config.checks import ConfigError
@@ -45,6 +41,7 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
+from rlfuse.job import open_job
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
 from rlfuse.rewards.pool import RewardPool
@@ -74,41 +71,23 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
 
     `drive`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
     """
-    started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
-    trainer = config.trainer
-    folder = config.run_folder
-    config = _with_local_paths(config)
-    checkpoint = checkpoints.find(folder, trainer.resume_mode)
-    _refuse_used_folder(folder, checkpoint)
+    job = open_job(config)
+    config, trainer = job.config, job.config.trainer
     reward = _reward_pool(config)
-    resolved = dataclasses.asdict(config)
     video_model = _video_model(config)
     tokenizer = load_tokenizer(config.model)
     prompts, held_out, report = _load_data(config, tokenizer, video_model)
     reward.check_sources([prompt.data_source for prompt in (*prompts.prompts, *held_out)])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
     total = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
-    journal = Journal(config, resolved, folder, total, state["step"])
+    journal = job.journal(total)
     journal.say(report)
     if video_model is not None:
-        config = _with_served_models(config, folder)
-    error: BaseException | None = None
-    try:
-        asyncio.run(
-            _run(config, tokenizer, reward, prompts, held_out, video_model, journal, total, checkpoint, state, drive)
-        )
-    except BaseException as caught:
-        error = _one(caught)
-        raise error from error.__cause__
-    finally:
-        placement.stop()
-        journal.close(error)
-        if error is not None:
-            print(_how_to_resume(folder), flush=True)
-    summarise(folder, config, seconds=time.time() - started)
-    return folder
+        config = _with_served_models(config, job.folder)
+    work = _run(
+        config, tokenizer, reward, prompts, held_out, video_model, journal, total, job.checkpoint, job.state, drive
+    )
+    summarise(job.folder, config, seconds=job.carry_out(work, journal))
+    return job.folder
 
 
 async def _run(
@@ -327,31 +306,6 @@ def _reward_pool(config: Config) -> RewardPool:
     )
 
 
-def _with_local_paths(config: Config) -> Config:
-    """Model folders as absolute paths: workers may have another working directory. Hub names stay as they are."""
-
-    def local(path: str | None) -> str | None:
-        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
-
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=local(config.model.path)),
-        critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
-        ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
-        reward=dataclasses.replace(config.reward, model_path=local(config.reward.model_path)),
-    )
-
-
-def _refuse_used_folder(folder: Path, checkpoint: Path | None) -> None:
-    if checkpoint is None and (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
-        raise ConfigError(
-            [
-                f"{folder} holds a run already, and trainer.resume_mode finds nothing there to resume. Choose another "
-                "trainer.experiment_name, or remove the folder."
-            ]
-        )
-
-
 async def _together(*starts: Any) -> list[Any]:
     """All results; the first failure ends the wait at once, the others are dropped."""
     return await asyncio.gather(*starts)
@@ -360,17 +314,3 @@ async def _together(*starts: Any) -> list[Any]:
 async def _quietly(*ends: Any) -> None:
     """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
     await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(end, 10)) for end in ends])
-
-
-def _one(error: BaseException) -> BaseException:
-    """The first error of a group: the others are its echo in workers that waited for the same thing."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _how_to_resume(folder: Path) -> str:
-    whole = checkpoints.complete(folder)
-    if not whole:
-        return f"No checkpoint was written (trainer.save_freq); what was logged is in {folder}"
-    return f"The last checkpoint is {whole[-1]}; the same command goes on from there (trainer.resume_mode=auto)"

@@ -83,8 +83,10 @@ def _run(job) -> None:
     if hydra_config.mode == RunMode.MULTIRUN:
         job.trainer.experiment_name = sweep_name(job.trainer.experiment_name, list(hydra_config.overrides.task))
     config = to_config(job)
-    from rlfuse.run import run
-
+    if config.trainer.task == "reward_model":
+        from rlfuse.rewards.training import run
+    else:
+        from rlfuse.run import run
     run(config)
 
 

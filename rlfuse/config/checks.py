@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
     "video.sampling": ("seed", "fixed"),
     "video.task": ("general", "detail", "motion"),
+    "trainer.task": ("rl", "reward_model"),
     "trainer.logger": ("console", "wandb", "tensorboard"),
     "trainer.wandb_mode": ("offline", "online", "disabled"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -91,25 +92,9 @@ COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", 
 
 def check(config: Config, facts: Facts) -> list[str]:
     """One line per problem, in the order of the schema's groups for single values, then combinations."""
-    finders = (
-        _values,
-        _files,
-        _lengths,
-        _batches,
-        _advantages,
-        _log_probs,
-        _fusion,
-        _devices,
-        _pipelines,
-        _slices,
-        _video,
-        _tower,
-        _reward,
-        _logging,
-        _kl,
-        _resume,
-    )
-    return [problem for find in finders for problem in find(config, facts)]
+    shared = (_values, _files, _lengths, _devices, _logging, _resume)
+    alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
+    return [problem for find in (*shared, *alone) for problem in find(config, facts)]
 
 
 def value_of(config: Config, name: str) -> object:
@@ -375,6 +360,18 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "algorithm.use_kl_in_reward", valid, "set actor.use_kl_loss=true and false here")
 
 
+def _preferences(config: Config, facts: Facts) -> Iterator[str]:
+    """Of trainer.task=reward_model."""
+    for name in ("training.pipeline_parallel_size", "training.ulysses_sequence_parallel_size"):
+        if value_of(config, name) > 1:
+            yield _problem(config, name, "must be 1 with trainer.task=reward_model", f"set {name}=1")
+    if 1 <= config.data.train_batch_size < config.slots:
+        valid = f"must be at least the {config.slots} slots, a pair for each"
+        yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
+    if facts.video:
+        yield _problem(config, "model.path", "reward models of clips can't be trained", "give a model of text")
+
+
 def _resume(config: Config, facts: Facts) -> Iterator[str]:
     mode = config.trainer.resume_mode
     if mode in facts.missing:
@@ -382,3 +379,7 @@ def _resume(config: Config, facts: Facts) -> Iterator[str]:
         remedy = f"did you mean {near[0]}?" if near else "correct the path"
         valid = "must be auto, disable or the path of a global_step_N folder; there is no such folder"
         yield _problem(config, "trainer.resume_mode", valid, remedy)
+
+
+_OF_SAMPLES = (_batches, _advantages, _log_probs, _fusion, _pipelines, _slices, _video, _tower, _reward, _kl)
+"""What only jobs that generate have to heed."""

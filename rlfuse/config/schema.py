@@ -310,8 +310,11 @@ class VideoConfig:
 
 @dataclass
 class TrainerConfig:
-    """The run: length, logging, checkpoints."""
+    """The run: what is trained, length, logging, checkpoints."""
 
+    task: str = "rl"
+    """rl (a policy, by reward) | reward_model (a sequence classifier on TRL's chosen / rejected rows, with the settings
+    of `actor`; data.train_batch_size pairs a step)."""
     project_name: str = "rlfuse"
     """wandb project and folder name."""
     experiment_name: str = "run"

@@ -1,7 +1,8 @@
 """Rows from files, checked: parquet, JSON, JSONL and Hugging Face data-set folders, in verl's or TRL's shape.
 
-Role: called by `prompts.load_prompts`. Invariant: a row that can't be used is never skipped in silence: a malformed one
-is a `DataError` that names file, row and field. Whether clips can be used is not judged here.
+Role: called by `prompts.load_prompts`; `preferences` reads pairs with the same parts. Invariant: a row that can't be
+used is never skipped in silence: a malformed one is a `DataError` that names file, row and field. Whether clips can be
+used is not judged here.
 """
 
 from __future__ import annotations
@@ -40,12 +41,7 @@ class DataRow:
 
 def read_rows(path: str, prompt_key: str) -> list[DataRow]:
     """All rows of a file, in order."""
-    file = Path(path).expanduser()
-    if not file.exists():
-        raise DataError(f"data: there is no file {path}. Correct data.train_files or data.val_files.")
-    rows = list(_read(file))
-    if not rows:
-        raise DataError(f"{path} has no rows.")
+    file, rows = Path(path).expanduser(), raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
         columns = sorted({name for _, row in rows for name in row})
         near = difflib.get_close_matches(prompt_key, columns, 1) or columns[:1]
@@ -54,6 +50,17 @@ def read_rows(path: str, prompt_key: str) -> list[DataRow]:
             f"instance data.prompt_key={near[0]}."
         )
     return [_checked(f"{path}, {where}", row, prompt_key, file) for where, row in rows]
+
+
+def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """(where, row) of each row as it stands in the file; at least one."""
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise DataError(f"data: there is no file {path}. Correct data.train_files or data.val_files.")
+    rows = list(_read(file))
+    if not rows:
+        raise DataError(f"{path} has no rows.")
+    return rows
 
 
 def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,21 +125,7 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> DataRow:
     prompt = row.get(prompt_key)
-    if isinstance(prompt, str) and prompt:
-        messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": prompt},)
-    elif isinstance(prompt, list) and prompt:
-        messages = tuple(prompt)
-    else:
-        raise DataError(
-            f"{where}, field {prompt_key}: {_short(prompt)} where a non-empty string or list of chat messages belongs."
-        )
-    for i, message in enumerate(messages):
-        known = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not (known and isinstance(message.get("content"), str | list)):
-            raise DataError(
-                f"{where}, field {prompt_key}[{i}]: {_short(message)} is not a message with role and content."
-            )
-    messages = _as_text(messages)
+    messages = chat_messages(f"{where}, field {prompt_key}", prompt, "user")
     if row.get("images") or any("<image>" in message["content"] for message in messages):
         raise DataError(f"{where}, field images: images can't be used, only videos. Leave the row out.")
     reward_model = row.get("reward_model")
@@ -143,6 +136,19 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> Da
         truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
     source, videos = str(row.get("data_source") or file.stem), _videos(where, row, file.parent)
     return DataRow(messages, isinstance(prompt, str), source, truth, row, videos)
+
+
+def chat_messages(where: str, given: Any, role: str) -> tuple[dict[str, Any], ...]:
+    """The messages of a field, their content as text; a string is one message of this role."""
+    if isinstance(given, str) and given:
+        return ({"role": role, "content": given},)
+    if not (isinstance(given, list) and given):
+        raise DataError(f"{where}: {_short(given)} where a non-empty string or list of chat messages belongs.")
+    for i, message in enumerate(given):
+        known = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not (known and isinstance(message.get("content"), str | list)):
+            raise DataError(f"{where}[{i}]: {_short(message)} is not a message with role and content.")
+    return _as_text(tuple(given))
 
 
 def _videos(where: str, row: dict[str, Any], folder: Path) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
-"""The tokenizer of a run, from the model's folder or hub name.
+"""The tokenizer of a run, from the model's folder or hub name, and what a reward model reads of a conversation.
 
-Role: called once by the run, before Ray starts; a wrong path ends there with the remedy.
+Role: `load_tokenizer` is called once by the run, before Ray starts; a wrong path ends there with the remedy.
+`conversation_ids` is called where reward models are trained and where they score, so that both see the same tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,3 +28,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 f"({str(error).strip().splitlines()[0]}). Save one into it with tokenizer.save_pretrained(path)."
             ]
         ) from error
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str) -> list[int]:
+    """Of `messages`, answer included, by the tokenizer's chat template; of `text` as it stands where it has none."""
+    if tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
+    whole = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    return tokenizer(whole, add_special_tokens=False).input_ids

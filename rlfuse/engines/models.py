@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import is_flash_attn_2_available
 
 from rlfuse.config.schema import ModelConfig
@@ -81,9 +88,34 @@ def load_critic(path: str, settings: ModelConfig, device: str) -> PreTrainedMode
     return _load(AutoModelForTokenClassification, path, settings, device, num_labels=1)
 
 
+def load_reward_model(path: str, settings: ModelConfig, device: str) -> PreTrainedModel:
+    """A sequence classifier with one label, whose forward gives the head's output at every token, [B, tokens, 1].
+
+    Transformers' own gives one score for each row of the inputs, but packed inputs are one row for many sequences.
+    Saved, it is the ordinary classifier. The head is random unless `path` has one.
+    """
+    model = _load(AutoModelForSequenceClassification, path, settings, device, num_labels=1)
+    body, (head,) = model.base_model, (child for child in model.children() if isinstance(child, torch.nn.Linear))
+
+    def forward(**inputs: Any) -> SequenceClassifierOutput:
+        return SequenceClassifierOutput(logits=head(body(**inputs).last_hidden_state))
+
+    model.forward = forward
+    return model
+
+
 def has_value_head(path: str) -> bool:
     """Whether the weights at `path` are a value model's own."""
-    return any("TokenClassification" in name for name in AutoConfig.from_pretrained(path).architectures or [])
+    return _is_for("TokenClassification", path)
+
+
+def has_score_head(path: str) -> bool:
+    """Whether the weights at `path` are a reward model's, or another sequence classifier's."""
+    return _is_for("SequenceClassification", path)
+
+
+def _is_for(task: str, path: str) -> bool:
+    return any(task in name for name in AutoConfig.from_pretrained(path).architectures or [])
 
 
 def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides) -> PreTrainedModel:

@@ -11,6 +11,7 @@ import torch
 
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
+from rlfuse.algorithms.preferences import bradley_terry
 from rlfuse.config.schema import Config
 from rlfuse.engines.batches import Batch
 from rlfuse.engines.models import response_logits, response_values
@@ -39,3 +40,19 @@ def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
     values = batch.matrix(response_values(model, batch))
     clip, mode = config.critic.cliprange_value, config.actor.loss_agg_mode
     return critic_objective(clip, mode, values, batch.mask, batch.tensors, config.data.max_response_length)
+
+
+def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch of pairs, chosen before rejected, whose rows carry `margin`; a filler is one row, and no pair.
+
+    A row's score is that of its last token; the one behind it is there to be predicted, and never looked at.
+    """
+    ends = batch.mask.sum(1).cumsum(0) - 1
+    scores = response_values(model, batch)[ends]
+    whole = len(scores) - len(scores) % 2
+    chosen, rejected = scores[:whole].view(-1, 2).unbind(1)
+    return bradley_terry(chosen, rejected, batch.tensors["margin"][:whole:2, 0])
+
+
+OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}
+"""What each kind of model is trained on."""

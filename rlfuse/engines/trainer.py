@@ -29,7 +29,7 @@ from rlfuse.algorithms.objectives import means
 from rlfuse.cluster.placement import SHARE, Slots
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
-from rlfuse.engines.degrees import Costs, Share, alone, legal, plan, together
+from rlfuse.engines.degrees import Costs, Share, Unit, alone, legal, plan, together
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.observe.events import Span
@@ -50,7 +50,7 @@ class TrainerGroup:
         self.config, self.ranks = config, list(ranks)
         self.costs, self.shares_prompts = Costs(), False
         self._turns = _Turns()
-        self._accumulated: dict[str, list[int]] = {"actor": [], "critic": []}  # response tokens of each row
+        self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}  # response tokens of each row
 
     @classmethod
     async def start(
@@ -79,6 +79,11 @@ class TrainerGroup:
         group.shares_prompts = facts.pop("shares_prompts")
         group.costs = (await group._all("measure", "time passes"))[0]
         return group, facts
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """What is trained."""
+        return ("actor", "critic") if self.config.uses_critic else ("actor",)
 
     @property
     def lockstep(self) -> bool:
@@ -155,10 +160,15 @@ class TrainerGroup:
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees, shared = len(self._ranks(slot)), self._degrees(slot), self.shares_prompts
-        units = together(rows, budget * degrees[-1], ranks, most) if shared else alone(rows)
+        ranks, degrees = len(self._ranks(slot)), self._degrees(slot)
+        units = self._units(rows, budget * degrees[-1], ranks)
         costs = self.costs.trained() if least_stage == 2 else self.costs
         return plan(units, ranks, budget, degrees, costs, most, lockstep)
+
+    def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
+        """Rows that stay together; `capacity`: tokens of a micro-batch at most."""
+        most = self.config.actor.ppo_micro_batch_size_per_gpu
+        return together(rows, capacity, ranks, most) if self.shares_prompts else alone(rows)
 
     def _degrees(self, slot: int | None) -> Sequence[int]:
         return legal(self._largest) if slot is None else (1,)
@@ -208,10 +218,9 @@ class TrainerGroup:
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
-        """`actor/` and `critic/` below `folder`, with what is needed to check that a resumed run fits."""
+        """A folder for each model below `folder`, with what is needed to check that a resumed run fits."""
         check_settled(self._accumulated, "saved")
-        models = ["actor", "critic"] if self.config.uses_critic else ["actor"]
-        buckets = {model: await self.bucket_plan(model) for model in models}
+        buckets = {model: await self.bucket_plan(model) for model in self.models}
         await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets)
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
@@ -223,7 +232,7 @@ class TrainerGroup:
             raise EngineError(
                 f"{folder} was written with {saved}, this run has {self._shape()}: DeepSpeed resumes only with the "
                 f"same. Keep those settings, or start a new run from the weights with "
-                f"model.path={folder / 'actor' / 'huggingface'}."
+                f"model.path={folder / self.models[0] / 'huggingface'}."
             )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 

@@ -46,7 +46,7 @@ from rlfuse.engines.optimizing import (
     trainable,
     zero_value_head,
 )
-from rlfuse.engines.passes import actor_loss, critic_loss, log_probs
+from rlfuse.engines.passes import OBJECTIVES, log_probs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
 from rlfuse.engines.sequence_parallel import Part, SequenceParallel
@@ -183,8 +183,8 @@ class TrainerRank(Rank):
     # Updates -----------------------------------------------------------------------------------------------------
 
     def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the gradients of the summed loss to what `actor` or `critic` holds, and its diagnostics to theirs."""
-        engine, objective = self.engines[model], actor_loss if model == "actor" else critic_loss
+        """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs."""
+        engine, objective = self.engines[model], OBJECTIVES[model]
         totals = self.sums.setdefault(model, {})
         engine.train()
         for micro_batch in micro_batches:

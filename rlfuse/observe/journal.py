@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,19 @@ class Journal:
                 sink.alert(step, alert)
         self._notes.clear()
         return spans
+
+    async def trained(self, step: int, values: dict[str, float], pictures: Mapping[str, Path] | None = None) -> None:
+        """Close a step that has no samples: its events, these scalars and PNGs by name."""
+        spans = await self.collect(step)
+        tokens = sum(span.tokens for span in spans if span.kind == "forward")
+        values = values | figures.time_metrics(spans, {"step": tokens}, self.config.slots)
+        values |= figures.memory_metrics(spans)
+        self._log(step, values)
+        if self._terminal and step:
+            self._terminal.log(step, values)
+        for sink in self._sinks:
+            for name, path in (pictures or {}).items():
+                sink.picture(step, name, path)
 
     def _timeline(self, step: int, spans: Sequence[Span]) -> Path:
         """What slots did in the step, as `timelines/step_N.png`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlfuse.config.schema import Config
 from rlfuse.fusion.selection import label
+from rlfuse.observe.proxy import draw_proxy
 from rlfuse.observe.tracking import read_metrics
 
 WINDOW = 5
@@ -33,13 +34,14 @@ def summarise(folder: Path, config: Config, seconds: float) -> dict[str, Any]:
         "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
         "steps": len(steps),
         "seconds": round(seconds, 1),
-        "versions": _versions(),
+        "versions": versions(),
         "fusion": config.fusion.policy,
         "label": label(config.fusion.data, config.fusion.tail_speculation),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     _draw(folder, steps, name, held_out)
+    draw_proxy(folder, rows)
     print(_text(summary, name, folder))
     return summary
 
@@ -48,7 +50,8 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a run depends on."""
     found = {}
     for package in PACKAGES:
         try:

@@ -57,16 +57,9 @@ class Terminal:
         elif "perf/time_per_step" in metrics:
             self._seconds = [metrics["perf/time_per_step"]]
         self._step, self._step_ended = step, now
-        if math.isfinite(reward := metrics.get("critic/score/mean", math.nan)):
+        if math.isfinite(reward := metrics.get("critic/score/mean", metrics.get("reward_model/acc", math.nan))):
             self._rewards.append(reward)
-        self._fields = {
-            "reward": _figure(metrics.get("critic/score/mean"), ".3f"),
-            "kl": _figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
-            "length": _figure(metrics.get("response_length/mean"), ".0f")
-            + "/"
-            + _figure(metrics.get("response_length/max"), ".0f"),
-            "speed": _figure(metrics.get("perf/throughput"), ".0f"),
-        }
+        self._fields = _pair_fields(metrics) if "reward_model/loss" in metrics else _sample_fields(metrics)
         if not self._live:
             seconds = _figure(metrics.get("perf/time_per_step"), ".1f")
             line = "  ".join(f"{name} {value}" for name, value in self._fields.items())
@@ -80,6 +73,22 @@ class Terminal:
         """The last view stays."""
         if self._live:
             self._live.stop()
+
+
+def _sample_fields(metrics: dict[str, float]) -> dict[str, str]:
+    longest = _figure(metrics.get("response_length/max"), ".0f")
+    return {
+        "reward": _figure(metrics.get("critic/score/mean"), ".3f"),
+        "kl": _figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
+        "length": _figure(metrics.get("response_length/mean"), ".0f") + "/" + longest,
+        "speed": _figure(metrics.get("perf/throughput"), ".0f"),
+    }
+
+
+def _pair_fields(metrics: dict[str, float]) -> dict[str, str]:
+    """Of a reward model that learns."""
+    names = ("loss", "acc", "margin", "grad_norm")
+    return {name: _figure(metrics.get(f"reward_model/{name}"), ".3f") for name in names}
 
 
 def _figure(value: float | None, form: str) -> str:

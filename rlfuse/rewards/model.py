@@ -125,11 +125,10 @@ class RewardModelWorker:
 
     def _tokens(self, item: Item) -> list[int]:
         """By the reward model's own chat template; without one, the policy's prompt text and the response."""
-        if self._tokenizer.chat_template:
-            messages = [*item.messages, {"role": "assistant", "content": item.response}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-            return self._tokenizer(text, add_special_tokens=False).input_ids
-        return self._tokenizer(item.prompt_text + item.response).input_ids
+        from rlfuse.data.tokenizers import conversation_ids  # imports transformers
+
+        messages = [*item.messages, {"role": "assistant", "content": item.response}]
+        return conversation_ids(self._tokenizer, messages, item.prompt_text + item.response)
 
     def _misfit(self, length: int) -> RewardFailure:
         return RewardFailure(

@@ -2,7 +2,7 @@
 
 Role: `rlfuse prepare [TASK]`, also `python -m rlfuse.tasks.prepare [TASK] [--out FOLDER]`. The folder then holds
 `train.parquet`, `val.parquet`, `model/` and `settings.json`, for `long_video` also `clips/` and `val_blind.parquet`,
-under the names that the experiment of the same name reads.
+under the names that the experiment of the same name reads (`preferences`: `reward_model`).
 Invariants:
 - `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
   others the folder is built again;
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -27,12 +28,14 @@ from typing import Any
 
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
-from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, Rows, WarmStart
+from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, Labeller, Rows, WarmStart
 
 DEFAULT_ROOT = Path(".cache/rlfuse/remainder")
 """From the current directory; `conf/experiment/quickstart.yaml` names it too."""
 CLIPS_ROOT = Path(".cache/rlfuse/clips")
 """The same for `conf/experiment/long_video.yaml`."""
+PREFERENCES_ROOT = Path(".cache/rlfuse/preferences")
+"""The same for `conf/experiment/reward_model.yaml`."""
 SETTINGS_FILE = "settings.json"
 
 
@@ -93,16 +96,37 @@ def prepare_clips(
     return _kept(root, {"warm_start": asdict(settings), "clips": asdict(clips)}, build)
 
 
-TASKS = {"quickstart": (DEFAULT_ROOT, prepare), "long_video": (CLIPS_ROOT, prepare_clips)}
-"""Experiments that come with a task: their folder, and what writes it."""
+def prepare_preferences(
+    root: Path = PREFERENCES_ROOT, settings: WarmStart | None = None, labeller: Labeller | None = None
+) -> PreparedTask:
+    """Write pairs of the quickstart's task into `root`, and the policy that its reward model starts from.
+
+    The policy is the quickstart's, made here only if it was not before.
+    """
+    settings, labeller = settings or WarmStart(), labeller or Labeller()
+
+    def build(folder: Path) -> None:
+        from rlfuse.tasks.preferences import write_preferences
+
+        write_preferences(folder, labeller)
+        policy = prepare(root.parent / DEFAULT_ROOT.name, settings)
+        shutil.copytree(policy.model_path, folder / "model")
+
+    return _kept(root, {"warm_start": asdict(settings), "labeller": asdict(labeller)}, build)
+
+
+TASKS = {
+    "quickstart": (DEFAULT_ROOT, prepare),
+    "preferences": (PREFERENCES_ROOT, prepare_preferences),
+    "long_video": (CLIPS_ROOT, prepare_clips),
+}
+"""What experiments read: its folder, and what writes it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="rlfuse prepare", description="Write a bundled task's data and model.")
-    parser.add_argument(
-        "task", nargs="?", choices=TASKS, default="quickstart", help="experiment (default: %(default)s)"
-    )
+    parser.add_argument("task", nargs="?", choices=TASKS, default="quickstart", help="(default: %(default)s)")
     roots = ", ".join(f"{root} for {name}" for name, (root, _) in TASKS.items())
     parser.add_argument("--out", type=Path, help=f"folder to write (default: {roots})")
     arguments = parser.parse_args(argv)

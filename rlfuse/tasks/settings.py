@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rlfuse.tasks.clips import Clips, Kind
 from rlfuse.video.plan import SeedSampling
 
-VERSION = "1"
+VERSION = "2"
 """Change it when the code of this package changes what is written: what another version wrote is not used again."""
 
 
@@ -40,6 +40,19 @@ class Rows:
 
     train: int = 512
     val: int = 64
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Labeller:
+    """Who compares answers of the remainder task, and how many pairs."""
+
+    certainty: float = 3.0
+    """Log-odds for a right answer over a wrong one of the same length."""
+    per_step: float = 0.3
+    """Log-odds for each subtraction more, right or not."""
+    train: int = 4096
+    val: int = 512
     seed: int = 1
 
 

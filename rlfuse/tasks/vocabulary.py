@@ -4,7 +4,7 @@ Role: what the warm start saves beside the model, so that any engine loads the p
 Invariants: it is a `Qwen2Tokenizer`, because transformers 5 loads a Qwen2 folder's tokenizer as that class whatever was
 saved there; words stand among its added tokens, since Qwen2's own rule would split 47 into 4 and 7; a word carries
 the space before it, as in any byte-level vocabulary, so text begins with a space (the chat template sees to that) and
-decoding gives it back as it was.
+decoding gives it back as it was. The template trims, so that answers that were decoded read as they were written.
 Callers: `warm_start`, and tests that need a real tokenizer without a network.
 """
 
@@ -18,7 +18,7 @@ from rlfuse.tasks.remainder import LARGEST_NUMBER
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 WORDS = ("mod", "-", "=", ",", ";")
 CHAT_TEMPLATE = (
-    "{% for message in messages %} {{ message['content'] }}"
+    "{% for message in messages %} {{ message['content'] | trim }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 

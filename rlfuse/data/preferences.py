@@ -1,0 +1,108 @@
+"""Pairs of answers, one preferred to the other: TRL's `chosen` and `rejected`, checked and tokenised.
+
+Role: `load_preferences` is called by the job that trains reward models, before Ray starts. Shapes, as TRL has them:
+- `prompt` (string or messages) with `chosen` and `rejected` as answers, strings or messages; messages may repeat the
+  prompt's first;
+- `chosen` and `rejected` alone, as whole conversations or whole texts;
+- with either, `margin`: how much better the chosen answer is, a number of log-odds.
+Invariants: a malformed row is a `DataError` that names file, row and field; no sequence is ever cut, one that is too
+long is an error or, with data.filter_overlong_prompts, left out and counted; the two tokenised answers differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.config.schema import DataConfig
+from rlfuse.data.rows import DataError, chat_messages, raw_rows
+from rlfuse.data.tokenizers import conversation_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """One pair, as the model reads it."""
+
+    index: int
+    """Row number over all files."""
+    shared_ids: np.ndarray
+    """int32: what both sequences begin with, the prompt and sometimes more."""
+    chosen_ids: np.ndarray
+    """int32 [1 or more]: the rest of the preferred one."""
+    rejected_ids: np.ndarray
+    """int32 [1 or more]: the rest of the other."""
+    margin: float = 0.0
+
+
+def load_preferences(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> tuple[list[Preference], str]:
+    """The pairs of all files, and a line on what became of their rows.
+
+    A sequence may have data.max_prompt_length + data.max_response_length tokens.
+    """
+    longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
+    for file in files:
+        for where, row in raw_rows(file):
+            chosen, rejected = (
+                _tokenise(f"{file}, {where}", row, side, data.prompt_key, tokenizer) for side in ("chosen", "rejected")
+            )
+            if (size := max(len(chosen), len(rejected))) > longest:
+                if not data.filter_overlong_prompts:
+                    raise DataError(
+                        f"{file}, {where}: a sequence of {size} tokens, data.max_prompt_length + "
+                        f"data.max_response_length is {longest}. Raise one, or drop such rows with "
+                        "data.filter_overlong_prompts=true."
+                    )
+                dropped += 1
+                continue
+            if chosen == rejected:
+                raise DataError(f"{file}, {where}: chosen and rejected are the same. Leave the row out.")
+            pairs.append(pair_of(len(pairs), chosen, rejected, _margin(f"{file}, {where}", row)))
+    if not pairs:
+        raise DataError(f"{', '.join(files)}: no pair is left, all {dropped} are longer than {longest} tokens.")
+    note = f", {dropped} dropped (over {longest} tokens)" if dropped else ""
+    return pairs, f"data  {len(pairs)} pairs from {', '.join(files)}{note}"
+
+
+def pair_of(index: int, chosen: Sequence[int], rejected: Sequence[int], margin: float = 0.0) -> Preference:
+    """Two different sequences, what they begin with taken together; at least one token of each stays its own."""
+    common, most = 0, min(len(chosen), len(rejected)) - 1
+    while common < most and chosen[common] == rejected[common]:
+        common += 1
+    shared, *rests = (np.asarray(ids, dtype=np.int32) for ids in (chosen[:common], chosen[common:], rejected[common:]))
+    return Preference(index, shared, *rests, margin)
+
+
+def _tokenise(
+    where: str, row: dict[str, Any], side: str, prompt_key: str, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """The whole sequence of `chosen` or `rejected`, without padding tokens at its end: its score is the last one's."""
+    given, prompt = row.get(side), row.get(prompt_key)
+    answer = chat_messages(f"{where}, field {side}", given, "assistant")
+    if prompt is None and isinstance(given, str):  # a whole text, with whatever template it was written
+        ids = tokenizer(given).input_ids
+    else:
+        before = () if prompt is None else chat_messages(f"{where}, field {prompt_key}", prompt, "user")
+        answer = answer[len(before) :] if answer[: len(before)] == before else answer
+        text = "\n".join(message["content"] for message in before) + "\n".join(each["content"] for each in answer)
+        ids = conversation_ids(tokenizer, (*before, *answer), text)
+    while ids and ids[-1] == tokenizer.pad_token_id:
+        ids = ids[:-1]
+    if not ids:
+        raise DataError(f"{where}, field {side}: no token is left of {given!r:.60}.")
+    return list(ids)
+
+
+def _margin(where: str, row: dict[str, Any]) -> float:
+    given = row.get("margin")
+    if given is None:
+        return 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise DataError(f"{where}, field margin: {given!r:.60} where a finite number belongs, or nothing.")
+    return float(given)

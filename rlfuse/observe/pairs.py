@@ -1,0 +1,79 @@
+"""What a reward model became: a picture of its calibration, `summary.json`, and a few lines at the terminal.
+
+Role: `draw_calibration` is called at every evaluation of a reward model, `summarise_pairs` at the end of its training;
+the latter reads only the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlfuse.algorithms.preferences import Calibration
+from rlfuse.config.rewards import MODEL_PART
+from rlfuse.observe.summary import versions
+from rlfuse.observe.tracking import read_metrics
+
+PICTURE = "calibration.png"
+ACCURACY = f"val-core/{MODEL_PART}/acc"
+
+
+def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
+    """Reliability diagram beside the histogram of gaps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
+    left.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
+    left.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
+    left.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
+    for middle, count in zip(middles, found.counts, strict=True):
+        left.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
+    left.set(xlabel="confidence, sigmoid(|gap|)", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
+    left.set_title(f"{len(gaps)} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}", fontsize=9)
+    left.legend(fontsize=7, loc="upper left")
+    right.hist(gaps, bins=40, color="tab:blue", alpha=0.8)
+    right.axvline(0, color="black", linestyle=":")
+    right.set(xlabel="gap: score of chosen minus rejected", ylabel="pairs")
+    right.set_title(f"mean gap {gaps.mean():.2f}", fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def summarise_pairs(folder: Path, seconds: float) -> dict[str, Any]:
+    """Write `summary.json` of a reward model's training and print what it is; returns the summary."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    held_out = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
+    weights = max(
+        folder.glob(f"global_step_*/{MODEL_PART}/huggingface"), key=lambda path: path.stat().st_mtime, default=None
+    )
+    summary = {
+        "val_before": next((value for step, value in held_out if step == 0), None),
+        "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
+        "steps": sum(row["step"] > 0 for row in rows),
+        "seconds": round(seconds, 1),
+        "versions": versions(),
+        "metrics": {key: value for row in rows for key, value in row.items()},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    print(_text(summary, folder, weights))
+    return summary
+
+
+def _text(summary: dict[str, Any], folder: Path, weights: Path | None) -> str:
+    before, after = (
+        "-" if summary[f"val_{side}"] is None else f"{summary[f'val_{side}']:.3f}" for side in ("before", "after")
+    )
+    lines = [
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s",
+        f"  held-out pairs {before} -> {after}   (accuracy)",
+    ]
+    if (ece := summary["metrics"].get(f"val-aux/{MODEL_PART}/ece")) is not None:
+        lines.append(f"  calibration   {ece:.3f}   (expected calibration error)")
+    lines += [f"  run folder    {folder}", f"  look at       {PICTURE}, metrics.jsonl, summary.json"]
+    if weights is not None:
+        lines += [f"  the model     {weights}", f"  use it        rlfuse train ... reward.model_path={weights}"]
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Training a reward model: pairs in, a Hugging Face folder that `reward.model_path` takes out.
+
+Role: `run` is what `rlfuse train` calls with trainer.task=reward_model (and notebooks, with `rlfuse.config.compose`'s
+`load`). A classifier with one label starts from model.path, sees data.train_batch_size pairs a step, and is evaluated
+on data.val_files: how often it is right, and how sure it was.
+
+    pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
+
+Waits: for the ranks, each call at most cluster.timeout_s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.algorithms.preferences import calibrate
+from rlfuse.cluster import placement
+from rlfuse.config.schema import Config
+from rlfuse.data.preferences import Preference, load_preferences
+from rlfuse.data.prompts import PromptSource
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.reward_model_trainer import MODEL, RewardModelTrainer
+from rlfuse.job import Job, open_job
+from rlfuse.observe.journal import Journal, due
+from rlfuse.observe.pairs import PICTURE, draw_calibration, summarise_pairs
+
+
+def run(config: Config) -> Path:
+    """Train; returns the run folder. Raises ConfigError, DataError or EngineError with one message."""
+    job = open_job(config)
+    data, trainer, tokenizer = job.config.data, job.config.trainer, load_tokenizer(job.config.model)
+    pairs, report = load_preferences(data.train_files, tokenizer, data)
+    held_out, more = load_preferences(data.val_files, tokenizer, data) if data.val_files else ([], "")
+    source = PromptSource(pairs, data.train_batch_size, data.shuffle, data.seed)
+    total = trainer.total_training_steps or trainer.total_epochs * source.steps_per_epoch
+    journal = job.journal(total)
+    journal.say(f"{report}\n{more}".strip())
+    seconds = job.carry_out(_run(job, tokenizer, source, held_out, journal), journal)
+    summarise_pairs(job.folder, seconds)
+    return job.folder
+
+
+async def _run(
+    job: Job, tokenizer: PreTrainedTokenizerBase, source: PromptSource, held_out: Sequence[Preference], journal: Journal
+) -> None:
+    slots = placement.start(job.config)
+    with journal.recorder.span("start", cause="run"):
+        trainer, facts = await RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
+
+    async def save(folder: Path) -> None:
+        await trainer.save(folder)
+        tokenizer.save_pretrained(folder / MODEL / "huggingface")
+
+    journal.attach([trainer], save, lambda: {"pairs": source.state_dict()}, facts)
+    if job.checkpoint is not None:
+        await trainer.load(job.checkpoint)
+        source.load_state_dict(job.state["pairs"])
+        journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    await _steps(trainer, source, held_out, journal, job.state["step"])
+
+
+async def _steps(
+    trainer: RewardModelTrainer, source: PromptSource, held_out: Sequence[Preference], journal: Journal, step: int
+) -> None:
+    """From the state after `step` to the last step."""
+    settings, total, picture = journal.config.trainer, journal.total_steps, {PICTURE: journal.folder / PICTURE}
+    if step == 0 and held_out and settings.val_before_train:
+        await journal.trained(0, await evaluate(trainer, held_out, journal), picture)
+    while step < total:
+        step += 1
+        with journal.recorder.span("step", step=step):
+            values = {"training/global_step": step, "training/epoch": source.epoch}
+            values |= await trainer.learn(source.next_batch())
+        tested = bool(held_out) and due(settings.test_freq, step, total)
+        if tested:
+            values |= await evaluate(trainer, held_out, journal)
+        if due(settings.save_freq, step, total):
+            await journal.checkpoint(step)
+        await journal.trained(step, values, picture if tested else None)
+
+
+async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal) -> dict[str, float]:
+    """Held-out accuracy, calibration error, gap and loss; redraws the picture of them in the run folder."""
+    with journal.recorder.span("testing"):
+        scores = await trainer.scores(pairs)
+    gaps = scores[:, 0].astype(float) - scores[:, 1]
+    found = calibrate(gaps)
+    draw_calibration(found, gaps, journal.folder / PICTURE)
+    values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
+    values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
+    journal.say(
+        "held-out pairs  " + "  ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in values.items())
+    )
+    return values

@@ -1,0 +1,99 @@
+"""Preferences for the remainder task: pairs of answers, and a labeller who errs and likes long ones.
+
+Role: what a reward model can be learned from where no people are at hand. Answers are right, or have the faults that
+the policy's demonstrations and its samples have; the labeller compares two and says which is better.
+The labeller is a Bradley-Terry one: its log-odds are `certainty` for the right answer over a wrong one, plus
+`per_step` for each subtraction that an answer shows more. The latter is what people and models are known for (Singhal
+et al. 2023, arXiv 2310.03716), and what a policy can exploit in a reward model that was learned from them.
+Invariants: pure functions of their arguments but for `write_preferences`; training pairs are of training problems only.
+Caller: `prepare`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlfuse.tasks.remainder import DATA_SOURCE, Problem, compute_score, draw_problems, running_values, write_steps
+from rlfuse.tasks.settings import Labeller
+
+
+def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
+    """Two different answers, each right or with one of the faults; shorter problems have fewer that differ."""
+    writers = (_right, _stopped_early, _slipped, _wrong_end, _repeated)
+    while True:
+        first, second = rng.choice(len(writers), 2, p=(0.35, 0.3, 0.15, 0.1, 0.1))
+        pair = writers[first](problem, rng), writers[second](problem, rng)
+        if pair[0] != pair[1]:
+            return pair
+
+
+def prefers_first(problem: Problem, first: str, second: str, labeller: Labeller, rng: np.random.Generator) -> bool:
+    """What the labeller says of two answers."""
+    odds = labeller.certainty * (_truth(problem, first) - _truth(problem, second))
+    odds += labeller.per_step * (first.count("=") - second.count("="))
+    return rng.random() < 1 / (1 + math.exp(-odds))
+
+
+def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generator) -> dict[str, Any]:
+    """A row in TRL's conversational shape, with the true scores beside it, which no training reads."""
+    pair = answers(problem, rng)
+    chosen, rejected = pair if prefers_first(problem, *pair, labeller, rng) else pair[::-1]
+    return {
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+        "true_scores": [_truth(problem, chosen), _truth(problem, rejected)],
+    }
+
+
+def write_preferences(folder: Path, labeller: Labeller) -> None:
+    """Write `train.parquet` and `val.parquet` into an existing folder."""
+    for name, count, held_out in (("train", labeller.train, False), ("val", labeller.val, True)):
+        rng = np.random.default_rng((labeller.seed, held_out, 2))
+        problems = draw_problems(count, labeller.seed + 1, held_out)
+        rows = [preference_row(problem, labeller, rng) for problem in problems]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def _truth(problem: Problem, answer: str) -> float:
+    return compute_score(DATA_SOURCE, answer, problem.answer)["score"]
+
+
+def _right(problem: Problem, rng: np.random.Generator) -> str:
+    return write_steps(running_values(problem.dividend, problem.divisor), problem.divisor)
+
+
+def _stopped_early(problem: Problem, rng: np.random.Generator) -> str:
+    """One to three subtractions short, where there are as many."""
+    values = running_values(problem.dividend, problem.divisor)
+    return write_steps(values[: max(1, len(values) - int(rng.integers(1, 4)))], problem.divisor)
+
+
+def _slipped(problem: Problem, rng: np.random.Generator) -> str:
+    """One difference is wrong by less than the divisor; the rest follows from it."""
+    values = running_values(problem.dividend, problem.divisor)
+    place, off = int(rng.integers(1, len(values))), int(rng.integers(1, problem.divisor))
+    begun, value = values[:place], values[place] + off
+    return write_steps([*begun, *range(value, -1, -problem.divisor)], problem.divisor)
+
+
+def _wrong_end(problem: Problem, rng: np.random.Generator) -> str:
+    """Right subtractions, another number behind them."""
+    steps, _, answer = _right(problem, rng).rpartition(" ")
+    return f"{steps} {(int(answer) + int(rng.integers(1, problem.divisor))) % problem.divisor}"
+
+
+def _repeated(problem: Problem, rng: np.random.Generator) -> str:
+    """Some subtractions stand there twice; nothing is wrong with the answer."""
+    values, divisor = running_values(problem.dividend, problem.divisor), problem.divisor
+    steps = [f"{before} - {divisor} = {after}" for before, after in itertools.pairwise(values)]
+    again = int(rng.integers(len(steps))) if steps else 0
+    steps[again : again + 2] = [step for step in steps[again : again + 2] for _ in range(2)]
+    return f"{' , '.join(steps[:26])} ; {values[-1]}"

@@ -66,7 +66,8 @@ def rows_of(pairs: Sequence[Preference]) -> list[Row]:
     rows = []
     for pair in pairs:
         for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
-            response = np.concatenate([ids, UNSEEN])
+            alone = int(not len(pair.shared_ids))  # a row has a prompt: with nothing to share, its own first token
+            prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], UNSEEN])
             margin = np.full(len(response), pair.margin, dtype=np.float32)
-            rows.append(Row(pair.shared_ids, response, {"margin": margin}, f"{pair.index}/{side}"))
+            rows.append(Row(prompt, response, {"margin": margin}, f"{pair.index}/{side}"))
     return rows

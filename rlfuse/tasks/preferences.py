@@ -28,7 +28,7 @@ def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
     """Two different answers, each right or with one of the faults; shorter problems have fewer that differ."""
     writers = (_right, _stopped_early, _slipped, _wrong_end, _repeated)
     while True:
-        first, second = rng.choice(len(writers), 2, p=(0.35, 0.3, 0.15, 0.1, 0.1))
+        first, second = rng.choice(len(writers), 2, p=(0.35, 0.35, 0.1, 0.1, 0.1))
         pair = writers[first](problem, rng), writers[second](problem, rng)
         if pair[0] != pair[1]:
             return pair
@@ -71,9 +71,9 @@ def _right(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _stopped_early(problem: Problem, rng: np.random.Generator) -> str:
-    """One to three subtractions short, where there are as many."""
+    """One subtraction short or two, where there are as many."""
     values = running_values(problem.dividend, problem.divisor)
-    return write_steps(values[: max(1, len(values) - int(rng.integers(1, 4)))], problem.divisor)
+    return write_steps(values[: max(1, len(values) - int(rng.integers(1, 3)))], problem.divisor)
 
 
 def _slipped(problem: Problem, rng: np.random.Generator) -> str:

@@ -47,7 +47,7 @@ class Rows:
 class Labeller:
     """Who compares answers of the remainder task, and how many pairs."""
 
-    certainty: float = 3.0
+    certainty: float = 4.0
     """Log-odds for a right answer over a wrong one of the same length."""
     per_step: float = 0.3
     """Log-odds for each subtraction more, right or not."""

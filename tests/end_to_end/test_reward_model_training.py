@@ -1,0 +1,126 @@
+"""A reward model learns from pairs on real DeepSpeed ranks: gradients, resuming, and its place in the reward pool."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_probe import Probe, distance
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlfuse.config.schema import Config
+from rlfuse.data.preferences import load_preferences
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.reward_model_trainer import RewardModelTrainer
+from rlfuse.rewards.items import item_of_row
+from rlfuse.rewards.model import ModelSpec, RewardModelWorker
+
+MODEL = "reward_model"
+
+
+class Pairs(RewardModelTrainer, Probe):
+    """Its gradients can be read."""
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model, tmp_path_factory):
+    """Pairs of which the better ends with a small number; two of three have a margin."""
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = []
+    for i in range(48):
+        low, high = rng.integers(3, 90), rng.integers(110, 199)
+        middle = " ".join(f"w{n}" for n in rng.integers(3, 199, rng.integers(1, 9)))
+        rows.append(
+            {"prompt": f"w{i + 3}", "chosen": f" {middle} w{low}", "rejected": f" w{high}", "margin": i % 3 / 4}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config()
+    config.trainer.task, config.model.path, config.model.dtype = MODEL, str(tiny_model), "float32"
+    config.data.train_files, config.trainer.n_gpus_per_node, config.cluster.timeout_s = [str(path)], 2, 300
+    config.actor.optim.lr, config.actor.optim.weight_decay, config.actor.grad_clip = 3e-3, 0.0, 0.0
+    config.actor.ppo_max_token_len_per_gpu = 64
+    return config
+
+
+@pytest.fixture(scope="module")
+def pairs(config):
+    return load_preferences(config.data.train_files, load_tokenizer(config.model), config.data)[0]
+
+
+@pytest.fixture(scope="module")
+async def trainer(config, slots):
+    return (await Pairs.start(config, slots, 20, 0))[0]
+
+
+async def fresh(trainer, stage):
+    """The same processes under another ZeRO stage."""
+
+    def reload(rank, stage):
+        rank.config.actor.zero_stage = stage
+        rank.setup(20, 0)
+
+    trainer.config.actor.zero_stage = stage
+    await asyncio.gather(*(rank.__ray_call__.remote(reload, stage) for rank in trainer.ranks))
+
+
+def direct(folder, sequences):
+    """Scores of the classifier as transformers runs it, one sequence at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, num_labels=1, pad_token_id=0
+    )
+    return model, [model(torch.tensor(ids.astype(np.int64))[None]).logits[0, 0] for ids in sequences]
+
+
+def sequences(pairs):
+    return [np.concatenate([p.shared_ids, ids]) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+async def test_it_learns_resumes_and_is_what_the_reward_pool_loads(trainer, config, pairs, stage, tmp_path):
+    await fresh(trainer, stage)
+    first = await trainer.learn(pairs[:32])
+    assert first["reward_model/loss"] > np.log(2) - 1e-6, "a fresh head scores 0, margins ask for more"
+    await trainer.save(tmp_path)
+    gone_on = [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)]
+    await trainer.load(tmp_path)
+    assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == gone_on
+    scores = await trainer.scores(pairs)
+    assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
+    await trainer.save(tmp_path)
+    folder = tmp_path / MODEL / "huggingface"
+    _, expected = direct(folder, sequences(pairs))
+    np.testing.assert_allclose(scores.flatten(), [float(score.detach()) for score in expected], atol=1e-4)
+    AutoTokenizer.from_pretrained(config.model.path).save_pretrained(folder)
+    worker = RewardModelWorker(ModelSpec(str(folder)))
+    assert worker.start() is None
+    rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()]
+    items = [
+        item_of_row({"prompt": row["prompt"], "response": row[side]}) for row in rows for side in ("chosen", "rejected")
+    ]
+    found = [score.value for score in worker.score(MODEL, items)]
+    np.testing.assert_allclose(found, scores.flatten(), atol=1e-4)
+    if stage == 1:
+        await _gradients_are_plain_torchs(trainer, config, pairs[:7], folder)
+
+
+async def _gradients_are_plain_torchs(trainer, config, pairs, folder):
+    """On a head that is not 0, over two ranks and several micro-batches, and with a rank that has nothing."""
+
+    def start_from(rank, path):
+        rank.config.model.path = path
+        rank.setup(20, 0)
+
+    for some in (pairs, pairs[:1]):
+        await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(folder)) for rank in trainer.ranks))
+        metrics = await trainer.learn(some)
+        model, scores = direct(folder, sequences(some))
+        gaps = torch.stack(scores[::2]) - torch.stack(scores[1::2])
+        margins = torch.tensor([pair.margin for pair in some])
+        loss = -torch.nn.functional.logsigmoid(gaps - margins).mean()
+        loss.backward()
+        assert metrics["reward_model/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert distance(await trainer.gradients(MODEL), expected) < 1e-4
+    await asyncio.gather(*(rank.__ray_call__.remote(start_from, config.model.path) for rank in trainer.ranks))

@@ -1,0 +1,190 @@
+"""Pairs from files, the Bradley-Terry loss, calibration, and the labeller of the remainder task."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlfuse.algorithms.preferences import bradley_terry, calibrate
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config, DataConfig
+from rlfuse.data.preferences import load_preferences, pair_of
+from rlfuse.data.rows import DataError
+from rlfuse.engines.batches import collate
+from rlfuse.engines.passes import preference_loss
+from rlfuse.engines.reward_model_trainer import rows_of
+from rlfuse.observe.pairs import draw_calibration, summarise_pairs
+from rlfuse.observe.proxy import draw_proxy
+from rlfuse.tasks.preferences import answers, preference_row, prefers_first
+from rlfuse.tasks.remainder import compute_score, draw_problems
+from rlfuse.tasks.settings import Labeller
+from rlfuse.tasks.vocabulary import build_tokenizer
+
+PROMPT = {"role": "user", "content": "20 mod 6 ="}
+GOOD, BAD = "20 - 6 = 14 , 14 - 6 = 8 , 8 - 6 = 2 ; 2", "20 - 6 = 14 ; 14"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def load(tmp_path, tokenizer, *rows, **settings):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_preferences([str(path)], tokenizer, DataConfig(train_files=[], **settings))
+
+
+def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer):
+    pairs, report = load(
+        tmp_path,
+        tokenizer,
+        {"prompt": [PROMPT], "chosen": [said(GOOD)], "rejected": [said(BAD)]},
+        {"prompt": PROMPT["content"], "chosen": f" {GOOD}", "rejected": BAD, "margin": 0.5},
+        {"prompt": PROMPT["content"], "chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
+        {"chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
+        {"chosen": f" 20 mod 6 = {GOOD}<end>", "rejected": f" 20 mod 6 = {BAD}<end>"},
+    )
+    assert report.startswith("data  5 pairs from")
+    assert [pair.margin for pair in pairs] == [0, 0.5, 0, 0, 0]
+    for pair in pairs:
+        assert tokenizer.decode(pair.shared_ids) == " 20 mod 6 = 20 - 6 = 14"
+        assert tokenizer.decode(np.concatenate([pair.shared_ids, pair.chosen_ids])) == f" 20 mod 6 = {GOOD}<end>"
+        assert tokenizer.decode(pair.rejected_ids) == " ; 14<end>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": " 1"}, "field rejected: None where a non-empty string or list"),
+        ({"chosen": "", "rejected": "b"}, "field chosen: '' where"),
+        ({"chosen": [{"role": "user"}], "rejected": "b"}, r"field chosen\[0\]: .* is not a message"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "field prompt: 3 where"),
+        ({"chosen": " 1", "rejected": " 2", "margin": "big"}, "field margin: 'big' where a finite number"),
+        ({"chosen": " 1", "rejected": " 2", "margin": float("nan")}, "field margin: nan"),
+        ({"chosen": " 1", "rejected": " 1"}, "chosen and rejected are the same"),
+        ({"chosen": " 1" * 40, "rejected": " 1"}, "a sequence of 40 tokens.* is 20.*filter_overlong_prompts"),
+        ({"chosen": "<pad>", "rejected": " 1"}, "field chosen: no token is left"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, tokenizer, row, message):
+    good = {"chosen": " 1 , 2", "rejected": " 3"}
+    with pytest.raises(DataError, match=rf"pairs.jsonl, line 2.*{message}"):
+        load(tmp_path, tokenizer, good, row, max_prompt_length=10, max_response_length=10)
+
+
+def test_long_pairs_are_dropped_and_counted_where_that_is_wanted(tmp_path, tokenizer):
+    rows = {"chosen": " 1" * 40, "rejected": " 1"}, {"chosen": " 1 , 2", "rejected": " 3"}
+    limits = {"max_prompt_length": 10, "max_response_length": 10, "filter_overlong_prompts": True}
+    pairs, report = load(tmp_path, tokenizer, *rows, **limits)
+    assert len(pairs) == 1 and "1 dropped (over 20 tokens)" in report
+    with pytest.raises(DataError, match="no pair is left, all 1 are longer than 20 tokens"):
+        load(tmp_path, tokenizer, rows[0], **limits)
+
+
+def test_each_answer_keeps_a_token_of_its_own():
+    pair = pair_of(0, [5, 6], [5, 6, 7])
+    assert [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] == [[5], [6], [6, 7]]
+
+
+def test_the_loss_is_bradley_and_terrys_with_its_margin():
+    chosen, rejected = torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor([0.0, 2.0])
+    loss, sums = bradley_terry(chosen, rejected, torch.tensor([0.0, 1.0]))
+    probabilities = 1 / (1 + np.exp(-np.array([1.0, -3.0])))
+    assert float(loss.detach()) == pytest.approx(-np.log(probabilities).sum())
+    loss.backward()
+    np.testing.assert_allclose(chosen.grad, probabilities - 1, rtol=1e-6)
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
+        {"loss": float(loss.detach()), "acc": 1.0, "margin": -1.0, "chosen": 1.0, "rejected": 2.0}
+    )
+
+
+class Sums(torch.nn.Module):
+    """Scores a token by the sum of those up to it, within its segment and the prefix that it stands behind."""
+
+    def forward(self, input_ids, layout, **_):
+        flat, found = input_ids.flatten().double(), []
+        for segment in layout.segments:
+            before = flat[slice(*segment.prefix)].sum() if segment.prefix else 0.0
+            found.append(before + flat[segment.start : segment.stop].cumsum(0))
+        return type("Output", (), {"logits": torch.cat(found).view(*input_ids.shape, 1) / 10})
+
+
+@pytest.mark.parametrize(("packed", "shared"), [(False, False), (True, False), (True, True)])
+def test_a_pair_is_scored_at_its_last_tokens_however_it_is_laid_out(packed, shared):
+    pairs = [pair_of(0, [3, 4, 5], [3, 4, 9, 9], 0.25), pair_of(1, [3, 8], [3, 4, 4, 4]), pair_of(2, [7], [6])]
+    loss, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs), packed, shared=shared))
+    chosen, rejected = torch.tensor([1.2, 1.1, 0.7]), torch.tensor([2.5, 1.5, 0.6])
+    expected, _ = bradley_terry(chosen, rejected, torch.tensor([0.25, 0.0, 0.0]))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5) and float(sums["acc"]) == 1
+    filler, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs)[:1], packed, shared=shared))
+    assert float(filler) == 0.0 and not any(sums.values())
+
+
+def test_calibration_of_scores_that_are_what_they_say():
+    rng = np.random.default_rng(0)
+    sure = rng.normal(0, 2, 20_000)
+    gaps = np.where(rng.random(20_000) < 1 / (1 + np.exp(-sure)), sure, -sure)
+    honest, boastful = calibrate(gaps), calibrate(4 * gaps)
+    assert honest.ece < 0.02 < 0.1 < boastful.ece
+    assert honest.accuracy == boastful.accuracy == (gaps > 0).mean()
+    assert honest.counts.sum() == 20_000 and np.all(np.diff(honest.accuracies) > 0)
+    assert honest.loss < boastful.loss
+
+
+def test_calibration_by_hand():
+    found = calibrate(np.array([0.0, 0.0, 5.0, -5.0, 5.0, 5.0]), bins=2)
+    assert found.counts.tolist() == [2, 4] and found.accuracies.tolist() == [0.5, 0.75]
+    sure = 1 / (1 + np.exp(-5.0))
+    assert found.ece == pytest.approx(4 / 6 * (sure - 0.75)) and found.accuracy == pytest.approx(4 / 6)
+    assert np.isnan(calibrate(np.array([5.0])).accuracies[0])
+    with pytest.raises(ValueError, match="got 2 of which 1 are finite"):
+        calibrate(np.array([1.0, np.nan]))
+
+
+def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
+    gaps = np.linspace(-1, 3, 50)
+    draw_calibration(calibrate(gaps), gaps, tmp_path / "calibration.png")
+    rows = [{"step": i, "val-core/reward_model/acc": 0.5 + i / 10, "val-aux/reward_model/ece": 0.1} for i in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarise_pairs(tmp_path, 1.0)
+    assert (summary["val_before"], summary["val_after"], summary["steps"]) == (0.5, 0.7, 2)
+    assert "0.500 -> 0.700" in capsys.readouterr().out
+    names = ("val-core/r/acc/mean@1", "val-aux/r/reward_model/mean@1", "rewards/reward_model/mean")
+    rows = [{"step": i, **dict.fromkeys(names[: 2 + (i > 0)], i / 4)} for i in range(4)]
+    picture = draw_proxy(tmp_path, rows)
+    for path in (picture, tmp_path / "calibration.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert draw_proxy(tmp_path, [{"step": 1, names[0]: 0.5}]) is None
+
+
+def test_the_labeller_prefers_what_is_right_and_what_is_long():
+    rng, problems = np.random.default_rng(3), draw_problems(600, 5, held_out=False)
+    truth = [[compute_score("", text, p.answer)["score"] for text in answers(p, rng)] for p in problems]
+    assert 0.4 < np.mean(truth) < 0.7 and all(first != second for first, second in (answers(p, rng) for p in problems))
+    problem, sure = problems[0], Labeller(certainty=50.0, per_step=0.0)
+    right, wrong = (f"{problem.dividend} - 0 = 1 ; {problem.answer + more}" for more in (0, 1))
+    assert prefers_first(problem, right, wrong, sure, rng) and not prefers_first(problem, wrong, right, sure, rng)
+    assert prefers_first(problem, f"= {right}", right, Labeller(per_step=50.0), rng)
+    rows = [preference_row(p, Labeller(), rng) for p in problems]
+    chosen, rejected = np.array([row["true_scores"] for row in rows]).T
+    assert 0.85 < (chosen > rejected).sum() / (chosen != rejected).sum() < 1
+
+
+def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
+    config = Config()
+    config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
+    config.actor.ppo_mini_batch_size = 7  # heeded by reinforcement learning alone
+    assert check(config, Facts()) == []
+    config.data.train_batch_size, config.trainer.n_gpus_per_node, config.training.pipeline_parallel_size = 1, 2, 2
+    pipeline, batch = check(config, Facts())
+    assert pipeline.startswith("training.pipeline_parallel_size=2: must be 1 with trainer.task=reward_model")
+    assert batch.startswith("data.train_batch_size=1: must be at least the 2 slots, a pair for each")
+    config = Config(trainer=type(config.trainer)(task="reward"))
+    assert any("did you mean" in problem for problem in check(config, Facts()) if problem.startswith("trainer.task"))

@@ -87,7 +87,7 @@ async def test_it_learns_resumes_and_is_what_the_reward_pool_loads(trainer, conf
     await trainer.load(tmp_path)
     assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == gone_on
     scores = await trainer.scores(pairs)
-    assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
+    assert (scores[:, 0] > scores[:, 1]).mean() > 0.8
     await trainer.save(tmp_path)
     folder = tmp_path / MODEL / "huggingface"
     _, expected = direct(folder, sequences(pairs))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.job import open_job
+from rlfuse.job import Job, open_job
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
 from rlfuse.rewards.pool import RewardPool
@@ -83,84 +84,86 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
     journal.say(report)
     if video_model is not None:
         config = _with_served_models(config, job.folder)
-    work = _run(
-        config, tokenizer, reward, prompts, held_out, video_model, journal, total, job.checkpoint, job.state, drive
-    )
+    work = _run(_Work(config, tokenizer, reward, prompts, held_out, video_model, total), job, journal, drive)
     summarise(job.folder, config, seconds=job.carry_out(work, journal))
     return job.folder
 
 
-async def _run(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: RewardPool,
-    prompts: PromptSource,
-    held_out: Sequence[Prompt],
-    video_model: VideoModel | None,
-    journal: Journal,
-    total: int,
-    checkpoint: Path | None,
-    state: dict[str, Any],
-    drive: Drive,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a job works on, loaded and checked."""
+
+    config: Config
+    """With the paths of what engines and trainers load."""
+    tokenizer: PreTrainedTokenizerBase
+    reward: RewardPool
+    prompts: PromptSource
+    held_out: Sequence[Prompt]
+    video_model: VideoModel | None
+    total: int
+    """Steps."""
+
+
+async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
+    config, reward = work.config, work.reward
     slots = placement.start(config)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots)
-    towers = _towers(config, video_model, slots.device) if video_model else None
+    towers = _towers(config, work.video_model, slots.device) if work.video_model else None
     clips = _step_clips(config, towers, slots, journal) if towers else None
+    trained = [] if config.video.freeze_tower else [towers]
     try:
         with journal.recorder.span("start", cause="run"):
             (trainer, facts), _, _, *engine_facts = await _together(
-                trainer_of(config).start(
-                    config, slots, total * passes, slots.cores, *([] if config.video.freeze_tower else [towers])
-                ),
+                trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
                 reward.start(),
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
-        experience = Experience(config, reward.entries)
-        fusion, data = config.fusion, config.data
-        selection = Selection(fusion.data, fusion.excess, data.train_batch_size, prompts)
-        tuning = Tuning(
-            _starting_costs(config, engine_facts, slots),
-            Lengths(data.max_response_length),
-            _settings(config, trainer),
-            Learning(config, len(rollouts)),
-        )
-        kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": tuning.lengths}
-        kept["rewards"] = experience.normaliser
-        if checkpoint is not None:
-            await trainer.load(checkpoint)
-            for name, part in kept.items():
-                part.load_state_dict(state[name])
-            journal.say(f"resumed from {checkpoint} after step {state['step']}")
-        if config.fusion.policy == "adaptive" and (why := experience.why_late()):
-            journal.say(why)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer)
-        if clips and not config.video.freeze_tower:
+        if trained:
             weights = TowerPush(weights, trainer, clips.encoder, journal.folder)
-
-        async def save(folder: Path) -> None:
-            await trainer.save(folder)
-            tokenizer.save_pretrained(folder / "actor" / "huggingface")
-            if video_model is not None:
-                await asyncio.to_thread(video_model.complete, folder / "actor" / "huggingface")
-
-        journal.attach(
-            [*rollouts, trainer, reward, *([clips] if clips else [])],
-            save,
-            lambda: {name: part.state_dict() for name, part in kept.items()},
-            facts,
-        )
         engines = Engines(rollouts, reward, trainer, weights, clips)
-        policy = POLICIES[fusion.policy]
-        controller = Controller(
-            config, engines, policy, experience, prompts, held_out, journal, selection, tuning, total
-        )
-        await drive(controller, state["step"])
+        costs = _starting_costs(config, engine_facts, slots)
+        controller = await _controller(work, job, engines, costs, journal, facts)
+        await drive(controller, job.state["step"])
     finally:
         await _quietly(reward.close(), *(handle.stop() for handle in rollouts), *([clips.close()] if clips else []))
+
+
+async def _controller(
+    work: _Work, job: Job, engines: Engines, costs: Costs, journal: Journal, facts: dict[str, Any]
+) -> Controller:
+    """On engines that stand, where the checkpoint left off if there is one; the journal can write the next."""
+    config, prompts, trainer = work.config, work.prompts, engines.trainer
+    fusion, data = config.fusion, config.data
+    experience = Experience(config, work.reward.entries)
+    selection = Selection(fusion.data, fusion.excess, data.train_batch_size, prompts)
+    lengths, learning = Lengths(data.max_response_length), Learning(config, len(engines.rollout))
+    tuning = Tuning(costs, lengths, _settings(config, trainer), learning)
+    kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": lengths}
+    kept["rewards"] = experience.normaliser
+    if job.checkpoint is not None:
+        await trainer.load(job.checkpoint)
+        for name, part in kept.items():
+            part.load_state_dict(job.state[name])
+        journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    if fusion.policy == "adaptive" and (why := experience.why_late()):
+        journal.say(why)
+
+    async def save(folder: Path) -> None:
+        await trainer.save(folder)
+        work.tokenizer.save_pretrained(folder / "actor" / "huggingface")
+        if work.video_model is not None:
+            await asyncio.to_thread(work.video_model.complete, folder / "actor" / "huggingface")
+
+    recorded = [*engines.rollout, trainer, engines.reward, *([engines.clips] if engines.clips else [])]
+    journal.attach(recorded, save, lambda: {name: part.state_dict() for name, part in kept.items()}, facts)
+    policy = POLICIES[fusion.policy]
+    return Controller(
+        config, engines, policy, experience, prompts, work.held_out, journal, selection, tuning, work.total
+    )
 
 
 def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:

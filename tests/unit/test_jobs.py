@@ -50,7 +50,7 @@ def test_the_words_of_scripts_make_a_job(script):
         files = [str(JOBS.parent / word) if word.endswith(".yaml") else word for word in words]
         if not base and not any(word.endswith(".yaml") or word.startswith("experiment=") for word in words):
             files.insert(0, str(JOBS / "ppo_7b.yaml"))
-        composed(*base, *files)
+        assert composed(*base, *files).data.train_files, line
 
 
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.name)

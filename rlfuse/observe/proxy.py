@@ -27,7 +27,7 @@ def draw_proxy(folder: Path, rows: Sequence[dict[str, float]]) -> Path | None:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     other = axes.twinx()
     lines = [*_line(axes, rows, proxy, "tab:orange", "s", f"reward model, held out: {proxy}")]
@@ -40,7 +40,7 @@ def draw_proxy(folder: Path, rows: Sequence[dict[str, float]]) -> Path | None:
     other.set_ylabel("true score", color="tab:blue")
     other.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(handles=lines, fontsize=7, loc="lower right")
+    figure.legend(handles=lines, fontsize=7, loc="outside lower center", ncols=2)
     figure.savefig(folder / PICTURE, dpi=120)
     return folder / PICTURE
 

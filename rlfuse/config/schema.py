@@ -94,8 +94,7 @@ class RolloutConfig:
     weight_transfer: str = "auto"
     """How new weights reach the engines: auto (shm on CPU hosts, ipc on GPUs) | shm | nccl | ipc."""
     kv_transfer: str = "auto"
-    """How the KV cache of a sample that moves reaches its new engine: auto (nixl on GPUs where it is installed, else
-    shm) | shm | nixl."""
+    """How the KV cache of a sample that moves reaches its engine: auto (nixl on GPUs that have it, else shm) | shm | nixl."""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -313,8 +312,7 @@ class TrainerConfig:
     """The run: what is trained, length, logging, checkpoints."""
 
     task: str = "rl"
-    """rl (a policy, by reward) | reward_model (a sequence classifier on TRL's chosen / rejected rows, with the settings
-    of `actor`; data.train_batch_size pairs a step)."""
+    """rl | reward_model: a policy by reward, or a classifier by chosen / rejected rows (TRL) with `actor`'s settings."""
     project_name: str = "rlfuse"
     """wandb project and folder name."""
     experiment_name: str = "run"

@@ -301,8 +301,8 @@ class VideoConfig:
     """Longest time to read a clip, or the part that a rank encodes."""
     max_failure_rate: float = 0.1
     """Rows whose clips can't be used are left out; above this share of the rows, or of a step's, the run stops."""
-    log_clips: int = 4
-    """Samples of a step whose frames are drawn beside question, answer and reward; 0 for none."""
+    log_clips: int | None = None
+    """Logged samples of a step whose frames are drawn beside question, answer and reward; null: all, 0: none."""
     freeze_tower: bool = True
     """False: the actor's updates train the vision tower too, on clips encoded again with gradient."""
 

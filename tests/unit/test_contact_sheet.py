@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from clip_files import plan_of, steady, write_video
 
-from rlfuse.samples import Reward, RewardFailure
+from rlfuse.observe.sheets import ContactSheets
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Video
 from rlfuse.video.contact_sheet import MARGIN, MOST_FRAMES, PANEL, Caption, contact_sheet
 from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
 
@@ -65,3 +67,22 @@ def test_frames_of_another_plan_are_refused():
     plan = plan_video(ClipFacts(3.0, 24.0, 56, 56), SeedSampling())
     with pytest.raises(ValueError, match=r"got uint8 \(2, 56, 56, 3\); valid is uint8 \(3, 56, 56, 3\)"):
         contact_sheet(np.zeros((2, 56, 56, 3), np.uint8), plan, CAPTION)
+
+
+async def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
+    plan = plan_of([0.0, 0.5])
+    here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
+    videos = (Video(here, plan, np.arange(2, dtype=np.int32)), None, Video(gone, plan, np.arange(2, dtype=np.int32)))
+    response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")
+    samples = [
+        Sample(Prompt(number, np.zeros(3, np.int32), "how many?", (), "x", 3, video=video), 7, sibling, 0, response)
+        for number, video in enumerate(videos)
+        for sibling in range(2)
+    ]
+    sheets = ContactSheets(tmp_path, None, 20.0)
+    try:
+        drawn = await sheets.draw(7, samples)
+        assert drawn.keys() == {"7/0/0", "7/0/1"} and all(path.stat().st_size > 1000 for path in drawn.values())
+        assert (await ContactSheets(tmp_path, 0, 20.0).draw(7, samples)) == {}
+    finally:
+        sheets.close()

@@ -51,7 +51,7 @@ def cluster(tmp_path_factory):
     command += [f"--temp-dir={folder}", "--disable-usage-stats", "--object-store-memory=200000000"]
     log = (token.parent / "head.log").open("w")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    # Not what a run in this process set for a cluster of its own: a head that ends its children does not see how jobs end.
+    # Not what a run in this process set for its own cluster: a head that ends its children can't see how jobs end.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=plain | secret)
     try:

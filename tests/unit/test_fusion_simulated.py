@@ -9,7 +9,7 @@ from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import parse
 
-exploring = settings(deadline=None, derandomize=True, max_examples=25)
+exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 
 @st.composite

@@ -18,7 +18,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 
 SCORING = {"old_log_prob", "ref", "values"}
-exploring = settings(deadline=None, derandomize=True, max_examples=25)
+exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -39,7 +39,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(exploring, max_examples=12)
+@settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
     world = play(replace(scene, policy=policy))
@@ -47,7 +47,7 @@ def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(exploring, max_examples=12)
+@settings(exploring, max_examples=8)
 @given(scene=scenes(steps=4))
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
 def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_they_say(data, policy, scene):

@@ -13,7 +13,7 @@ from trainer_probe import Probe, distance, lengths, make_rows, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.placement import worker_environment
-from rlfuse.engines.degrees import Costs
+from rlfuse.engines.degrees import Costs, Overhead
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.samples import Video, Visual
@@ -84,7 +84,8 @@ async def started(slots, trained, tower_settings):
     (group, _), _ = await asyncio.gather(
         TowerProbe.start(trained(degree=2), slots, 10, tower=tower_settings), encoder.start()
     )
-    group.tower, group.costs = tower_settings, Costs(start=1e9)  # as many ranks as a row needs and no more
+    group.tower = tower_settings
+    group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more
     yield group, encoder
     for rank in group.ranks:
         ray.kill(rank)

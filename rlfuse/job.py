@@ -61,7 +61,18 @@ class Job:
 
 
 def open_job(config: Config) -> Job:
-    """Find the folder and the checkpoint; ConfigError for a folder that holds a run which can't be resumed."""
+    """Find the folder and the checkpoint; ConfigError for a folder that holds a run which can't be resumed.
+
+    Also for several nodes without a cluster, which `rlfuse plan` and `rlfuse submit` don't mind.
+    """
+    if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
+        raise ConfigError(
+            [
+                f"trainer.nnodes={count}: a run's own Ray is of this machine alone. Start a cluster (ray start --head "
+                "here, ray start --address=HEAD:6379 on the others, or jobs/several_nodes.*) and set "
+                "cluster.ray_address=auto, or send the job there by rlfuse submit"
+            ]
+        )
     folder = config.run_folder
     checkpoint = checkpoints.find(folder, config.trainer.resume_mode)
     _refuse_used_folder(folder, checkpoint)

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster import placement
+from rlfuse.cluster.nodes import watched
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
 from rlfuse.controller import Controller
@@ -36,6 +37,7 @@ from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
 from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.engines.weights import WeightPush, resolve_transfer
+from rlfuse.engines.weights_depot import depots
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
@@ -113,21 +115,24 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     clips = _step_clips(config, towers, slots, journal) if towers else None
     trained = [] if config.video.freeze_tower else [towers]
     try:
+        living = slots.living(config.rollout.tensor_model_parallel_size)
         with journal.recorder.span("start", cause="run"):
-            (trainer, facts), _, _, *engine_facts = await _together(
+            starting = _together(
                 trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
                 reward.start(),
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
+            (trainer, facts), _, _, *engine_facts = await watched(starting, living)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
-        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer)
+        nodes = depots(rollouts, slots, config.cluster.timeout_s)
+        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
         if trained:
             weights = TowerPush(weights, trainer, clips.encoder, journal.folder)
         engines = Engines(rollouts, reward, trainer, weights, clips)
         costs = _starting_costs(config, engine_facts, slots)
         controller = await _controller(work, job, engines, costs, journal, facts)
-        await drive(controller, job.state["step"])
+        await watched(drive(controller, job.state["step"]), living)
     finally:
         await _quietly(reward.close(), *(handle.stop() for handle in rollouts), *([clips.close()] if clips else []))
 
@@ -316,4 +321,4 @@ async def _together(*starts: Any) -> list[Any]:
 
 async def _quietly(*ends: Any) -> None:
     """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
-    await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(end, 10)) for end in ends])
+    await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)

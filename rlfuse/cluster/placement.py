@@ -3,6 +3,8 @@
 Role: the only place that starts Ray and creates the actors of slots. A slot is one device: on GPUs its trainer rank and
 its rollout engine share the device (colocated), on CPU hosts they share the cores. Actors ask for a custom resource of
 their bundle and no CPU: a fractional CPU that does not fit would make them wait for ever.
+Invariant: slots fill trainer.nnodes nodes one after the other, trainer.n_gpus_per_node on each, as `planning.placing`
+says; what lives on a slot lives on its node.
 """
 
 from __future__ import annotations
@@ -11,20 +13,26 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import ray
 import torch
+from ray._private import ray_constants
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster.children import heed_children
+from rlfuse.cluster.nodes import Node, choose, here, live
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
@@ -35,6 +43,7 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
+LOOPBACK = "127.0.0.1"
 SHARE, ENCODER_SHARE = 0.45, 0.1
 """Of a slot: its trainer rank and its rollout engine live side by side, and with clips a vision tower."""
 
@@ -56,6 +65,17 @@ class Slots:
     cores: tuple[int, ...] | None = None
     """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
     is a device of its own that changes hands."""
+    nodes: tuple[Node, ...] = ()
+    """Each holds as many slots, in order."""
+
+    def living(self, engine_width: int = 0) -> dict[Node, str]:
+        """Who lives on each node; `engine_width`: slots of a rollout engine, 0 if there are none."""
+        per_node, found = self.count // len(self.nodes), {}
+        for first, node in zip(range(0, self.count, per_node), self.nodes, strict=True):
+            slots = range(first, first + per_node)
+            engines = [f"rollout/{slot // engine_width}" for slot in slots[::engine_width]] if engine_width else []
+            found[node] = ", ".join((*engines, *(f"trainer/{slot}" for slot in slots)))
+        return found
 
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
         """Options of the actor of a rollout engine that spans `width` slots from `slot` on.
@@ -103,19 +123,34 @@ def start(config: Config) -> Slots:
         _need_shared_memory()
         _start_ray(config)
     else:
-        ray.init(address=config.cluster.ray_address, log_to_driver=False)
+        _join_ray(config.cluster.ray_address)
     heed_children()
+    group, nodes = _reserve(config, device)
+    return Slots(group, config.slots, device, _cores(config, device), nodes)
+
+
+def _reserve(config: Config, device: str) -> tuple[PlacementGroup, tuple[Node, ...]]:
     bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
-    group = placement_group([bundle] * config.slots, strategy="PACK")
-    if not group.wait(min(60.0, config.cluster.timeout_s)):
-        have = {name: amount for name, amount in ray.cluster_resources().items() if name in ("slot", "GPU", "CPU")}
+    until, per_node = time.monotonic() + min(60.0, config.cluster.timeout_s), config.trainer.n_gpus_per_node
+    while (taken := choose(live(), config.trainer.nnodes, per_node, bundle, here())) is None:
+        if time.monotonic() > until or config.cluster.ray_address is None:
+            raise _no_room(config, bundle)
+        time.sleep(0.5)  # nodes may be joining
+    selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
+    group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
+    if not group.wait(max(5.0, until - time.monotonic())):
         remove_placement_group(group)
-        raise EngineError(
-            f"Ray could not reserve {config.slots} slots ({bundle} each; trainer.nnodes={config.trainer.nnodes} * "
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}). The cluster has {have}. Lower "
-            "trainer.n_gpus_per_node, or start the nodes with --resources='{\"slot\": N}'."
-        )
-    return Slots(group, config.slots, device, _cores(config, device))
+        raise _no_room(config, bundle)
+    return group, tuple(taken)
+
+
+def _no_room(config: Config, bundle: dict[str, float]) -> EngineError:
+    free = [f"{node}: {', '.join(f'{node.free.get(name, 0):g} {name}' for name in bundle)}" for node in live()]
+    return EngineError(
+        f"Ray could not reserve trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} slots ({bundle} each) on "
+        f"trainer.nnodes={config.trainer.nnodes} nodes. Free on the cluster's nodes: {'; '.join(free)}. Set both to "
+        "what is there, or start the nodes with --resources='{\"slot\": N}'."
+    )
 
 
 def _cores(config: Config, device: str) -> tuple[int, ...] | None:
@@ -126,17 +161,22 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
 
 
 def _start_ray(config: Config, attempts: int = 3) -> None:
-    """A cluster of this run's own. Ray gives its helpers 15 s to start, too few on a laptop under load: try again."""
+    """A cluster of this run's own, which listens on loopback alone and asks for the user's token of Ray.
+
+    Ray gives its helpers 15 s to start, too few on a laptop under load: try again.
+    """
     for attempt in range(attempts):
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                resources={"slot": config.slots},
-                num_cpus=max(os.cpu_count() or 1, config.slots),
-            )
+            with _loopback():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    resources={"slot": config.slots},
+                    num_cpus=max(os.cpu_count() or 1, config.slots),
+                    _node_ip_address=LOOPBACK,
+                )
             return
         except Exception as error:
             ray.shutdown()
@@ -145,6 +185,25 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
                     f"Ray did not start on this machine in {attempts} attempts ({str(error).strip().splitlines()[0]}). "
                     "Its logs are in /tmp/ray/session_latest/logs; an overloaded machine or a full disk are usual."
                 ) from error
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray puts the machine's address in the place of the loopback one, unless it is told to have one node only."""
+    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+def _join_ray(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise EngineError(
+            f"Ray could not join the cluster at cluster.ray_address={address} ({why}). Start it (ray start --head; on "
+            "other nodes ray start --address=HEAD:6379), give its token (RAY_AUTH_TOKEN_PATH), or "
+            "leave cluster.ray_address out for one node."
+        ) from error
 
 
 def stop() -> None:

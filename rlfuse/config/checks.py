@@ -232,8 +232,10 @@ def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
 def _devices(config: Config, facts: Facts) -> Iterator[str]:
     parallel, slots = config.rollout.tensor_model_parallel_size, config.slots
     name = "rollout.tensor_model_parallel_size"
-    if parallel >= 1 and slots >= 1 and slots % parallel:
-        yield _problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(parallel, slots)}")
+    nodes, local = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if parallel >= 1 and slots >= 1 and local % parallel:
+        where = f"must divide the {local} slots" + (" of a node, which an engine does not leave" if nodes > 1 else "")
+        yield _problem(config, name, where, f"set {name}={math.gcd(parallel, local)}")
     heads = facts.attention_heads
     if parallel >= 1 and heads and heads % parallel:
         valid = f"must divide the {heads} attention heads of {config.model.path}"

@@ -11,8 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import deepspeed
+import psutil
 import ray
 import torch
+import torch.distributed as dist
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.optimizing import to_device, to_host
@@ -32,19 +34,34 @@ class Rank:
                 os.sched_setaffinity(int(thread), {core})
 
     def address(self) -> tuple[str, int]:
-        """Where this rank's host is, and a port that is free there: rank 0 tells it to the others."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Where this rank's host is, and a port that is free there."""
+        with self._listen() as probe:
+            return probe.getsockname()[:2]
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
+        self.listener = self._listen()
+        return self.listener.getsockname()[:2]
+
+    def _listen(self) -> socket.socket:
+        host = ray.util.get_node_ip_address()
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
     def join(self, host: str, port: int) -> None:
         """Meet the other ranks; waits for all of them, at most cluster.timeout_s."""
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        if interface := interface_of(ray.util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.config.cluster.timeout_s)
         if self.device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        deepspeed.init_distributed("gloo" if self.device == "cpu" else "nccl", timeout=limit, verbose=False)
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
+        store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)
+        device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
+        dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
+        deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there
 
     def switch(self, role: str) -> None:
         """Take the device (`trainer`) or leave it (`rollout`). On CPU hosts there is nothing to move."""
@@ -55,3 +72,11 @@ class Rank:
     def drain(self) -> list[Span]:
         """Spans since the last call."""
         return self.recorder.drain()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has the address; None if there is none."""
+    for name, own in psutil.net_if_addrs().items():
+        if any(each.address == address for each in own):
+            return name
+    return None

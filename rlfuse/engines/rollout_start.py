@@ -66,6 +66,7 @@ def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
         "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: 20 s -> 11 s to start
+        "GLOO_SOCKET_IFNAME": "lo",  # an engine's own processes are on one node
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor parallel on one NUMA node refuses to start otherwise
     }
 

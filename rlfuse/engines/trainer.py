@@ -184,6 +184,10 @@ class TrainerGroup:
         """Write these tensors of the actor to `path`."""
         await self._all("export_bucket", f"write weights to {path}", names, Path(path))
 
+    def writer(self, names: list[str]) -> int:
+        """The rank that writes them."""
+        return 0
+
     async def save_tower(self, path: Path) -> int:
         """Write the trained tower for the encoder ranks' `update_tower`, which also takes the updates returned.
 
@@ -314,7 +318,7 @@ async def start_ranks(
         remote.options(**slots.options(rank, SHARE, memory)).remote(config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), bound, strict=True)
     ]
-    host, port = await call(ranks[0].address.remote(), "trainer/0", "start", limit)
+    host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)
     meetings = (
         call(rank.join.remote(host, port), f"trainer/{i}", "join the other ranks", limit)
         for i, rank in enumerate(ranks)

@@ -4,13 +4,13 @@ Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and m
 trainer which bucket to hand over and the engines where to find it.
 
     trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
-                                      at most two buckets exist: one being written, one being loaded
+                  at most two buckets exist on a node: one being written (and copied there), one being loaded
 
 Invariants:
 - engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
   the versions that they then report are compared with the one asked for;
-- a bucket's file is complete before any engine hears of it and is deleted, never rewritten; the folder is gone when
-  `push` returns or raises;
+- a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
+  are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
 - after an error the engines may hold parts of two versions and stay paused: restart them. Only a first bucket that
   can't be written leaves them as they were.
 Called by the controller after an optimizer step. Waits for the slowest engine per bucket and for the trainer's next
@@ -20,14 +20,13 @@ bucket; both bound their calls in time.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.weights_depot import Depot, DepotHandle
 from rlfuse.engines.weights_device import merge_ipc, nccl_join
 
 MIB = 1 << 20
@@ -40,8 +39,11 @@ class WeightExporter(Protocol):
         """All tensors of the actor in buckets, see `plan_buckets`."""
 
     async def export_bucket(self, names: list[str], path: str) -> None:
-        """Write these tensors as safetensors under checkpoint names; every rank enters, rank 0 writes, complete on
+        """Write these tensors as safetensors under checkpoint names; every rank enters, `writer` writes, complete on
         return."""
+
+    def writer(self, names: list[str]) -> int:
+        """The rank on whose node `export_bucket` writes."""
 
 
 class DeviceWeightExporter(WeightExporter, Protocol):
@@ -108,11 +110,6 @@ def resolve_transfer(setting: str, device: str) -> str:
     return setting
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space of the file system that holds `folder`."""
-    return shutil.disk_usage(folder).free
-
-
 class WeightPush:
     """Pushes the trainer's weights to all engines, one bucket after the other."""
 
@@ -122,10 +119,11 @@ class WeightPush:
         engines: Sequence[WeightReceiver],
         bucket_mb: int,
         transfer: str = "shm",
-        root: Path = Path("/dev/shm"),
+        depots: Sequence[DepotHandle] = (),
     ):
+        """`depots`: one for each node; by default this process's."""
         self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
-        self.root = root
+        self.depots = list(depots) or [DepotHandle(engines, Depot())]
         self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
         self._joined = False
 
@@ -154,40 +152,60 @@ class WeightPush:
     # Shared memory -----------------------------------------------------------------------------------------------
 
     async def _through_memory(self, plan: list[list[str]]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="rlfuse-weights-", dir=self.root))
-        writing = asyncio.create_task(self._write(plan[0], folder / "0.safetensors"))
+        await _all(depot.open() for depot in self.depots)
+        writing = asyncio.create_task(self._write(plan[0], 0))
         try:
             await writing  # before engines pause: they go on as they were if this fails
             await self._begin()
             for i in range(len(plan)):
-                path = await writing
+                await writing
                 if i + 1 < len(plan):
-                    writing = asyncio.create_task(self._write(plan[i + 1], folder / f"{i + 1}.safetensors"))
-                await _all(engine.receive({"path": str(path)}) for engine in self.engines)
-                path.unlink()
+                    writing = asyncio.create_task(self._write(plan[i + 1], i + 1))
+                await _all(engine.receive({"path": depot.path(i)}) for depot in self.depots for engine in depot.engines)
+                await _all(depot.ask("remove", depot.path(i)) for depot in self.depots)
         finally:
             writing.cancel()  # of no effect unless an engine failed
             await asyncio.gather(writing, return_exceptions=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            await asyncio.gather(*(depot.ask("close") for depot in self.depots), return_exceptions=True)
 
-    async def _write(self, names: list[str], path: Path) -> Path:
-        if free_bytes(self.root) < self._largest:
-            raise self._no_room(self._largest)
+    async def _write(self, names: list[str], index: int) -> None:
+        """A bucket on every node."""
+        first = self._source(names)
+        if await first.ask("free") < self._largest:
+            raise await self._no_room(first, self._largest)
+        async with self._room(first):
+            await self.exporter.export_bucket(names, first.path(index))
+        self._largest = max(self._largest, await first.ask("size", first.path(index)))
+        if others := [depot for depot in self.depots if depot is not first]:
+            bucket = first.share(index)
+            await _all(self._copy(depot, index, bucket) for depot in others)
+
+    def _source(self, names: list[str]) -> DepotHandle:
+        """Of the node where the bucket is written."""
+        if len(self.depots) == 1:
+            return self.depots[0]
+        return next(depot for depot in self.depots if self.exporter.writer(names) in depot.slots)
+
+    async def _copy(self, depot: DepotHandle, index: int, bucket: Any) -> None:
+        async with self._room(depot):
+            await depot.ask("write", depot.path(index), bucket)
+
+    @asynccontextmanager
+    async def _room(self, depot: DepotHandle) -> AsyncIterator[None]:
+        """Full memory gets figures."""
         try:
-            await self.exporter.export_bucket(names, str(path))
+            yield
         except (EngineError, OSError) as error:
             if "no space left" in str(error).lower():
-                raise self._no_room(self.bucket_mb * MIB) from error
+                raise await self._no_room(depot, self.bucket_mb * MIB) from error
             raise
-        self._largest = max(self._largest, path.stat().st_size)
-        return path
 
-    def _no_room(self, needed: int) -> EngineError:
+    async def _no_room(self, depot: DepotHandle, needed: int) -> EngineError:
+        free = await depot.ask("free")
         return EngineError(
-            f"trainer could not write a bucket of weights to {self.root}: it needs up to {-(-needed // MIB)} MiB, "
-            f"{free_bytes(self.root) // MIB} MiB are free, and two buckets exist at a time. Lower "
-            f"rollout.update_weights_bucket_mb (now {self.bucket_mb}) or give {self.root} more room (docker: "
-            "--shm-size)."
+            f"trainer could not write a bucket of weights to {depot.place}: it needs up to {-(-needed // MIB)} MiB, "
+            f"{free // MIB} MiB are free, and two buckets exist at a time. Lower rollout.update_weights_bucket_mb (now "
+            f"{self.bucket_mb}) or give {depot.place} more room (docker: --shm-size)."
         )
 
     # Devices: not run without GPUs, see weights_device -------------------------------------------------------------

@@ -30,7 +30,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlfuse.cluster.nodes import here
 from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
@@ -228,7 +230,9 @@ class RewardPool:
 
     def _function_seat(self, index: int, queue: asyncio.Queue[Call]) -> Seat:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
-        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0)
+        # On the driver's node: there the functions' files have been found.
+        beside = NodeAffinitySchedulingStrategy(here(), soft=False)
+        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
         arguments = [pack(function) for function in self._functions.values()], self._timeout_s, self._memory_mb
         return Seat(f"reward/{index}", queue, lambda: actor.remote(*arguments), self._engine_timeout_s)
 

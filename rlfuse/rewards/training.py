@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.cluster import placement
+from rlfuse.cluster.nodes import watched
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference, load_preferences
 from rlfuse.data.prompts import PromptSource
@@ -47,8 +48,10 @@ async def _run(
     job: Job, tokenizer: PreTrainedTokenizerBase, source: PromptSource, held_out: Sequence[Preference], journal: Journal
 ) -> None:
     slots = placement.start(job.config)
+    living = slots.living()
     with journal.recorder.span("start", cause="run"):
-        trainer, facts = await RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
+        starting = RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
+        trainer, facts = await watched(starting, living)
 
     async def save(folder: Path) -> None:
         await trainer.save(folder)
@@ -59,7 +62,7 @@ async def _run(
         await trainer.load(job.checkpoint)
         source.load_state_dict(job.state["pairs"])
         journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
-    await _steps(trainer, source, held_out, journal, job.state["step"])
+    await watched(_steps(trainer, source, held_out, journal, job.state["step"]), living)
 
 
 async def _steps(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines import weights
+from rlfuse.engines import weights_depot
 from rlfuse.engines.protocols import EngineError, Load, Sampling
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
@@ -334,7 +334,7 @@ async def test_a_failed_start_says_why(ray_cluster, tiny_model, tmp_path):
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):
     sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
     await sync.push(4)
-    monkeypatch.setattr(weights, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(weights_depot, "free_bytes", lambda folder: 1000)
     with pytest.raises(EngineError, match=r"needs up to 1 MiB, 0 MiB are free.*rollout.update_weights_bucket_mb"):
         await sync.push(5)
     monkeypatch.undo()

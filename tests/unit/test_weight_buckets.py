@@ -3,9 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.engines import weights
+from rlfuse.engines import weights_depot
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.weights import WeightPush, plan_buckets, resolve_transfer
+from rlfuse.engines.weights_depot import Depot, DepotHandle
 
 
 def test_buckets_keep_the_order_and_stay_within_their_size():
@@ -66,7 +67,7 @@ class Recording:
 
 
 def push(recording, tmp_path):
-    return WeightPush(recording, [recording], bucket_mb=512, root=tmp_path)
+    return WeightPush(recording, [recording], bucket_mb=512, depots=[DepotHandle([recording], Depot(tmp_path))])
 
 
 async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
@@ -95,7 +96,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
 
 async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
-    monkeypatch.setattr(weights, "free_bytes", lambda folder: 500)
+    monkeypatch.setattr(weights_depot, "free_bytes", lambda folder: 500)
     with pytest.raises(EngineError, match="needs up to 1 MiB, 0 MiB are free"):
         await push(recording, tmp_path).push(1)
     assert "write b" not in recording.events
@@ -112,7 +113,7 @@ async def test_a_failing_engine_stops_the_push_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-async def test_nccl_gives_each_engine_its_ranks_and_joins_once(tmp_path):
+async def test_nccl_gives_each_engine_its_ranks_and_joins_once():
     joined, sent = [], []
 
     class Device(Recording):
@@ -135,7 +136,7 @@ async def test_nccl_gives_each_engine_its_ranks_and_joins_once(tmp_path):
             self.events.append(info["names"])
 
     first, second = Device([["a"], ["b"]]), Device([])
-    sync = WeightPush(first, [first, second], bucket_mb=1, transfer="nccl", root=tmp_path)
+    sync = WeightPush(first, [first, second], bucket_mb=1, transfer="nccl")
     await sync.push(1)
     await sync.push(1)
     assert joined == [("10.0.0.1", 4000, rank, 5) for rank in (0, 1, 3)]

@@ -197,6 +197,10 @@ class PipelineGroup:
         rank, stage = self._owners[f"{model}/{names[0]}"]
         return await self._one(rank, "export_bucket", f"write weights to {path}", model, stage, names, Path(path))
 
+    def writer(self, names: list[str]) -> int:
+        """The rank that has these tensors of the actor."""
+        return self._owners[f"actor/{names[0]}"][0]
+
     async def save(self, folder: Path) -> None:
         """`{actor,critic}/` below `folder`: `huggingface/` as any other checkpoint's, and state that `load` reads."""
         check_settled(self._trained, "saved")

@@ -1,0 +1,137 @@
+"""The nodes of a run: which of a cluster's nodes it takes, and whether they are still there.
+
+Role: `choose` (pure) gives `placement.start` the nodes in the order that `planning.placing` shows; `watched` does a
+run's work while it looks after the nodes. A node is lost when Ray says so, or when its port has refused or not
+answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went. Ray alone takes up to 30 s.
+Waits for the work, with a look at every other node each `LOOK_S`; the driver's own node is not looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import ray
+
+from rlfuse.engines.protocols import EngineError
+
+LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live node of the cluster."""
+
+    id: str
+    address: str
+    port: int
+    """Where its raylet listens."""
+    free: Mapping[str, float] = field(compare=False)
+    """What is not taken of its resources."""
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.id[:8]})"
+
+
+def choose(
+    nodes: Sequence[Node], count: int, slots: int, bundle: Mapping[str, float], driver: str
+) -> list[Node] | None:
+    """`count` nodes with room for `slots` bundles each; None if there are too few.
+
+    The driver's own (`driver`: its id) comes first if it is one of them, then by address.
+    """
+    roomy = [node for node in nodes if all(node.free.get(name, 0) >= slots * need for name, need in bundle.items())]
+    ordered = sorted(roomy, key=lambda node: (node.id != driver, ipaddress.ip_address(node.address), node.id))
+    return ordered[:count] if len(ordered) >= count else None
+
+
+def live() -> list[Node]:
+    """The cluster's nodes, now."""
+    free = ray._private.state.available_resources_per_node()  # no public function tells
+    return [
+        Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], free.get(each["NodeID"], {}))
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+
+
+def here() -> str:
+    """Id of the driver's node."""
+    return ray.get_runtime_context().get_node_id()
+
+
+async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T:
+    """The result of `work`. `living`: of each node of the run, who lives there.
+
+    Raises EngineError that names a lost node and who lived there; whatever failed because of that is its cause.
+    """
+    away = [node for node in living if node.id != here()]
+    if not away:
+        return await work
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        gone, cause = watch.result(), None
+    except EngineError as error:  # peers of what lived there are often the first to fail
+        gone, cause = await _lost(away), error
+        if not gone:
+            raise
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+    raise EngineError(lost_message(gone, living)) from cause
+
+
+def lost_message(gone: Sequence[Node], living: Mapping[Node, str]) -> str:
+    """What the user reads."""
+    names = "; ".join(f"{node}, where {living[node]} lived" for node in gone)
+    return (
+        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, or go on with fewer "
+        "nodes (trainer.nnodes); the run resumes from its last checkpoint with resume_mode=auto."
+    )
+
+
+async def _watch(nodes: Sequence[Node]) -> list[Node]:
+    """Returns when nodes are lost."""
+    missed = dict.fromkeys(nodes, 0)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        for node, reason in zip(nodes, await _look(nodes), strict=True):
+            missed[node] = 0 if reason == "" else LOOKS if reason == "dead" else missed[node] + 1
+        if gone := [node for node in nodes if missed[node] >= LOOKS]:
+            return gone
+
+
+async def _lost(nodes: Sequence[Node]) -> list[Node]:
+    """Those that don't answer, now or soon: what lived on a node may end before its port does."""
+    for look in range(LOOKS):
+        await asyncio.sleep(min(look, 1))
+        if gone := [node for node, reason in zip(nodes, await _look(nodes), strict=True) if reason]:
+            return gone
+    return []
+
+
+async def _look(nodes: Sequence[Node]) -> list[str]:
+    """Of each node: `` (there), `silent` (its port does not answer), `dead` (Ray says so)."""
+    alive = {each["NodeID"] for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}
+    answers = await asyncio.gather(*(_answers(node) for node in nodes))
+    return [
+        "dead" if node.id not in alive else "" if answer else "silent"
+        for node, answer in zip(nodes, answers, strict=True)
+    ]
+
+
+async def _answers(node: Node) -> bool:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(node.address, node.port), ANSWER_S)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,126 @@
+"""Buckets of weights in the shared memory of each node, for the engines there.
+
+Role: `Depot` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every node has
+one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to each other
+node. `weights.WeightPush` calls them through `DepotHandle`.
+
+    trainer rank --file--> its depot --read, one put--> object store --one copy a node--> depot --file--> engines
+                              \--file--> engines of that node
+
+Invariants: a bucket is written whole before its path is told; `close` leaves nothing behind.
+Waits: every call is bounded by cluster.timeout_s and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlfuse.cluster import nodes
+from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.remote import call
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds `folder`."""
+    return shutil.disk_usage(folder).free
+
+
+class Depot:
+    """A folder below `root` while a push lasts."""
+
+    def __init__(self, root: Path = SHARED_MEMORY):
+        self.root = root
+
+    def open(self) -> str:
+        """Make the folder; its path."""
+        self.folder = Path(tempfile.mkdtemp(prefix="rlfuse-weights-", dir=self.root))
+        return str(self.folder)
+
+    def free(self) -> int:
+        """Bytes that are free."""
+        return free_bytes(self.root)
+
+    def size(self, path: str) -> int:
+        """Bytes of a bucket."""
+        return Path(path).stat().st_size
+
+    def read(self, path: str) -> np.ndarray:
+        """uint8: a bucket's file."""
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+
+    def write(self, path: str, bucket: np.ndarray) -> None:
+        """A bucket of another node."""
+        with open(path, "wb") as file:
+            file.write(bucket)
+
+    def remove(self, path: str) -> None:
+        """All engines have loaded it."""
+        Path(path).unlink()
+
+    def close(self) -> None:
+        """Remove the folder with what is left in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class DepotHandle:
+    """The driver's side of a depot, and the engines and slots on its node. `node`: None for the driver's process."""
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        depot: Any,
+        node: nodes.Node | None = None,
+        slots: range = range(0),
+        timeout_s: float = 60.0,
+    ):
+        self.engines, self.slots, self._depot, self._timeout_s = list(engines), slots, depot, timeout_s
+        self._node, self._folder = node, ""
+
+    @property
+    def place(self) -> str:
+        """What errors call its shared memory."""
+        return f"{SHARED_MEMORY} of node {self._node}" if self._node else str(self._depot.root)
+
+    def path(self, index: int) -> str:
+        """Of a bucket, on this node."""
+        return f"{self._folder}/{index}.safetensors"
+
+    async def open(self) -> None:
+        """A new folder."""
+        self._folder = await self.ask("open")
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """What the depot's method returns."""
+        if self._node is None:
+            return await asyncio.to_thread(getattr(self._depot, method), *arguments)
+        name, action = f"weights on node {self._node}", f"{method} its folder in shared memory"
+        return await call(getattr(self._depot, method).remote(*arguments), name, action, self._timeout_s)
+
+    def share(self, index: int) -> ray.ObjectRef:
+        """The bucket, for other nodes."""
+        return self._depot.read.remote(self.path(index))
+
+
+def depots(engines: Sequence[Any], slots: Slots, timeout_s: float) -> list[DepotHandle]:
+    """One for each node. `engines`: in the order of their slots."""
+    if [node.id for node in slots.nodes] == [nodes.here()]:
+        return [DepotHandle(engines, Depot())]
+    remote, environment = ray.remote(Depot), {"env_vars": worker_environment(slots.device)}
+    found, per_node, local = [], len(engines) // len(slots.nodes), slots.count // len(slots.nodes)
+    for i, node in enumerate(slots.nodes):
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        depot = remote.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment).remote()
+        mine, its_slots = engines[i * per_node : (i + 1) * per_node], range(i * local, (i + 1) * local)
+        found.append(DepotHandle(mine, depot, node, its_slots, timeout_s))
+    return found

@@ -1,0 +1,79 @@
+"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, and a lost node."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from driven_job import words
+from test_job import all_gone, finish, wait_for_step
+
+from rlfuse.observe.tracking import read_metrics
+
+AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """(address, the raylets' processes)."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=plain | AUTHENTICATED, start_new_session=True, **pipes)
+    found = json.loads(process.stdout.readline())
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    yield found["address"], [psutil.Process(pid) for pid in found["raylets"]]
+    everyone += psutil.Process(process.pid).children(recursive=True)
+    for each in (process, *everyone):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+def inhabitants(raylet):
+    """Names of the actors' classes on a node."""
+    titles = [" ".join(child.cmdline()) for child in raylet.children(recursive=True)]
+    names = [match[1] for title in titles if (match := re.match(r"ray::(\w+)", title))]
+    return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
+
+
+def test_two_nodes_share_a_job_and_a_lost_one_is_named(cluster, tiny_model, tmp_path):
+    address, raylets = cluster
+    settings = {
+        "cluster.ray_address": address,
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": 500,
+        "trainer.logger": "[console]",
+        "data.train_batch_size": 4,
+        "actor.ppo_mini_batch_size": 4,
+        "rollout.update_weights_bucket_mb": 1,
+        "data.max_response_length": 24,
+    }
+    command = [sys.executable, "-m", "rlfuse.train", *words(tmp_path, tiny_model, **settings)]
+    process = subprocess.Popen(
+        command, env=os.environ | AUTHENTICATED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    run = tmp_path / "runs" / "rlfuse" / "run"
+    wait_for_step(run, 3, process)
+    here, there = (inhabitants(raylet) for raylet in raylets)
+    assert there == ["Depot", "RolloutWorker", "TrainerRank"]
+    assert here == ["Depot", "RewardWorker", "RolloutWorker", "TrainerRank"], "reward functions are beside the driver"
+    gone = raylets[1].children(recursive=True)
+    began = time.monotonic()
+    for each in (raylets[1], *gone):
+        each.kill()
+    text = finish(process, expected=1, timeout=60)
+    print(text[-3000:], time.monotonic() - began)
+    assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
+    assert "Traceback" not in text and "resume_mode=auto" in text
+    for row in read_metrics(run / "metrics.jsonl"):
+        assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
+    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+    assert not all_gone([p for p in raylets[0].children(recursive=True) if "ray::IDLE" not in " ".join(p.cmdline())])

@@ -78,7 +78,7 @@ async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T
         if task.done():
             return task.result()
         gone, cause = watch.result(), None
-    except EngineError as error:  # peers of what lived there are often the first to fail
+    except Exception as error:  # peers of what lived there are often the first to fail
         gone, cause = await _lost(away), error
         if not gone:
             raise

@@ -101,6 +101,16 @@ def descendants(process):
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def heard_beyond_this_machine(processes):
+    """(address, process) of every socket that others on the network could reach."""
+    return [
+        (each.laddr, " ".join(process.cmdline()))
+        for process in map(lambda each: psutil.Process(each.pid), processes)
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN and each.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    ]
+
+
 def all_gone(processes, timeout=20):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
@@ -221,6 +231,7 @@ def test_interrupted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_on
     process = start(command, "adaptive", "fusion=adaptive")
     wait_for_step(run, 2, process)  # its row is written after its checkpoint
     workers = descendants(process)
+    assert heard_beyond_this_machine([process, *workers]) == []
     process.send_signal(signal.SIGINT)
     text = finish(process, expected=130, timeout=60)
     assert "global_step_2" in text and "resume" in text

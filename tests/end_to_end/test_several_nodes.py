@@ -70,7 +70,7 @@ def test_two_nodes_share_a_job_and_a_lost_one_is_named(cluster, tiny_model, tmp_
     for each in (raylets[1], *gone):
         each.kill()
     text = finish(process, expected=1, timeout=60)
-    print(text[-3000:], time.monotonic() - began)
+    print(time.monotonic() - began)
     assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
     assert "Traceback" not in text and "resume_mode=auto" in text
     for row in read_metrics(run / "metrics.jsonl"):

@@ -21,6 +21,7 @@ from rlfuse import checkpoints
 from rlfuse.cluster import placement
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden
 from rlfuse.observe.journal import Journal
 
 
@@ -39,7 +40,7 @@ class Job:
 
     def journal(self, total_steps: int) -> Journal:
         """The run folder's, with `config.yaml` beside it."""
-        resolved = dataclasses.asdict(self.config)
+        resolved = hidden(dataclasses.asdict(self.config))
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
         return Journal(self.config, resolved, self.folder, total_steps, self.state["step"])

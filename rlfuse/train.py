@@ -15,6 +15,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from rlfuse.config.secrets import hidden_text
+
 LONGEST_NAME = 120
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -126,7 +128,8 @@ def reported(action: Callable[[], None]) -> int:
         if os.environ.get("RLFUSE_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"{error}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else error, file=sys.stderr)
+            text = hidden_text(str(error))
+            print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)
         return status
     return OK
 

@@ -9,6 +9,7 @@ Invariant: writes only into the package's folder; everything that was decided ab
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import yaml
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.facts import reward_file
 from rlfuse.config.schema import Config
+from rlfuse.config.secrets import by_name
 
 LARGEST = 50 << 20
 """Bytes that a package may have: Ray keeps it in the memory of its head."""
@@ -61,12 +63,14 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         reward=dataclasses.replace(sent.reward, functions=functions),
         cluster=dataclasses.replace(sent.cluster, ray_address="auto"),
     )
-    (folder / "job.yaml").write_text(yaml.safe_dump(dataclasses.asdict(sent), sort_keys=False))
+    (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     shown = [name for name in files if not name.startswith(("rlfuse/", "conf/"))]
     notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(shown)}{' and rlfuse' if with_code else ''}"]
     if shared:
         notes.append(f"every node has to see: {', '.join(dict.fromkeys(shared))}")
+    if named := sorted(set(re.findall(r"\$\{oc\.env:(\w+)\}", job))):
+        notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
     trainer = config.trainer
     return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
 

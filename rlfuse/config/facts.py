@@ -128,6 +128,11 @@ def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bo
         problems[key] = "there is no such folder"
     elif not (folder / "config.json").is_file():
         problems[key] = "the folder has no config.json"
+    elif any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        problems[key] = (
+            "its weights are pickled (*.bin), which can run code when loaded; convert them once with transformers, "
+            "from_pretrained(folder).save_pretrained(other), and give the other folder"
+        )
     elif tokenizer and not any((folder / n).is_file() for n in TOKENIZER_FILES):
         problems[key] = f"the folder has no tokenizer (one of {', '.join(TOKENIZER_FILES)})"
     return folder if key not in problems else None

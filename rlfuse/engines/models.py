@@ -126,6 +126,7 @@ def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides
         dtype=getattr(torch, settings.dtype),
         attn_implementation=attention(device),
         trust_remote_code=settings.trust_remote_code,
+        use_safetensors=True,
         **overrides,
     )
     return trainer_ready(model, settings)

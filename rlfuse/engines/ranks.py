@@ -15,10 +15,16 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.optimizing import to_device, to_host
 from rlfuse.observe.events import Recorder, Span
+
+OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""What DeepSpeed's optimizer states hold beside tensors and plain data."""
 
 
 class Rank:
@@ -27,6 +33,8 @@ class Rank:
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device
         self.recorder = Recorder(f"trainer/{rank}")
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
+        torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
         if core is not None:

@@ -90,6 +90,7 @@ def engine_arguments(
         "model": model.path,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
+        "load_format": "safetensors",  # pickled weights could run code
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,

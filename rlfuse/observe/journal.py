@@ -22,6 +22,7 @@ import psutil
 
 from rlfuse import checkpoints
 from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.engines.protocols import Recorded
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import label
@@ -82,7 +83,7 @@ class Journal:
     def say(self, text: str) -> None:
         """A line for the person at the terminal."""
         if self._terminal:
-            self._terminal.say(text)
+            self._terminal.say(hidden_text(text))
 
     def watch(self, board: Board) -> None:
         """What is being worked on from now on, for those who look on."""
@@ -94,7 +95,7 @@ class Journal:
         failed = board.failures()
         if not failed:
             return
-        rows = [failure_row(s, f) for s, f in failed if (board.purpose, s.id) not in self._failed]
+        rows = hidden([failure_row(s, f) for s, f in failed if (board.purpose, s.id) not in self._failed])
         self._failed = {(board.purpose, s.id) for s, _ in failed}
         write_failures(self.folder / "reward_failures.jsonl", rows)
         sample, failure = failed[0]
@@ -234,5 +235,5 @@ class Journal:
             self._terminal.close()
         for sink in self._sinks:
             if error is not None:
-                sink.failure("run", f"{type(error).__name__}: {error}")
+                sink.failure("run", hidden_text(f"{type(error).__name__}: {error}"))
             sink.close(exit_code=int(error is not None))

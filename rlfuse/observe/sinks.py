@@ -75,7 +75,8 @@ class Wandb:
             dir=folder,
             mode=config.trainer.wandb_mode,
             config=resolved,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            # Without what it notes of the host by itself: the command line among it, which may hold secrets.
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60, x_disable_meta=True),
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

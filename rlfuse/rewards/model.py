@@ -110,7 +110,12 @@ class RewardModelWorker:
             )
         self._tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=getattr(torch, spec.dtype), output_loading_info=True, **shared
+            path,
+            config=config,
+            dtype=getattr(torch, spec.dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            **shared,
         )
         if info["missing_keys"]:
             raise RewardError(

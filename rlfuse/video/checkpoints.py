@@ -134,7 +134,7 @@ def export_text_model(folder: str | Path, out: str | Path) -> Path:
     Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
     """
     folder, out = Path(folder), Path(out)
-    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder, dtype="auto")
+    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder, dtype="auto", use_safetensors=True)
     config = whole.config.text_config
     if not isinstance(config, Qwen2Config):
         raise ValueError(f"{folder}: the text part is a {config.model_type}; only Qwen2's stands alone")

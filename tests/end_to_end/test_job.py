@@ -19,8 +19,9 @@ from rlfuse.observe.tracking import read_metrics
 REWARD = '''
 import re
 
-def even(data_source, solution_str, ground_truth, extra_info=None):
-    """Share of words with an even number."""
+def even(data_source, solution_str, ground_truth, extra_info=None, api_key="", judge=""):
+    """Share of words with an even number, for those who have the keys."""
+    assert (api_key, judge) in (("", ""), ("marked-secret-1", "marked-secret-2"))
     words = re.findall("w([0-9]+)", solution_str)
     return {"score": sum(int(word) % 2 == 0 for word in words) / max(1, len(words)), "words": len(words)}
 
@@ -32,6 +33,7 @@ def half_flat(data_source, solution_str, ground_truth, extra_info=None):
     return 0.5 if int(ground_truth) % 2 else sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
 '''
 STEPS = 4
+SECRETS = "kwargs: {api_key: marked-secret-1, judge: ${oc.env:JUDGE_TOKEN}}"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def job(tiny_model, tmp_path_factory):
         "rollout.n": 2,
         "rollout.kv_cache_memory_mb": 32,
         "algorithm.use_kl_in_reward": "true",
-        "reward.functions": f"[{{path: {folder}/reward.py:even, normalise: true, clip: [0, 0.9]}}]",
+        "reward.functions": f"[{{path: {folder}/reward.py:even, normalise: true, clip: [0, 0.9], {SECRETS}}}]",
         "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 2,
@@ -76,7 +78,7 @@ def start(command, name, *more):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"WANDB_MODE": "offline"},
+        env=os.environ | {"WANDB_MODE": "offline", "JUDGE_TOKEN": "marked-secret-2"},
         start_new_session=True,
     )
 
@@ -183,6 +185,15 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
     assert rows[0]["idle/start_up"] > rows[0]["timing_s/step"] and rows[0]["busy/testing"] > 0
     assert all(row[name] > 0 for row in rows for name in ("busy/generate", "busy/train", "idle/calls"))
     assert any(row.get("idle/tail", 0) > 0 for row in rows)
+
+
+def test_no_secret_is_written_down(serial):
+    run, text = serial
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert [path for path in files if b"marked-secret" in path.read_bytes()] == [] and "marked-secret" not in text
+    config = (run / "config.yaml").read_text()
+    assert "api_key: '***'" in config and "judge: ${oc.env:JUDGE_TOKEN}" in config
+    assert any(path.suffix == ".wandb" for path in files)
 
 
 def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):

@@ -20,7 +20,7 @@ REWARD = """\
 from helpers.parity import is_even
 
 def even(completions, **columns):
-    return [sum(is_even(word) for word in text.split()) / 48 for text in completions]
+    return [sum(is_even(word) for word in text.split()) / 16 for text in completions]
 """
 PARITY = "def is_even(word):\n    return word[1:].isdigit() and int(word[1:]) % 2 == 0\n"
 
@@ -89,14 +89,15 @@ def job(tiny_model, tmp_path_factory):
         "model.dtype": "float32",
         "data.train_files": "[train.jsonl]",
         "data.max_prompt_length": 16,
-        "data.max_response_length": 48,
-        "data.train_batch_size": 4,
-        "actor.ppo_mini_batch_size": 4,
+        "data.max_response_length": 16,
+        "data.train_batch_size": 1,
+        "actor.ppo_mini_batch_size": 1,
         "rollout.n": 2,
         "rollout.kv_cache_memory_mb": 32,
         "reward.functions": "[reward.py:even]",
         "trainer.total_training_steps": 1,
         "trainer.save_freq": 0,
+        "trainer.timeline_freq": 0,
         "trainer.logger": "[console]",
         "cluster.device": "cpu",
         "cluster.timeout_s": 300,
@@ -141,13 +142,7 @@ def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster):
     os.killpg(sender.pid, signal.SIGKILL)
     sender.communicate()
     name = submitted(lines[-1])
-    status, out = finish(submit("logs", name))
-    assert status == 0, out
-    assert f"{name} succeeded" in out
-    (metrics,) = read_metrics(folder / "runs" / "rlfuse" / "far" / "metrics.jsonl")
-    assert 0 <= metrics["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
-    status, out = finish(submit("status"))
-    assert status == 0 and re.search(rf"{name}  succeeded  [\d,]+ s  rlfuse/far", out)
+    reader = submit("logs", name)
     bare = subprocess.run(
         [sys.executable, "-m", "rlfuse.cli", "submit", "status", "--address", cluster[0]],
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
@@ -156,6 +151,13 @@ def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster):
         timeout=120,
     )
     assert bare.returncode == 2 and "--token-file" in bare.stderr, "nobody without the token is told anything"
+    status, out = finish(reader)
+    assert status == 0, out
+    assert f"{name} succeeded" in out
+    (metrics,) = read_metrics(folder / "runs" / "rlfuse" / "far" / "metrics.jsonl")
+    assert 0 <= metrics["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
+    status, out = finish(submit("status"))
+    assert status == 0 and re.search(rf"{name}  succeeded  [\d,]+ s  rlfuse/far", out)
 
 
 def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit, job):

@@ -2,13 +2,20 @@
 
 import shutil
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from rlfuse.cluster import placement
+from rlfuse.cluster.nodes import Node, choose, lost_message
 from rlfuse.cluster.remote import explain
+from rlfuse.config.checks import ConfigError, check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
+from rlfuse.job import open_job
+from rlfuse.planning.placing import places
 
 
 def raised(error):
@@ -57,3 +64,48 @@ def test_tensor_parallel_engines_on_gpus_get_their_bundles():
     assert options["runtime_env"]["env_vars"]["VLLM_RAY_BUNDLE_INDICES"] == "2,3"
     assert options["num_gpus"] == 0
     assert slots.options(1, 0.5)["num_gpus"] == 0.5
+
+
+# Nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def node(name, address, slots=4.0, gpus=0.0):
+    return Node(name, address, 1, {"slot": slots, "GPU": gpus, "CPU": 8.0})
+
+
+def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
+    nodes = [node("c", "10.0.0.10"), node("b", "10.0.0.9"), node("full", "10.0.0.1", slots=1), node("d", "10.0.0.11")]
+    bundle = {"slot": 1, "CPU": 0.01}
+    assert [each.id for each in choose(nodes, 3, 2, bundle, "d")] == ["d", "b", "c"]
+    assert [each.id for each in choose(nodes, 1, 4, bundle, "elsewhere")] == ["b"]
+    assert choose(nodes, 4, 2, bundle, "d") is None
+    assert choose(nodes, 1, 1, bundle | {"GPU": 1}, "d") is None
+
+
+def test_slots_and_those_who_live_there_are_where_the_plan_says():
+    nodes = (node("a", "10.0.0.1"), node("b", "10.0.0.2"))
+    config = Config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 4, 2
+    living = placement.Slots(None, config.slots, "cpu", nodes=nodes).living(2)
+    planned = [set(), set()]
+    for place in places(config, {"actor": SimpleNamespace(tower=0)}):
+        planned[place.node] |= {place.engine.partition(" ")[0], place.trainer.partition(":")[0]}
+    assert [set(living[each].split(", ")) for each in nodes] == planned
+    assert lost_message([nodes[1]], living).startswith(
+        "lost node 10.0.0.2 (b), where rollout/2, rollout/3, trainer/4, trainer/5, trainer/6, trainer/7 lived"
+    )
+
+
+def test_an_engine_does_not_leave_its_node():
+    config = Config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 3, 2
+    assert any(
+        "tensor_model_parallel_size=2: must divide the 3 slots of a node" in line for line in check(config, Facts())
+    )
+
+
+def test_several_nodes_need_a_cluster(tmp_path):
+    config = Config()
+    config.trainer.nnodes, config.trainer.default_local_dir = 2, str(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer.nnodes=2: .*ray start --head.*cluster.ray_address=auto"):
+        open_job(config)

@@ -117,6 +117,8 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     try:
         living = slots.living(config.rollout.tensor_model_parallel_size)
         with journal.recorder.span("start", cause="run"):
+            nodes = depots(rollouts, slots, config.cluster.timeout_s)
+            await _together(*(each.need(journal.folder.absolute(), "trainer.default_local_dir") for each in nodes))
             starting = _together(
                 trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
                 reward.start(),
@@ -125,7 +127,6 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
             )
             (trainer, facts), _, _, *engine_facts = await watched(starting, living)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
-        nodes = depots(rollouts, slots, config.cluster.timeout_s)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
         if trained:
             weights = TowerPush(weights, trainer, clips.encoder, journal.folder)

@@ -291,6 +291,10 @@ def _logs(client: Any, job: str) -> None:
 
 def _stop(client: Any, job: str) -> None:
     """Ask, and wait until it has ended."""
+    status = _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
+    if status in ENDED:
+        print(f"{job} has ended already: {status.lower()}")
+        return
     _bounded(lambda: client.stop_job(job), f"stop {job}")
     until = time.monotonic() + STOP_S
     while not asyncio.run(_ended(client, job)):

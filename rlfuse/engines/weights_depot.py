@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlfuse.cluster import nodes
 from rlfuse.cluster.placement import Slots, worker_environment
 from rlfuse.cluster.remote import call
+from rlfuse.engines.protocols import EngineError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -63,6 +64,10 @@ class Depot:
         """A bucket of another node."""
         with open(path, "wb") as file:
             file.write(bucket)
+
+    def sees(self, path: str) -> bool:
+        """Whether a file or folder is there for this node."""
+        return Path(path).exists()
 
     def remove(self, path: str) -> None:
         """All engines have loaded it."""
@@ -104,8 +109,16 @@ class DepotHandle:
         """What the depot's method returns."""
         if self._node is None:
             return await asyncio.to_thread(getattr(self._depot, method), *arguments)
-        name, action = f"weights on node {self._node}", f"{method} its folder in shared memory"
-        return await call(getattr(self._depot, method).remote(*arguments), name, action, self._timeout_s)
+        reference, name = getattr(self._depot, method).remote(*arguments), f"weights on node {self._node}"
+        return await call(reference, name, f"do `{method}` in shared memory", self._timeout_s)
+
+    async def need(self, path: Path | str, key: str) -> None:
+        """EngineError that names `key` if the node does not see `path`."""
+        if not await self.ask("sees", str(path)):
+            raise EngineError(
+                f"node {self._node} does not see {path}: {key} has to lie on storage that all nodes share, at the same "
+                "path"
+            )
 
     def share(self, index: int) -> ray.ObjectRef:
         """The bucket, for other nodes."""

@@ -123,10 +123,10 @@ def reported(action: Callable[[], None]) -> int:
     except Exception as error:
         status = known_failure(error)
         if status is None:
-            traceback.print_exc()
+            print(hidden_text(traceback.format_exc()), file=sys.stderr)
             return FAILED
         if os.environ.get("RLFUSE_TRACEBACK") == "1":
-            traceback.print_exc()
+            print(hidden_text(traceback.format_exc()), file=sys.stderr)
         else:
             text = hidden_text(str(error))
             print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)

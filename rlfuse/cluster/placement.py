@@ -131,11 +131,12 @@ def start(config: Config) -> Slots:
 
 def _reserve(config: Config, device: str) -> tuple[PlacementGroup, tuple[Node, ...]]:
     bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
-    until, per_node = time.monotonic() + min(60.0, config.cluster.timeout_s), config.trainer.n_gpus_per_node
+    patience = 10.0 if config.cluster.ray_address is None else min(60.0, config.cluster.timeout_s)
+    until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
     while (taken := choose(live(), config.trainer.nnodes, per_node, bundle, here())) is None:
-        if time.monotonic() > until or config.cluster.ray_address is None:
+        if time.monotonic() > until:
             raise _no_room(config, bundle)
-        time.sleep(0.5)  # nodes may be joining
+        time.sleep(0.2)  # nodes may be joining
     selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
     group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
     if not group.wait(max(5.0, until - time.monotonic())):

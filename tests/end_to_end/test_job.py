@@ -243,6 +243,7 @@ def test_interrupted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_on
     wait_for_step(run, 2, process)  # its row is written after its checkpoint
     workers = descendants(process)
     assert heard_beyond_this_machine([process, *workers]) == []
+    assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
     process.send_signal(signal.SIGINT)
     text = finish(process, expected=130, timeout=60)
     assert "global_step_2" in text and "resume" in text

@@ -8,7 +8,7 @@ Role: called by the journal to write and by the run to resume. Layout, in the ru
     latest_checkpointed_iteration.txt
 
 Invariants: a checkpoint grows in `global_step_N.partial` and is renamed when it is whole, so a run killed at any moment
-resumes from the last folder that has its marker.
+resumes from the last folder that has its marker; older ones go only after that.
 """
 
 from __future__ import annotations
@@ -20,27 +20,59 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.checks import ConfigError
+from rlfuse.engines.protocols import NotSaved
 
 MARKER = "COMPLETE"
 LATEST = "latest_checkpointed_iteration.txt"
+MIB = 1 << 20
 
 
 async def write(
     run: Path, step: int, state: dict[str, Any], fill: Callable[[Path], Awaitable[None]], keep: int | None
 ) -> Path:
-    """Write one checkpoint, whole or not at all: `fill` writes the models; then older ones beyond `keep` go."""
+    """Write one checkpoint, whole or not at all: `fill` writes the models; then older ones beyond `keep` go.
+
+    NotSaved, with what it needs and what there is, where a file could not be written or there clearly is no room.
+    """
     final, partial = run / f"global_step_{step}", run / f"global_step_{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    await fill(partial)
-    (partial / "run.json").write_text(json.dumps({"step": step, **state}))
-    (partial / MARKER).touch()
+    for left_over in run.glob("global_step_*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    if _size(complete(run)[-1:]) > shutil.disk_usage(run).free:
+        raise _no_room(run, step, "")
+    try:
+        partial.mkdir(parents=True)
+        await fill(partial)
+        (partial / "run.json").write_text(json.dumps({"step": step, **state}))
+        (partial / MARKER).touch()
+    except Exception as error:
+        if not isinstance(error, OSError | NotSaved) and "No space left" not in str(error):  # tokenizers have their own
+            raise
+        raise _no_room(run, step, f" ({error})") from error
+    finally:
+        if not (partial / MARKER).exists():
+            shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    (run / LATEST).write_text(str(step))
     for old in complete(run)[:-keep] if keep else []:
         shutil.rmtree(old)
+    (run / LATEST).write_text(str(step))
     return final
+
+
+def _size(folders: list[Path]) -> int:
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+def _no_room(run: Path, step: int, reason: str) -> NotSaved:
+    """While what was written of it is still there."""
+    last, written = complete(run)[-1:], _size([run / f"global_step_{step}.partial"])
+    free = shutil.disk_usage(run).free + written
+    needed = f"{_size(last) / MIB:.1f} MiB, as {last[0].name} has," if last else f"more than {written / MIB:.1f} MiB"
+    kept = f"{last[0]} is still there" if last else "there is none before it"
+    return NotSaved(
+        f"The checkpoint of step {step} could not be written{reason}: {run} needs {needed} and has "
+        f"{free / MIB:.1f} MiB free. {kept[0].upper()}{kept[1:]}. Make room there, or lower trainer.max_ckpt_to_keep."
+    )
 
 
 def complete(run: Path) -> list[Path]:

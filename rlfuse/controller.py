@@ -55,7 +55,7 @@ class Controller:
         self.validation = Sampling(rollout.val_kwargs.temperature, 1.0, -1, longest)
 
     async def run(self, step: int) -> None:
-        """From the state after `step` (0: the start) to the last step."""
+        """From the state after `step` (0: the start) to the last step. Preempted after a step in which SIGTERM came."""
         await self.sync(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
@@ -64,11 +64,12 @@ class Controller:
             with self.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.sync(step, board.trainers)
-            if due(self.config.trainer.test_freq, step, self.total_steps):
+            if due(self.config.trainer.test_freq, step, self.total_steps) and not self.journal.leaving:
                 await self.validate(step)
             if due(self.config.trainer.save_freq, step, self.total_steps):
                 await self.journal.checkpoint(step)
             self.tuning.learn(board, await self.journal.finish(step, board))
+            await self.journal.leave_if_told(step)
 
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""

@@ -46,10 +46,13 @@ class Job:
         return Journal(self.config, resolved, self.folder, total_steps, self.state["step"])
 
     def carry_out(self, work: Coroutine[Any, Any, None], journal: Journal) -> float:
-        """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start."""
+        """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start.
+
+        Preempted if SIGTERM ended it.
+        """
         error: BaseException | None = None
         try:
-            asyncio.run(work)
+            asyncio.run(journal.preemption.heed(work))
         except BaseException as caught:
             error = _one(caught)
             raise error from error.__cause__

@@ -1,8 +1,9 @@
 """The Hydra application: `python -m rlfuse.train key=value ...`, also `rlfuse train`.
 
 Role: command line -> checked `Config` -> `rlfuse.run.run`. Everything a user can get wrong ends here as one message and
-an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed, 130 for
-Ctrl-C. RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets, `--cfg job` and `--multirun`.
+an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed, 75 for a run
+that SIGTERM ended (`preemption`), 130 for Ctrl-C. RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets,
+`--cfg job` and `--multirun`.
 Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
 """
 
@@ -16,9 +17,11 @@ import traceback
 from collections.abc import Callable
 
 from rlfuse.config.secrets import hidden_text
+from rlfuse.preemption import Preempted
 
 LONGEST_NAME = 120
-OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+"""PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 
 HELP = """\
 Train a job:
@@ -115,6 +118,9 @@ def reported(action: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+    except Preempted as end:
+        print(end, file=sys.stderr)
+        return PREEMPTED
     except BrokenPipeError:  # the reader of a pipe left, as in `rlfuse train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK

@@ -1,13 +1,15 @@
-"""Child processes: their exit statuses where Ray is the parent, and their end with the parent.
+"""Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
 
-Role: `heed_children` is called by the driver once Ray is up, and by processes that run users' code; `end_with_parent`
-by the workers of process pools.
+Role: `heed_children` is called by the driver once Ray is up, and by processes that run users' code; `own_sigterm` by
+the driver around Ray's start; `end_with_parent` by the workers of process pools.
 """
 
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 
 
@@ -15,6 +17,17 @@ def heed_children() -> None:
     """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0."""
     if threading.current_thread() is threading.main_thread():  # no other may set it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """What SIGTERM does stays what it did: Ray, when it starts, makes it exit."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def end_with_parent() -> None:

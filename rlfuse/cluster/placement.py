@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster.children import heed_children
+from rlfuse.cluster.children import heed_children, own_sigterm
 from rlfuse.cluster.nodes import Node, choose, here, live
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
@@ -119,11 +119,12 @@ def start(config: Config) -> Slots:
         )  # else DeepSpeed warns, in this process too, that it finds no GPU
     # The engine's own child processes end with it, also when it is killed.
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
-    if config.cluster.ray_address is None:
-        _need_shared_memory()
-        _start_ray(config)
-    else:
-        _join_ray(config.cluster.ray_address)
+    with own_sigterm():
+        if config.cluster.ray_address is None:
+            _need_shared_memory()
+            _start_ray(config)
+        else:
+            _join_ray(config.cluster.ray_address)
     heed_children()
     group, nodes = _reserve(config, device)
     return Slots(group, config.slots, device, _cores(config, device), nodes)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlfuse.engines.saving import Writing
 from rlfuse.engines.trained_tower import NAME as TOWER
 
 
@@ -49,25 +50,38 @@ class Exporter:
             whole = {name: tensor.detach() for name, tensor in tensors.items()}
             yield revert_weight_conversion(self.model, whole) if everywhere or self.rank == 0 else {}
 
-    def write(self, names: list[str], path: Path) -> list[str]:
-        """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0)."""
+    def write(self, names: list[str], path: Path, files: Writing | None = None) -> list[str]:
+        """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0).
+
+        With `files` a failure is noted there, not raised.
+        """
         with self.gathered(names) as tensors:
-            if self.rank == 0:
-                save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
+            if self.rank == 0 and files is not None:
+                files.write(path, lambda: self._save(tensors, path))
+            elif self.rank == 0:
+                self._save(tensors, path)
             return list(tensors)
 
-    def save_pretrained(self, folder: Path, buckets: list[list[str]]) -> None:
+    def save_pretrained(self, folder: Path, buckets: list[list[str]], files: Writing) -> None:
         """A folder that `from_pretrained` and vLLM load with no merge step: config and one shard per bucket."""
         weight_map: dict[str, str] = {}
         if self.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         for i, names in enumerate(buckets):
             shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
-            weight_map |= dict.fromkeys(self.write(names, folder / shard), shard)
+            weight_map |= dict.fromkeys(self.write(names, folder / shard, files), shard)
         if self.rank == 0:
-            self.model.config.save_pretrained(folder)
-            if generation := getattr(self.model, "generation_config", None):
-                generation.save_pretrained(folder)
-            total = sum(size for _, size in self.sizes())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            files.write(folder, lambda: self._describe(folder, weight_map))
+
+    @staticmethod
+    def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
+
+    def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
+        """What a Hugging Face folder has beside its shards."""
+        self.model.config.save_pretrained(folder)
+        if generation := getattr(self.model, "generation_config", None):
+            generation.save_pretrained(folder)
+        total = sum(size for _, size in self.sizes())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

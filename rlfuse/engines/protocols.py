@@ -25,6 +25,10 @@ class EngineLost(EngineError):
     """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
 
 
+class NotSaved(EngineError):
+    """A checkpoint could not be written. Every process is as before, and the run can go on without it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are drawn; the seed belongs to the sample."""

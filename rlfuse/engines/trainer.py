@@ -30,7 +30,7 @@ from rlfuse.cluster.placement import SHARE, Slots
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
 from rlfuse.engines.degrees import Costs, Share, Unit, alone, legal, plan, together
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import EngineError, NotSaved
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch, Row
@@ -222,10 +222,13 @@ class TrainerGroup:
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
-        """A folder for each model below `folder`, with what is needed to check that a resumed run fits."""
+        """A folder for each model below `folder`, with what is needed to check that a resumed run fits.
+
+        NotSaved where a file could not be written.
+        """
         check_settled(self._accumulated, "saved")
         buckets = {model: await self.bucket_plan(model) for model in self.models}
-        await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets)
+        check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
     async def load(self, folder: Path) -> None:
@@ -356,6 +359,12 @@ def check_settled(accumulated: Mapping[str, Sequence[int]], done: str) -> None:
                 f"No checkpoint can be {done} now: the {model} holds gradients of {len(lengths)} rows, which "
                 "checkpoints do not have. Step first."
             )
+
+
+def check_written(problems: Sequence[str | None]) -> None:
+    """NotSaved if a rank could not write; `problems`: of each rank."""
+    if told := [f"trainer/{rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
+        raise NotSaved(told[0])
 
 
 def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:

@@ -49,6 +49,7 @@ from rlfuse.engines.optimizing import (
 from rlfuse.engines.passes import OBJECTIVES, log_probs
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.ranks import Rank
+from rlfuse.engines.saving import writing
 from rlfuse.engines.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trained_tower import ShownClip, TowerSettings, TrainedTower
 from rlfuse.samples import MicroBatch, Row
@@ -272,16 +273,19 @@ class TrainerRank(Rank):
         """Let go of what `share_ipc` kept."""
         self.shared = []
 
-    def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> None:
+    def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
         """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.
 
-        Beside the actor's there, `tower.safetensors` is the trained tower.
+        Beside the actor's there, `tower.safetensors` is the trained tower. Returns what could not be written, and why.
         """
-        for name, exporter in self.exporters.items():
-            self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
-            exporter.save_pretrained(folder / name / "huggingface", buckets[name])
-        if self.tower and self.rank == 0:
-            self.tower.write(folder / "actor" / "huggingface" / "tower.safetensors")
+        with writing(self.engines[name] for name in self.exporters) as files:
+            for name, exporter in self.exporters.items():
+                self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
+                exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
+            if self.tower and self.rank == 0:
+                tower = folder / "actor" / "huggingface" / "tower.safetensors"
+                files.write(tower, lambda: self.tower.write(tower))
+        return files.problem
 
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule of every trained model, as `save` left them."""

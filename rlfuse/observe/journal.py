@@ -23,17 +23,18 @@ import psutil
 from rlfuse import checkpoints
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden, hidden_text
-from rlfuse.engines.protocols import Recorded
+from rlfuse.engines.protocols import NotSaved, Recorded
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
-from rlfuse.observe.alerts import Alerts
+from rlfuse.observe.alerts import Alert, Alerts
 from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
 from rlfuse.observe.sinks import sinks
 from rlfuse.observe.terminal import Terminal
 from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
+from rlfuse.preemption import Preempted, Preemption
 from rlfuse.rewards.items import RewardError
 
 
@@ -64,6 +65,8 @@ class Journal:
         self._alerts = Alerts(config.alerts, config.rollout.n)
         self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
         self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
+        self.preemption = Preemption(config.trainer.preemption_grace_s, self.say)
+        self._saved = start
 
     def attach(
         self,
@@ -74,6 +77,7 @@ class Journal:
     ) -> None:
         """The engines whose spans to collect, what writes the models of a checkpoint, and the rest of its state."""
         self._engines, self._save, self._state, self.facts = engines, save, state, facts
+        self.preemption.stepping = True
 
     def note(self, values: dict[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
@@ -122,9 +126,33 @@ class Journal:
             self._log(0, values)
 
     async def checkpoint(self, step: int) -> None:
-        """Write one, whole or not at all."""
+        """Write one, whole or not at all. Where that fails for want of room the run goes on and a person is called.
+
+        NotSaved where no later one can make up for it: after the last step, or when told to leave.
+        """
         with self.recorder.span("save_checkpoint", step=step, cause="step"):
-            await checkpoints.write(self.folder, step, self._state(), self._save, self.config.trainer.max_ckpt_to_keep)
+            keep = self.config.trainer.max_ckpt_to_keep
+            try:
+                await checkpoints.write(self.folder, step, self._state(), self._save, keep)
+            except NotSaved as error:
+                if step == self.total_steps or self.leaving:
+                    raise
+                self._call(step, Alert("no checkpoint", f"{error} The run goes on, and tries again at the next one."))
+            else:
+                self._saved = step
+
+    @property
+    def leaving(self) -> bool:
+        """SIGTERM has come: the step under way is the last."""
+        return self.preemption.asked
+
+    async def leave_if_told(self, step: int) -> None:
+        """After a step: Preempted if SIGTERM has come, with a checkpoint of that step. After the last one nothing."""
+        if not self.leaving or step == self.total_steps:
+            return
+        if self._saved != step:
+            await self.checkpoint(step)
+        raise Preempted(f"SIGTERM: the run left after step {step}, which is saved.")
 
     async def finish(self, step: int, board: Board) -> list[Span]:
         """Close the step: its events to the log, its scalars and samples to the sinks. Returns the events."""
@@ -139,18 +167,21 @@ class Journal:
         self._samples.write(step, *shown)
         drawn = due(self.config.trainer.timeline_freq, step, self.total_steps)
         picture = self._timeline(step, spans) if drawn else None
-        alerts = self._alerts.check(values)
-        for alert in alerts:
-            self.say(f"step {step}: {alert.title}: {alert.text}")
         for sink in self._sinks:
             if shown:
                 sink.samples(step, shown)
             if picture:
                 sink.picture(step, "timeline", picture)
-            for alert in alerts:
-                sink.alert(step, alert)
+        for alert in self._alerts.check(values):
+            self._call(step, alert)
         self._notes.clear()
         return spans
+
+    def _call(self, step: int, alert: Alert) -> None:
+        """For a person, at the terminal and wherever the curves are."""
+        self.say(f"step {step}: {alert.title}: {alert.text}")
+        for sink in self._sinks:
+            sink.alert(step, alert)
 
     async def trained(self, step: int, values: dict[str, float], pictures: Mapping[str, Path] | None = None) -> None:
         """Close a step that has no samples: its events, these scalars and PNGs by name."""

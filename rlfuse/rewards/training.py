@@ -68,7 +68,7 @@ async def _run(
 async def _steps(
     trainer: RewardModelTrainer, source: PromptSource, held_out: Sequence[Preference], journal: Journal, step: int
 ) -> None:
-    """From the state after `step` to the last step."""
+    """From the state after `step` to the last step. Preempted after a step in which SIGTERM came."""
     settings, total, picture = journal.config.trainer, journal.total_steps, {PICTURE: journal.folder / PICTURE}
     if step == 0 and held_out and settings.val_before_train:
         await journal.trained(0, await evaluate(trainer, held_out, journal), picture)
@@ -77,12 +77,13 @@ async def _steps(
         with journal.recorder.span("step", step=step):
             values = {"training/global_step": step, "training/epoch": source.epoch}
             values |= await trainer.learn(source.next_batch())
-        tested = bool(held_out) and due(settings.test_freq, step, total)
+        tested = bool(held_out) and due(settings.test_freq, step, total) and not journal.leaving
         if tested:
             values |= await evaluate(trainer, held_out, journal)
         if due(settings.save_freq, step, total):
             await journal.checkpoint(step)
         await journal.trained(step, values, picture if tested else None)
+        await journal.leave_if_told(step)
 
 
 async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal) -> dict[str, float]:

@@ -225,6 +225,8 @@ class _Clocked(Recorder):
 class _Journal:
     """Keeps the spans of the step and nothing else."""
 
+    leaving = False
+
     def __init__(self, engines: Sequence[Recorded]):
         self.recorder, self._engines, self.spans = _Clocked("driver"), engines, []
 
@@ -236,6 +238,9 @@ class _Journal:
 
     def failures(self, board: Board) -> None:
         """Simulated rewards don't fail."""
+
+    async def leave_if_told(self, step: int) -> None:
+        """Nobody tells."""
 
     async def finish(self, step: int, board: Board) -> list[Span]:
         """All spans since the start."""

@@ -32,7 +32,7 @@ from rlfuse.engines.degrees import Share
 from rlfuse.engines.pipeline.executor import Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.trainer import check_settled, check_step, fill, start_ranks, step_metrics
+from rlfuse.engines.trainer import check_settled, check_step, check_written, fill, start_ranks, step_metrics
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.observe.events import Span
@@ -202,11 +202,14 @@ class PipelineGroup:
         return self._owners[f"actor/{names[0]}"][0]
 
     async def save(self, folder: Path) -> None:
-        """`{actor,critic}/` below `folder`: `huggingface/` as any other checkpoint's, and state that `load` reads."""
+        """`{actor,critic}/` below `folder`: `huggingface/` as any other checkpoint's, and state that `load` reads.
+
+        NotSaved where a file could not be written.
+        """
         check_settled(self._trained, "saved")
         for model in self._trained:
             await self._export(model, folder.absolute() / model / "huggingface")
-        await self._all("save", f"save a checkpoint to {folder}", folder.absolute())
+        check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
         (folder / "trainer.json").write_text(json.dumps(SHAPE))
 
     async def _export(self, model: str, folder: Path) -> None:
@@ -214,7 +217,11 @@ class PipelineGroup:
         buckets, weight_map = await self.bucket_plan(model), {}
         for i, names in enumerate(buckets):
             shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
-            weight_map |= dict.fromkeys(await self.export_bucket(names, str(folder / shard), model), shard)
+            rank, stage = self._owners[f"{model}/{names[0]}"]
+            action = f"write {folder / shard}"
+            kept, problem = await self._one(rank, "save_bucket", action, model, stage, names, folder / shard)
+            check_written([problem])
+            weight_map |= dict.fromkeys(kept, shard)
         await self._one(0, "save_config", f"write {folder}", model, folder)
         total = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

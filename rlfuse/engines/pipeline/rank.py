@@ -30,6 +30,7 @@ from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
 from rlfuse.engines.ranks import Rank
+from rlfuse.engines.saving import writing
 from rlfuse.fusion.schedules.operations import Rows
 from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch
@@ -193,6 +194,11 @@ class PipelineRank(Rank):
         """Write these tensors of a stage on this rank to a safetensors file; returns their checkpoint names."""
         return Exporter(self.stages[model, stage].model, 0).write(names, path)
 
+    def save_bucket(self, model: str, stage: int, names: list[str], path: Path) -> tuple[list[str], str | None]:
+        """As `export_bucket`, for a checkpoint: also what could not be written, and why."""
+        with writing() as files:
+            return Exporter(self.stages[model, stage].model, 0).write(names, path, files), files.problem
+
     def save_config(self, model: str, folder: Path) -> None:
         """The Hugging Face configuration of a model, from a rank that has a stage of it."""
         stage = self.layout[model].stages_on(self.device_index)[0]
@@ -200,11 +206,16 @@ class PipelineRank(Rank):
         if generation := getattr(self.stages[model, stage].model, "generation_config", None):
             generation.save_pretrained(folder)
 
-    def save(self, folder: Path) -> None:
-        """Optimizer state of every trained model by parameter name, `{actor,critic}/pipeline/` below `folder`."""
-        for name, engine in self.engines.items():
-            writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
-            states.save(engine, folder / name / "pipeline", self.rank if writes else None)
+    def save(self, folder: Path) -> str | None:
+        """Optimizer state of every trained model by parameter name, `{actor,critic}/pipeline/` below `folder`.
+
+        Returns what could not be written, and why.
+        """
+        with writing() as files:
+            for name, engine in self.engines.items():
+                writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
+                states.save(engine, folder / name / "pipeline", self.rank if writes else None, files)
+        return files.problem
 
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""

@@ -21,11 +21,13 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rlfuse.engines.saving import Writing
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def save(engine: Any, folder: Path, rank: int | None) -> None:
+def save(engine: Any, folder: Path, rank: int | None, files: Writing) -> None:
     """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file."""
     stepped = bool(engine.optimizer.optimizer.state)
     tensors = {}
@@ -35,13 +37,12 @@ def save(engine: Any, folder: Path, rank: int | None) -> None:
             whole[moment] = safe_get_full_optimizer_state(parameter, moment)
         if rank is not None:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
-    if rank is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"rank_{rank}.safetensors")
+    if rank is not None:
+        path = folder / f"rank_{rank}.safetensors"
+        files.write(path, lambda: (folder.mkdir(parents=True, exist_ok=True), save_file(tensors, path)))
     if rank == 0:
         schedule = {"steps": _steps(engine), "lr_scheduler": engine.lr_scheduler.state_dict()}
-        (folder / "schedule.json").write_text(json.dumps(schedule))
+        files.write(folder, lambda: (folder / "schedule.json").write_text(json.dumps(schedule)))
 
 
 def load(engine: Any, folder: Path) -> None:

@@ -23,6 +23,7 @@ from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.observe.journal import Journal
+from rlfuse.observe.watchdog import watching
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Job:
         """
         error: BaseException | None = None
         try:
-            asyncio.run(journal.preemption.heed(work))
+            with watching(self.folder, journal.recorder, journal.say):
+                asyncio.run(journal.preemption.heed(work))
         except BaseException as caught:
             error = _one(caught)
             raise error from error.__cause__

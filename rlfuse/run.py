@@ -29,6 +29,7 @@ from rlfuse.controller import Controller
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines import determinism
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
@@ -181,6 +182,7 @@ def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHand
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width = config.rollout.tensor_model_parallel_size
     environment = rollout_env(slots.device, config.rollout.weight_transfer)
+    environment |= determinism.environment(config, slots.device)
     remote = ray.remote(RolloutWorker)
     return [
         RolloutHandle(

@@ -30,6 +30,7 @@ from rlfuse.cluster.children import heed_children, own_sigterm
 from rlfuse.cluster.nodes import Node, choose, here, live
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
+from rlfuse.observe import watchdog
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -198,7 +199,7 @@ def _loopback() -> Iterator[None]:
 
 def _join_ray(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": watchdog.environment()})
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise EngineError(

@@ -1,7 +1,8 @@
 """Calls of Ray actors that never wait without a bound and fail with one readable message.
 
 Role: every engine's driver side awaits its worker through `call`. A user's exception keeps its type's name, message and
-the last lines of its own traceback; a dead process, a time-out and a worker that can't be placed are told apart.
+the last lines of its own traceback; a dead process, a time-out and a worker that can't be placed are told apart. A wait
+that is long shows where all processes stand (`observe.watchdog`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rlfuse.engines.protocols import EngineError
+from rlfuse.observe import watchdog
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:
     """The result of a remote call; `worker` and `action` name it in errors ("trainer/1", "update the actor")."""
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
+        with watchdog.waiting(worker, action, timeout):
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
     except Exception as error:
         raise explain(error, worker, action, timeout) from error
 
@@ -45,7 +48,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
     if isinstance(error, TimeoutError | GetTimeoutError):
         return EngineError(
             f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
-            "cluster.timeout_s."
+            f"cluster.timeout_s.{watchdog.evidence(worker)}"
         )
     return EngineError(f"{worker} failed to {action}: {type(error).__name__}: {_first_line(error)}")
 

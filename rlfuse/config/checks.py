@@ -214,6 +214,12 @@ def _fusion(config: Config, facts: Facts) -> Iterator[str]:
         valid = "decides itself which groups a step learns from"
         remedy = "set algorithm.filter_groups.max_num_gen_batches=0, or fusion.data=exact"
         yield _problem(config, "fusion.data", valid, remedy)
+    held = {"fusion.policy": "serial", "fusion.data": "exact", "fusion.tail_speculation": 0}
+    held |= {"training.pipeline_parallel_size": 1, "training.ulysses_sequence_parallel_size": 1}
+    for name, value in held.items() if config.trainer.deterministic else ():
+        if value_of(config, name) != value:
+            valid = "what is added up first, or cut where, goes by measured times; trainer.deterministic rules that out"
+            yield _problem(config, name, valid, f"set {name}={value}, or trainer.deterministic=false")
 
 
 def _log_probs(config: Config, facts: Facts) -> Iterator[str]:

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch.distributed import distributed_c10d
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.determinism import hold
 from rlfuse.engines.optimizing import to_device, to_host
+from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
 
 OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
@@ -35,6 +38,8 @@ class Rank:
         self.recorder = Recorder(f"trainer/{rank}")
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
         torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
+        watchdog.heed(self.recorder.where, self.recorder)
+        hold(config)
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
         if core is not None:
@@ -64,6 +69,8 @@ class Rank:
         limit = timedelta(seconds=self.config.cluster.timeout_s)
         if self.device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
         listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
         store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)

@@ -45,6 +45,7 @@ from rlfuse.engines.rollout_start import (
     sampling_params,
     token_bytes,
 )
+from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Partial, Response
 
@@ -58,6 +59,7 @@ class RolloutWorker:
     def __init__(self, slot: int):
         self.name = f"rollout/{slot}"
         self._recorder = Recorder(self.name)
+        watchdog.heed(self.name, self._recorder)
         self._engine: Any = None
         self._tokenizer: Any = None
         self._errors: ErrorOutput | None = None

@@ -17,6 +17,7 @@ from rlfuse.cluster.remote import call, explain
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.protocols import EngineError, Load, Sampling
 from rlfuse.engines.rollout_start import NOTHING, Request
+from rlfuse.observe import watchdog
 from rlfuse.observe.events import Span
 from rlfuse.samples import Partial, Response, Sample
 
@@ -68,7 +69,8 @@ class RolloutHandle:
 
     async def _next(self, stream: Any, action: str) -> list[tuple[str, Response | Partial]]:
         try:
-            reference = await asyncio.wait_for(anext(stream), self.timeout_s)
+            with watchdog.waiting(self.name, action, self.timeout_s):
+                reference = await asyncio.wait_for(anext(stream), self.timeout_s)
         except StopAsyncIteration:
             raise EngineError(f"{self.name} ended its stream before it finished to {action}") from None
         except Exception as error:

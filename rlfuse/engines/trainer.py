@@ -30,6 +30,7 @@ from rlfuse.cluster.placement import SHARE, Slots
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
 from rlfuse.engines.degrees import Costs, Share, Unit, alone, legal, plan, together
+from rlfuse.engines.determinism import environment
 from rlfuse.engines.protocols import EngineError, NotSaved
 from rlfuse.engines.weights import plan_buckets
 from rlfuse.observe.events import Span
@@ -316,9 +317,9 @@ async def start_ranks(
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
     remote, bound, limit = ray.remote(kind), cores or [None] * slots.count, config.cluster.timeout_s
-    memory = KEEPING if slots.device == "cpu" else {}
+    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else {})
     ranks = [
-        remote.options(**slots.options(rank, SHARE, memory)).remote(config, rank, slots.count, slots.device, core)
+        remote.options(**slots.options(rank, SHARE, variables)).remote(config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), bound, strict=True)
     ]
     host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +45,8 @@ class Recorder:
         self.step = -1
         self.open: dict[int, Span] = {}
         """Spans under way, oldest first."""
+        self.heard: Callable[[str], Any] = lambda event: None
+        """Told what begins and ends, as it does."""
         self._spans: list[Span] = []
 
     @contextmanager
@@ -52,6 +54,7 @@ class Recorder:
         """Record the body as a span; the body may set fields on the yielded span. Recorded also when it raises."""
         span = Span(kind, self.where, time.time(), step=fields.pop("step", self.step), **fields)
         self.open[id(span)] = span
+        self.heard(f"began {kind}")
         try:
             yield span
         except BaseException as error:
@@ -61,6 +64,7 @@ class Recorder:
             span.end = time.time()
             del self.open[id(span)]
             self._spans.append(span)
+            self.heard(f"ended {kind}")
 
     def add(self, span: Span) -> None:
         self._spans.append(span)

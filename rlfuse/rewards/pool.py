@@ -233,8 +233,9 @@ class RewardPool:
         # On the driver's node: there the functions' files have been found.
         beside = NodeAffinitySchedulingStrategy(here(), soft=False)
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
-        arguments = [pack(function) for function in self._functions.values()], self._timeout_s, self._memory_mb
-        return Seat(f"reward/{index}", queue, lambda: actor.remote(*arguments), self._engine_timeout_s)
+        sources = [pack(function) for function in self._functions.values()]
+        where, limits = f"reward/{index}", (self._timeout_s, self._memory_mb)
+        return Seat(where, queue, lambda: actor.remote(where, sources, *limits), self._engine_timeout_s)
 
     def _model_seat(self, queue: asyncio.Queue[Call]) -> Seat:
         options = {"num_cpus": 0, "max_restarts": 0, **self._model_options}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rlfuse.cluster import remote
 from rlfuse.engines.protocols import EngineError
+from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder
 from rlfuse.rewards.items import Item, Outcome
 from rlfuse.rewards.shapes import timed_out
@@ -145,8 +146,9 @@ class Seat:
                 call.seconds = time.time() - span.start
                 return outcomes
             except TimeoutError:
+                stack = await watchdog.stack_of(self.where)
                 ray.kill(self._actor)
-                raise Lost(timed_out(call.name, call.told_s), late=True) from None
+                raise Lost(replace(timed_out(call.name, call.told_s), traceback=stack), late=True) from None
             except RayTaskError:
                 raise
             except RayError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from ray import cloudpickle
 
 from rlfuse.cluster.children import heed_children
+from rlfuse.observe import watchdog
 from rlfuse.rewards.functions import RewardFunction, load_function
 from rlfuse.rewards.items import Item, Outcome, RewardError
 from rlfuse.rewards.results import headline, user_traceback
@@ -38,9 +39,10 @@ class Source:
 
 
 class RewardWorker:
-    """Loads the run's reward functions and calls them by name."""
+    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`."""
 
-    def __init__(self, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
+    def __init__(self, where: str, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
+        watchdog.heed(where)
         self._sources, self._timeout_s, self._memory_mb = sources, timeout_s, memory_mb
         self._functions: dict[str, RewardFunction] = {}
         heed_children()

@@ -21,6 +21,7 @@ import ray
 import torch
 
 from rlfuse.cluster.children import heed_children
+from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.video.embedding import FramePlan, write_rows
 from rlfuse.video.towers import Tower, TowerShape
@@ -94,6 +95,7 @@ class EncoderRank:
         heed_children()  # decoders are children of this process
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
+        watchdog.heed(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: tuple[Frames, Future] | None = None
 

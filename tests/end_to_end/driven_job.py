@@ -8,21 +8,12 @@ from pathlib import Path
 from test_job import REWARD
 
 
-def drive(script: str, folder: Path, model: Path, **settings) -> dict:
-    """What `script OUT key=value ...` wrote to OUT."""
-    path, out = Path(__file__).with_name(script), folder / "found.json"
-    command = [sys.executable, str(path), str(out), *words(folder, model, **settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
-
-
-def words(folder: Path, model: Path, **settings) -> list[str]:
-    """The job's `key=value ...`; its files are written to `folder`."""
+def settings_of(folder: Path, model: Path) -> dict:
+    """The job's settings; its data and reward are written to `folder`."""
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "x"} for i in range(64)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
+    return {
         "algorithm": "grpo",
         "model.path": model,
         "model.dtype": "float32",
@@ -36,5 +27,14 @@ def words(folder: Path, model: Path, **settings) -> list[str]:
         "trainer.logger": "[]",
         "trainer.default_local_dir": folder / "runs",
         "cluster.timeout_s": 300,
-    } | settings
-    return [f"{key}={value}" for key, value in settings.items()]
+    }
+
+
+def drive(script: str, folder: Path, model: Path, **settings) -> dict:
+    """What `script OUT key=value ...` wrote to OUT."""
+    settings = settings_of(folder, model) | settings
+    path, out = Path(__file__).with_name(script), folder / "found.json"
+    command = [sys.executable, str(path), str(out), *(f"{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from driven_job import words
+from driven_job import settings_of
 from test_job import finish, wait_for_step
 
 from rlfuse.observe.tracking import read_metrics
@@ -56,7 +56,8 @@ def test_two_nodes_share_a_job_and_a_lost_one_is_named(cluster, tiny_model, tmp_
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
     }
-    command = [sys.executable, "-m", "rlfuse.train", *words(tmp_path, tiny_model, **settings)]
+    words = [f"{key}={value}" for key, value in (settings_of(tmp_path, tiny_model) | settings).items()]
+    command = [sys.executable, "-m", "rlfuse.train", *words]
     process = subprocess.Popen(
         command, env=os.environ | AUTHENTICATED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

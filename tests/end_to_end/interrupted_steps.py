@@ -1,0 +1,217 @@
+"""A job that is killed after every stage of a step and goes on from what is on disk, on the engines that live already.
+
+Run by test_interruptions.py as a process of its own: `python interrupted_steps.py OUT.json key=value ...`. When it has
+written what it found it goes on with a last job, in the middle of which the test kills it.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from rlfuse import checkpoints
+from rlfuse import run as running
+from rlfuse.config.compose import load
+from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.protocols import EngineError
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.job import _one as first
+from rlfuse.job import open_job
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.observe.watchdog import _present as watching
+
+ENDS = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+ENDS += ("testing", "save_checkpoint")
+"""Spans of the driver; the job is killed as the first of the second step ends, an optimizer step for updates."""
+PARTS = ("a push", "a checkpoint")
+"""In the middle of these."""
+FULL_MB = 4
+"""Free on the full disk: less than a checkpoint, more than its first files."""
+
+
+class Killed(Exception):
+    """Nothing that was not on disk is used after this."""
+
+
+class Steps:
+    """What the job does with its engines."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.found = folder, {"rows": {}, "times": {}}
+
+    async def stand(self, *given):
+        """In place of the run's own: remembers what a controller is made of."""
+        self.given = given
+        return await make(*given)
+
+    async def controller(self, name: str):
+        """A new one, from what the folder of the job `name` has, and the step after which it goes on."""
+        work, job, engines, costs, _, facts = self.given
+        trainer = replace(job.config.trainer, experiment_name=name)
+        job = open_job(replace(job.config, trainer=trainer))
+        data, journal = job.config.data, job.journal(work.total)
+        prompts = PromptSource(work.prompts.prompts, data.train_batch_size, data.shuffle, data.seed)
+        for model, rows in engines.trainer._accumulated.items():  # a killed rank holds no gradients
+            if rows:
+                await engines.trainer.step(model, list(rows))
+        for slot, engine in enumerate(engines.rollout):  # and its engine has the device
+            await engines.trainer.leave_device(slot)
+            await engine.wake()
+        if job.checkpoint is None:
+            await engines.trainer.load(self.folder / "start")
+        work = replace(work, prompts=prompts, config=job.config)
+        return await make(work, job, engines, costs, journal, facts), job.state["step"]
+
+    async def go_on(self, name: str, prepare=lambda controller: None) -> bool:
+        """Run the job `name` to its end; False if it was killed."""
+        controller, step = await self.controller(name)
+        prepare(controller)
+        try:
+            await controller.run(step)
+        except BaseException as error:
+            if not isinstance(first(error), Killed):
+                raise
+            return False
+        finally:
+            controller.journal.close()
+            while any([(await engine.load()).running for engine in controller.engines.rollout]):
+                await asyncio.sleep(0.01)
+        return True
+
+    async def killed(self, kind: str) -> None:
+        """From the first step's checkpoint: killed in the second, resumed to the end."""
+        began, name = time.time(), kind.replace(" ", "-")
+        shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / name / "global_step_1")
+        assert not await self.go_on(name, lambda controller: kill_in(controller, kind))
+        if kind == "a checkpoint":  # what a process that dies there leaves
+            assert not list(self.folder.glob(f"{name}/*.partial"))
+            shutil.copytree(
+                self.folder / name / "global_step_1" / "actor", self.folder / name / "global_step_2.partial"
+            )
+        resumed = [path.name for path in checkpoints.complete(self.folder / name)]
+        assert resumed[1:] == (["global_step_2"] if kind == "save_checkpoint" else []), resumed
+        assert await self.go_on(name)
+        self.keep(kind, name, began)
+
+    def keep(self, case: str, name: str, began: float) -> None:
+        self.found["rows"][case] = read_metrics(self.folder / name / "metrics.jsonl")
+        self.found["times"][case] = time.time() - began
+        print(case, self.found["times"][case], flush=True)
+        if name != "whole":
+            shutil.rmtree(self.folder / name)
+
+    async def drive(self, controller, _):
+        await controller.engines.trainer.save(self.folder / "start")
+        for case in ("whole", "again"):
+            began = time.time()
+            assert await self.go_on(case)
+            self.keep(case, case, began)
+        for kind in (*ENDS, *PARTS):
+            await self.killed(kind)
+        await self.on_a_full_disk()
+        began = time.time()
+        assert await self.go_on("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
+        self.keep("adaptive", "adaptive", began)
+        await self.stopped(controller)
+        shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "killed" / "global_step_1")
+        Path(sys.argv[1]).write_text(json.dumps(self.found))
+        await self.go_on("killed")
+        await asyncio.sleep(60)
+
+    async def on_a_full_disk(self) -> None:
+        """The second step's checkpoint does not fit; it was not seen to be that large."""
+        began, told, filler = time.time(), [], self.folder / "filler"
+        shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "full" / "global_step_1")
+
+        def fill(controller):
+            journal, size = controller.journal, checkpoints._size
+            whole, call = journal.checkpoint, journal._call
+
+            async def checkpoint(step):
+                if step == 2:
+                    filler.write_bytes(bytes(max(0, shutil.disk_usage(self.folder).free - (FULL_MB << 20))))
+                    checkpoints._size = lambda folders: 0
+                await whole(step)
+                checkpoints._size = size
+                told.append([path.name for path in self.folder.glob("full/global_step_*")])
+                filler.unlink(missing_ok=True)
+
+            journal.checkpoint = checkpoint
+            journal._call = lambda step, alert: (told.append(alert.text), call(step, alert))
+
+        assert await self.go_on("full", fill)
+        self.found["told of a full disk"] = told
+        self.keep("full disk", "full", began)
+
+    async def stopped(self, controller) -> None:
+        """A rank is stopped: what the driver then says, and what its stacks have."""
+        trainer, said = controller.engines.trainer, []
+        victim = next(p for p in psutil.Process().children(recursive=True) if "TrainerRank" in " ".join(p.cmdline()))
+        limit, trainer.config.cluster.timeout_s = trainer.config.cluster.timeout_s, 3.0
+        watchdog = watching.get()
+        watchdog._say = said.append
+        victim.suspend()
+        try:
+            await controller.engines.trainer.bucket_plan()
+        except EngineError as error:
+            said.append(str(error))
+        finally:
+            victim.resume()
+            trainer.config.cluster.timeout_s = limit
+        watchdog._last = None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0)
+        self.found["told of a stopped rank"] = said
+        self.found["stacks"] = [path.read_text() for path in sorted(watchdog.folder.glob("*.txt"))]
+
+
+def kill_in(controller, kind: str) -> None:
+    """Arrange for `Killed` in the second step."""
+    journal, recorder, push = controller.journal, controller.recorder, controller.engines.weights
+    plain, save, receive = recorder.span, journal._save, push.engines[0].receive
+
+    @contextmanager
+    def span(name, **fields):
+        with plain(name, **fields) as given:
+            yield given
+        accumulates = name in ("update_actor", "update_critic") and "step" not in fields["attributes"]
+        if name == kind and fields.get("step") == 2 and not accumulates:
+            raise Killed
+
+    async def saves_half(folder):
+        await save(folder)
+        raise Killed
+
+    async def receives_half(info):
+        if any(span.step == 2 for span in recorder.open.values()):
+            push.engines[0].receive = receive
+            raise Killed
+        await receive(info)
+
+    recorder.span = span
+    if kind == "a checkpoint":
+        journal._save = saves_half
+    if kind == "a push":
+        push.engines[0].receive = receives_half
+
+
+make = running._controller
+
+
+def main():
+    config = load(sys.argv[2:])
+    steps = Steps(config.run_folder.parent)
+    running._controller = steps.stand
+    running.run(config, steps.drive)
+
+
+if __name__ == "__main__":
+    main()

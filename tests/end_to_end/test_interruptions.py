@@ -1,0 +1,121 @@
+"""Jobs that are killed anywhere, on full disks, with workers that hang: what is lost is known, and nothing else is."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from driven_job import settings_of
+from test_job import all_gone, descendants, finish, start, wait_for_step
+
+from rlfuse.observe.tracking import read_metrics
+
+LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """A folder on a file system of 160 MB."""
+    folder = tmp_path_factory.mktemp("disk")
+    command = ["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("small file systems can't be mounted here: not root, or not allowed to")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def driven(tiny_model, disk):
+    """What interrupted_steps.py found; the settings of its job; the processes that were left when it was killed."""
+    settings = settings_of(disk, tiny_model) | {
+        "algorithm": "ppo",
+        "data.val_files": f"[{disk}/train.jsonl]",
+        "data.max_response_length": 32,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "actor.ppo_max_token_len_per_gpu": 128,
+        "critic.optim.lr": 1e-3,
+        "rollout.n": 2,
+        "algorithm.use_kl_in_reward": "true",
+        "reward.functions": f"[{{path: {disk}/reward.py:even, normalise: true}}]",
+        "fusion": "serial",
+        "trainer.deterministic": "true",
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": 2,
+        "trainer.max_ckpt_to_keep": "null",
+        "trainer.val_before_train": "false",
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    script, out = Path(__file__).with_name("interrupted_steps.py"), disk / "found.json"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(out), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.time() + 400
+    while not out.exists():
+        if process.poll() is not None or time.time() > deadline:
+            process.kill()
+            pytest.fail(process.communicate()[0])
+        time.sleep(0.1)
+    workers = descendants(process)
+    process.kill()
+    return json.loads(out.read_text()), words, workers
+
+
+def learned(rows):
+    return [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
+
+
+def test_the_same_configuration_gives_the_same_bits(driven):
+    rows = driven[0]["rows"]
+    assert [row["step"] for row in rows["whole"]] == [1, 2, 3] and len(learned(rows["whole"])[1]) > 40
+    assert learned(rows["again"]) == learned(rows["whole"])
+
+
+def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(driven):
+    rows = driven[0]["rows"]
+    expected = learned(rows["whole"])[1:]
+    for case in set(rows) - {"whole", "again", "adaptive"}:
+        assert learned(rows[case])[-2:] == expected, case
+
+
+def test_without_the_switch_sums_differ_in_their_last_bits(driven):
+    rows = driven[0]["rows"]
+    for whole, adaptive in zip(learned(rows["whole"]), learned(rows["adaptive"]), strict=True):
+        assert adaptive == pytest.approx(whole, rel=2e-4, abs=1e-6)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(driven):
+    alert, on_disk, later = driven[0]["told of a full disk"]
+    assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
+    assert "global_step_1 is still there" in alert and "The run goes on" in alert
+    assert on_disk == ["global_step_1"] and sorted(later) == ["global_step_1", "global_step_3"]
+
+
+def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(driven):
+    early, error, asked = driven[0]["told of a stopped rank"]
+    for text in (early, error):
+        assert "trainer/0: last event: " in text and "list its weights" in text and "/stacks/" in text
+    assert "stopped" in early and "did not list its weights within 3 s" in error and "SIGUSR1" in asked
+    hung, whole = driven[0]["stacks"][0], driven[0]["stacks"][-1]
+    assert hung.index("== trainer/0") < hung.index("== driver") and "no answer" in hung
+    for where in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "reward/0", "driver"):
+        assert f"== {where} (process " in whole
+    assert "no answer" not in whole and "interrupted_steps.py" in whole and "waiting for trainer/0" in hung
+
+
+def test_nothing_outlives_a_driver_that_is_killed_and_the_same_command_goes_on(driven, disk):
+    found, words, workers = driven
+    assert len(workers) > 8 and not all_gone(workers, timeout=30)
+    command = [sys.executable, "-m", "rlfuse.train", *words, "trainer.total_training_steps=500"]
+    process = start(command, "killed", "trainer.logger=[console]")
+    wait_for_step(disk / "runs" / "rlfuse" / "killed", 3, process)
+    workers = descendants(process)
+    process.send_signal(signal.SIGINT)
+    text = finish(process, expected=130, timeout=60)
+    assert "resumed from" in text and "the same command goes on" in text and not all_gone(workers)
+    rows = learned(read_metrics(disk / "runs" / "rlfuse" / "killed" / "metrics.jsonl"))
+    assert rows[:2] == learned(found["rows"]["whole"])[1:]

@@ -76,7 +76,9 @@ class Wandb:
             mode=config.trainer.wandb_mode,
             config=resolved,
             # Without what it notes of the host by itself: the command line among it, which may hold secrets.
-            settings=wandb.Settings(silent=True, console="off", init_timeout=60, x_disable_meta=True),
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=60, finish_timeout=120, x_disable_meta=True
+            ),
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

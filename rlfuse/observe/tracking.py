@@ -20,7 +20,9 @@ class StepFile:
 
     def __init__(self, path: Path, after: int):
         kept = [row for row in read_metrics(path) if row["step"] <= after]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new = path.with_name(path.name + ".new")  # a run killed here has lost no row
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new.replace(path)
         self._file = path.open("a")
 
     def write(self, step: int, *rows: dict[str, Any]) -> None:

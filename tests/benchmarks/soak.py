@@ -1,0 +1,178 @@
+"""Memory of every process of a run over hours: a tiny job, sampled from outside; growth per process, and a picture.
+
+    python tests/benchmarks/soak.py --minutes 30 [--out jobs/soak.png] [--every 5] [key=value ...]
+
+PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
+pass in an hour; checkpoints every 200 steps. Memory is the proportional set size (shared pages count once over all
+processes). Growth is that of a straight line through what follows the warm-up, the first third; `+-` is twice its
+standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from rlfuse.tasks.settings import WarmStart
+from rlfuse.tasks.vocabulary import build_tokenizer
+from rlfuse.tasks.warm_start import build_model
+
+WARM_UP = 1 / 3
+MIB = 1 << 20
+REWARD = (
+    "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 2)\n"
+)
+ROLES = ("RolloutWorker", "TrainerRank", "RewardWorker", "raylet", "gcs_server")
+SHOWN = ("process", "MiB at the end", "grew by, MiB", "MiB a 1,000 steps", "+-", "files open")
+
+
+def command(folder: Path, overrides: list[str]) -> list[str]:
+    """The job's command line; its model, data and reward are written to `folder`."""
+    tokenizer = build_tokenizer()
+    build_model(WarmStart(), tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": f" {40 + i} mod {2 + i % 7} =", "answer": "1", "data_source": "x"} for i in range(256)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    settings = {
+        "algorithm": "ppo",
+        "algorithm.use_kl_in_reward": "true",
+        "model.path": folder / "model",
+        "model.dtype": "float32",
+        "data.train_files": f"[{folder}/train.jsonl]",
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 24,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 8,
+        "actor.ppo_max_token_len_per_gpu": 1024,
+        "rollout.n": 2,
+        "rollout.kv_cache_memory_mb": 16,
+        "reward.functions": f"[{folder}/reward.py:even]",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": 1_000_000,
+        "trainer.save_freq": 200,
+        "trainer.val_before_train": "false",
+        "trainer.logger": "[console]",
+        "trainer.default_local_dir": folder / "runs",
+    }
+    return [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items()), *overrides]
+
+
+def name_of(process: psutil.Process) -> str:
+    """What people call it, with its pid where there are several."""
+    line = " ".join(process.cmdline())
+    role = next((role for role in ROLES if role in line), "")
+    return f"{role or line.split('/')[-1].split(' ')[0] or process.name()} {process.pid}"
+
+
+def sample(driver: psutil.Process) -> dict[str, tuple[float, int]]:
+    """MiB and open files of each process of the run, by name."""
+    found = {}
+    for process in (driver, *driver.children(recursive=True)):
+        try:
+            name = "driver" if process == driver else name_of(process)
+            found[name] = process.memory_full_info().pss / MIB, process.num_fds()
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def growth(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """MiB a step, and twice the standard error of that."""
+    line, covariance = np.polyfit(steps, values, 1, cov=True)
+    return line[0], 2 * float(np.sqrt(covariance[0, 0]))
+
+
+def last_step(metrics: Path) -> int | None:
+    """Of the file's last whole line, if it has one."""
+    tail = metrics.read_bytes()[-65536:].splitlines(keepends=True) if metrics.exists() else []
+    whole = [line for line in tail if line.startswith(b'{"step"') and line.endswith(b"\n")]
+    return json.loads(whole[-1])["step"] if whole else None
+
+
+def watch(process: subprocess.Popen, metrics: Path, minutes: float, every: float) -> dict[str, list[tuple]]:
+    """Name -> (step, seconds, MiB, open files), from the first step on."""
+    driver, began, seen = psutil.Process(process.pid), None, defaultdict(list)
+    while began is None or time.time() - began < minutes * 60:
+        if process.poll() is not None:
+            raise SystemExit(f"the job ended with status {process.returncode}")
+        if (step := last_step(metrics)) is not None:
+            began = began or time.time()
+            for name, (size, files) in sample(driver).items():
+                seen[name].append((step, time.time() - began, size, files))
+        time.sleep(every)
+    return seen
+
+
+def report(seen: dict[str, list[tuple]]) -> None:
+    """A table of what lived throughout."""
+    longest = max(map(len, seen.values()))
+    print(f"{SHOWN[0]:<24}" + "".join(f"{word:>19}" for word in SHOWN[1:]))
+    for name, rows in sorted(seen.items(), key=lambda item: -item[1][-1][2]):
+        if len(rows) < longest - 1:
+            continue
+        steps, _, sizes, files = np.array(rows[int(len(rows) * WARM_UP) :]).T
+        slope, error = growth(steps, sizes)
+        cells = (
+            sizes[-1],
+            slope * (steps[-1] - steps[0]),
+            slope * 1000,
+            error * 1000,
+            f"{files[0]:.0f} -> {files[-1]:.0f}",
+        )
+        print(f"{name:<24}" + "".join(f"{cell:>19}" if isinstance(cell, str) else f"{cell:>19.2f}" for cell in cells))
+
+
+def draw(seen: dict[str, list[tuple]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    longest = max(map(len, seen.values()))
+    for name, rows in seen.items():
+        if len(rows) >= longest - 1:
+            steps, _, sizes, _ = np.array(rows).T
+            axes.plot(steps, sizes, label=name.split()[0], linewidth=1)
+    axes.set(xlabel="step", ylabel="MiB (PSS)", yscale="log", title="memory of every process of a run")
+    axes.legend(fontsize=7, ncols=3)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--out", type=Path, default=Path("soak.png"))
+    arguments, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command(folder, overrides), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            seen = watch(process, folder / "runs/rlfuse/run/metrics.jsonl", arguments.minutes, arguments.every)
+        except BaseException:
+            print((folder / "log").read_text()[-3000:])
+            raise
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+    steps, seconds = (seen["driver"][-1][i] for i in (0, 1))
+    print(f"{steps} steps in {seconds / 60:.1f} minutes")
+    report(seen)
+    draw(seen, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What processes of a run last did and where they stand, asked from outside: one that hangs in a call, one stopped."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlfuse.observe import watchdog
+from rlfuse.observe.events import Recorder
+
+HANGS = """
+import time
+from rlfuse.observe import watchdog
+from rlfuse.observe.events import Recorder
+
+recorder = Recorder("trainer/7")
+watchdog.heed("trainer/7", recorder)
+with recorder.span("forward"):
+    pass
+with recorder.span("backward"):
+    print("hangs", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hung(tmp_path):
+    """(the driver's watchdog, a process that hangs, what was said)"""
+    said = []
+    with watchdog.watching(tmp_path, Recorder("driver"), said.append) as dog:
+        process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "hangs\n"
+        yield dog, process, said
+        process.kill()
+        process.communicate()
+
+
+async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
+    _, process, said = hung
+    with watchdog.waiting("trainer/7", "step", 0.1):
+        await asyncio.sleep(0.08)
+    assert "trainer/7 has been at it for 0.05 s of 0.1" in said[0] and "began backward" in said[0]
+    text = next((tmp_path / "stacks").glob("*.txt")).read_text()
+    assert text.index("== trainer/7 (process ") < text.index("== driver") and "line 12 in <module>" in text
+    assert "test_a_long_wait_shows_where_the_worker_stands" in text.partition("== driver")[2]
+    assert "line 12 in <module>" in await watchdog.stack_of("trainer/7")
+    psutil.Process(process.pid).suspend()
+    assert "the process is stopped" in watchdog.evidence("trainer/7")
+    assert await watchdog.stack_of("trainer/8") == ""
+
+
+def test_a_signal_shows_everything_and_what_has_ended_is_left_out(hung, tmp_path):
+    dog, process, said = hung
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0)
+    assert said[0].startswith(f"SIGUSR1: {tmp_path}/stacks/")
+    process.kill()
+    process.wait()
+    assert "trainer/7" not in dog.evidence("driver")
+
+
+def test_a_run_without_a_dump_leaves_nothing(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    with watchdog.watching(tmp_path, Recorder("driver"), print):
+        assert (tmp_path / "stacks").is_dir() and watchdog.environment()
+    assert not (tmp_path / "stacks").exists() and not watchdog.environment()
+    assert signal.getsignal(signal.SIGUSR1) is before and watchdog.evidence("trainer/0") == ""

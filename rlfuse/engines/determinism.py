@@ -26,3 +26,4 @@ def hold(config: Config) -> None:
     """In a rank, before it computes: operations without a deterministic implementation raise."""
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # or ZeRO's buffers of 2 GB are written each time

@@ -39,7 +39,7 @@ FOLDER = "RLFUSE_STACKS"
 """Environment variable: where the processes of a run show where they stand."""
 HEAD, LAST = 256, 128
 """Bytes of what stays the same in a process's file, and of its last event."""
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 LONG = 0.5
 """Of a wait's limit: then it is worth a look, and hours may be left in which to mend it."""
 SPACING_S = 5.0
@@ -262,8 +262,10 @@ async def stack_of(worker: str) -> str:
     """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
     watchdog = _present.get()
     found = [each for each in watchdog._processes() if each.where == worker] if watchdog else []
+    text, deadline = "", time.monotonic() + ANSWER_S
     for process in found:
-        if (before := process.ask()) is not None:
-            await asyncio.sleep(0.1)
-            return process.answer(before).partition("Current thread")[2].partition("\n\n")[0].partition("\n")[2]
-    return ""
+        before, again = process.ask(), ""
+        while before is not None and time.monotonic() < deadline and not (text and text == again):
+            await asyncio.sleep(0.02)
+            text, again = process.answer(before), text
+    return text.partition("Current thread")[2].partition("\n\n")[0].partition("\n")[2]

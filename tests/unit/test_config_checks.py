@@ -43,6 +43,7 @@ def test_the_defaults_are_sound():
         ({"rollout__top_k": 0}, ["rollout.top_k=0: must be -1 or 1 or more"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
         ({"actor__zero_stage": 4}, ["0 or more and 3 or less"]),
+        ({"trainer__deterministic": True}, ["fusion.policy=adaptive: what is added up first", "fusion.policy=serial"]),
         ({"trainer__save_freq": -2}, ["-1 or 0 or more"]),
         ({"trainer__total_training_steps": 0}, ["must be 1 or more, or null"]),
         ({"reward__functions": []}, ["nothing scores the responses"]),

@@ -49,7 +49,9 @@ async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
     assert text.index("== trainer/7 (process ") < text.index("== driver") and "line 12 in <module>" in text
     assert "test_a_long_wait_shows_where_the_worker_stands" in text.partition("== driver")[2]
     assert "line 12 in <module>" in await watchdog.stack_of("trainer/7")
-    psutil.Process(process.pid).suspend()
+    (stopped := psutil.Process(process.pid)).suspend()
+    while stopped.status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.01)
     assert "the process is stopped" in watchdog.evidence("trainer/7")
     assert await watchdog.stack_of("trainer/8") == ""
 

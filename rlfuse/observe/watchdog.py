@@ -70,9 +70,14 @@ def heed(where: str, recorder: Recorder | None = None, chain: bool = False) -> N
     head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "created": created}
     os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
     _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
+
+    def hear(event: str) -> None:
+        with suppress(OSError):  # a full disk is no reason to stop working
+            os.pwrite(slate, f"{time.time():.3f} {event}".encode().ljust(LAST)[:LAST], HEAD)
+
     if recorder is not None:
-        recorder.heard = lambda event: os.pwrite(slate, f"{time.time():.3f} {event}".encode().ljust(LAST)[:LAST], HEAD)
-        recorder.heard("started")
+        recorder.heard = hear
+        hear("started")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +150,11 @@ class Watchdog:
 
     def evidence(self, worker: str) -> str:
         """What `worker` last did, and where all stacks are."""
-        path = self.dump(f"waiting for {worker}")
         told = [f"{each.where}: {each.told()}." for each in self._processes() if each.where == worker]
-        return " ".join([*told, f"Stacks of all processes: {path}"])
+        try:
+            return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
+        except OSError as error:
+            return " ".join([*told, f"Stacks could not be written: {error}"])
 
     def dump(self, reason: str) -> Path:
         """Stacks of all processes; the file. One just written serves again."""

@@ -81,6 +81,11 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rsplit("_", 1)[1]))
 
 
+def written(checkpoint: Path) -> float:
+    """When it was complete, in seconds since the epoch."""
+    return (checkpoint / MARKER).stat().st_mtime
+
+
 def find(run: Path, resume_mode: str) -> Path | None:
     """The checkpoint to start from under trainer.resume_mode, or None for a fresh start."""
     if resume_mode == "auto":

@@ -8,7 +8,8 @@ they reach engines only through protocols: the simulator's serve as well.
       +------ finished, parted, scored, stepped ------+     each wakes the loop
 
 Waits: for any task to report, or a pulse (so that policies see time pass). A failing task cancels the others and ends
-the step with its own error; only a lost rollout engine is gone on without, while another lives.
+the step with its own error; only a lost rollout engine is gone on without. Its slot has no engine until weights are
+pushed, but for the last one: that is replaced in the step, with the weights that the step's other samples are of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 
-from rlfuse.engines.protocols import EngineLost, Engines, Sampling
+from rlfuse.engines.protocols import EngineLost, Engines, Sampling, WorkerLost
 from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
@@ -51,12 +52,17 @@ class Execution:
         self.recorder, self.scored, self.row_tensors, self.note = recorder, scored, row_tensors or {}, note
         self.clock = clock
         self._changed = asyncio.Event()
+        self._renewing = False
 
     async def run(self) -> None:
         """Ask the policy, start what it decides, wait until something changed; until the board is done."""
         async with asyncio.TaskGroup() as self._tasks:
             while not self.board.done:
                 self._changed.clear()
+                if not self._renewing and (slot := self.board.fleet.stranded) is not None:
+                    self._renewing = True
+                    self.board.fleet.occupy(slot)
+                    self._tasks.create_task(self._renew(slot))
                 decisions = self.policy(self.board.snapshot(self.clock()))
                 for decision in decisions:
                     self._start(decision)
@@ -106,8 +112,21 @@ class Execution:
                     self._changed.set()
             except EngineLost:
                 self.board.lost(slot, self.clock())
-                if not any(place.alive for place in self.board.fleet.slots):
-                    raise
+        self._changed.set()
+
+    async def _renew(self, slot: int) -> None:
+        """Nobody is left to generate: another engine on this slot."""
+        if (actor := self.board.ledgers.get("actor")) and actor.at:
+            raise WorkerLost(
+                "The last rollout engine was lost when the step had updated the actor already: another one can't have "
+                "the weights that the step's samples are drawn from."
+            )
+        with self.recorder.span("renew", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
+            if self.board.fleet.slots[slot].role == "trainer":
+                await self.engines.trainer.leave_device(slot)
+            await self.engines.weights.renew(slot)
+        self.board.fleet.revive(slot)
+        self._renewing = False
         self._changed.set()
 
     def _parted(self, name: str, partial: Partial) -> None:

@@ -1,7 +1,7 @@
 """What every job has around it: a folder, a checkpoint to go on from, a journal, and an end that cleans up.
 
-Role: `rlfuse.run` (reinforcement learning) and `rlfuse.rewards.training` (reward models) begin with `open_job` and
-carry their work out by `Job.carry_out`. Nothing here starts an engine.
+Role: `rlfuse.run` (reinforcement learning) and `rlfuse.rewards.training` (reward models) get a `Job` from
+`rlfuse.recovery` and carry their work out by `Job.carry_out`. Nothing here starts an engine.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import asyncio
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rlfuse.cluster import placement
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.engines.protocols import WorkerLost
+from rlfuse.observe.events import Span
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.watchdog import watching
 
@@ -38,13 +41,21 @@ class Job:
     state: dict[str, Any]
     """What that checkpoint holds beside the models; `step` always."""
     started: float
+    faults: Counter[str] = field(default_factory=Counter)
+    """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
+    restart: Span | None = None
+    """From the loss of a worker to this attempt, if it is not the first."""
 
     def journal(self, total_steps: int) -> Journal:
         """The run folder's, with `config.yaml` beside it."""
         resolved = hidden(dataclasses.asdict(self.config))
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
-        return Journal(self.config, resolved, self.folder, total_steps, self.state["step"])
+        journal = Journal(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
+        if self.restart is not None:
+            self.restart.end = time.time()
+            journal.recorder.add(self.restart)
+        return journal
 
     def carry_out(self, work: Coroutine[Any, Any, None], journal: Journal) -> float:
         """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start.
@@ -61,8 +72,8 @@ class Job:
         finally:
             placement.stop()
             journal.close(error)
-            if error is not None:
-                print(_how_to_resume(self.folder), flush=True)
+            if error is not None and not isinstance(error, WorkerLost):  # else `recovery` says how it goes on
+                print(how_to_resume(self.folder), flush=True)
         return time.time() - self.started
 
 
@@ -119,7 +130,8 @@ def _one(error: BaseException) -> BaseException:
     return error
 
 
-def _how_to_resume(folder: Path) -> str:
+def how_to_resume(folder: Path) -> str:
+    """What the person at the terminal can do next."""
     whole = checkpoints.complete(folder)
     if not whole:
         return f"No checkpoint was written (trainer.save_freq); what was logged is in {folder}"

@@ -5,7 +5,8 @@ Ray starts. Waits for engines to start, all at once, then for the controller; on
 every process it started and says how to go on.
 
     data, tokenizer -> Ray, slots -> rollout engines | trainer ranks | reward workers   (started side by side)
-                                  -> checkpoint, if there is one -> Controller.run -> summary.json
+          ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
+          +---- recovery: a worker is lost that the step can't do without ----+
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines import determinism
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
-from rlfuse.engines.protocols import Engines
+from rlfuse.engines.protocols import EngineError, Engines, WorkerLost
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
@@ -45,9 +47,10 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.job import Job, open_job
+from rlfuse.job import Job
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
+from rlfuse.recovery import recovered
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import CALL_S, Learning
@@ -75,7 +78,10 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
 
     `drive`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
     """
-    job = open_job(config)
+    return recovered(config, lambda job: _attempt(job, drive))
+
+
+def _attempt(job: Job, drive: Drive) -> Path:
     config, trainer = job.config, job.config.trainer
     reward = _reward_pool(config)
     video_model = _video_model(config)
@@ -88,7 +94,7 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
     if video_model is not None:
         config = _with_served_models(config, job.folder)
     work = _run(_Work(config, tokenizer, reward, prompts, held_out, video_model, total), job, journal, drive)
-    summarise(job.folder, config, seconds=job.carry_out(work, journal))
+    summarise(job.folder, config, seconds=job.carry_out(work, journal), faults=job.faults)
     return job.folder
 
 
@@ -111,7 +117,7 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     config, reward = work.config, work.reward
     slots = placement.start(config)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
-    rollouts = _rollout_handles(config, slots)
+    rollouts = _rollout_handles(config, slots, journal)
     towers = _towers(config, work.video_model, slots.device) if work.video_model else None
     clips = _step_clips(config, towers, slots, journal) if towers else None
     trained = [] if config.video.freeze_tower else [towers]
@@ -178,20 +184,27 @@ def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:
     return PipelineTrainer if config.training.pipeline_parallel_size > 1 else TrainerGroup
 
 
-def _rollout_handles(config: Config, slots: placement.Slots) -> list[RolloutHandle]:
+def _rollout_handles(config: Config, slots: placement.Slots, journal: Journal) -> list[RolloutHandle]:
     """One actor per engine, on the first slot of its tensor-parallel group."""
-    width = config.rollout.tensor_model_parallel_size
+    width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
     environment = rollout_env(slots.device, config.rollout.weight_transfer)
     environment |= determinism.environment(config, slots.device)
-    remote = ray.remote(RolloutWorker)
+
+    def create(first: int) -> ray.actor.ActorHandle:
+        options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}
+        return ray.remote(RolloutWorker).options(**options).remote(first // width)
+
     return [
         RolloutHandle(
-            remote.options(**slots.engine_options(first, width, environment), max_concurrency=1000).remote(
-                first // width
-            ),
+            partial(create, first),
             f"rollout/{first // width}",
-            config.cluster.timeout_s,
+            cluster.timeout_s,
             width,
+            cluster.heartbeat_s,
+            cluster.max_restarts,
+            beside=slots.device == "cpu",
+            recorder=journal.recorder,
+            say=journal.say,
         )
         for first in range(0, slots.count, width)
     ]
@@ -318,8 +331,11 @@ def _reward_pool(config: Config) -> RewardPool:
 
 
 async def _together(*starts: Any) -> list[Any]:
-    """All results; the first failure ends the wait at once, the others are dropped."""
-    return await asyncio.gather(*starts)
+    """All results; the first failure ends the wait at once, the others are dropped. It is final: not tried again."""
+    try:
+        return await asyncio.gather(*starts)
+    except WorkerLost as error:
+        raise EngineError(str(error)) from error
 
 
 async def _quietly(*ends: Any) -> None:

@@ -1,21 +1,32 @@
 """Calls of Ray actors that never wait without a bound and fail with one readable message.
 
-Role: every engine's driver side awaits its worker through `call`. A user's exception keeps its type's name, message and
-the last lines of its own traceback; a dead process, a time-out and a worker that can't be placed are told apart. A wait
-that is long shows where all processes stand (`observe.watchdog`).
+Role: every engine's driver side awaits its worker through `call`, that of several workers at once through `all_of`. A
+user's exception keeps its type's name, message and the last lines of its own traceback; a dead process, a time-out and
+a worker that can't be placed are told apart. What may go well another time, in another process, is a `WorkerLost`. A
+wait that is long shows where all processes stand (`observe.watchdog`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import EngineError, WorkerLost
 from rlfuse.observe import watchdog
+
+GRACE_S = 5.0
+"""Time for the death of a worker to show, once peers that waited for it have failed."""
+MEMORY = (
+    "Out of memory is the usual cause: lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV cache."
+)
+GONE = re.compile(r"can't allocate memory|out of memory|connection (closed|reset) by peer|timed out waiting", re.I)
+"""What torch says where memory or a peer in a collective is gone."""
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:
@@ -27,6 +38,25 @@ async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: floa
         raise explain(error, worker, action, timeout) from error
 
 
+async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """All results, or the first failure at once: peers of a dead worker would wait for it inside a collective.
+
+    Where the failure is but such a peer's, the death that it comes of.
+    """
+    calls = [asyncio.ensure_future(each) for each in calls]
+    try:
+        done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and not any(isinstance(each.exception(), WorkerLost) for each in done):
+            await asyncio.wait(pending, timeout=GRACE_S)
+        errors = [error for each in calls if each.done() and (error := each.exception())]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error.__cause__, ActorDiedError))
+        return [each.result() for each in calls]
+    finally:
+        for each in calls:
+            each.cancel()
+
+
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
     """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
     if isinstance(error, EngineError | asyncio.CancelledError):
@@ -34,19 +64,16 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
     if isinstance(error, RayTaskError):
         cause = error.cause or error
         if isinstance(cause, EngineError):  # says all already
-            return EngineError(str(cause))
+            return type(cause)(str(cause))
         tail = "".join(traceback.format_exception(cause)[-6:]) if cause is not error else str(error)
-        return EngineError(
-            f"{worker} failed to {action}: {type(cause).__name__}: {_first_line(cause)}\n{tail.rstrip()}"
-        )
+        text = f"{worker} failed to {action}: {type(cause).__name__}: {_first_line(cause)}"
+        if isinstance(cause, MemoryError) or GONE.search(str(cause)):
+            return WorkerLost(f"{text}. {MEMORY}\n{tail.rstrip()}")
+        return EngineError(f"{text}\n{tail.rstrip()}")
     if isinstance(error, ActorDiedError | ActorUnavailableError):
-        return EngineError(
-            f"{worker} died while it was asked to {action} ({_reason(error)}). "
-            "Out of memory is the usual cause: lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV "
-            "cache; the run resumes from its last checkpoint with resume_mode=auto."
-        )
+        return WorkerLost(f"{worker} died while it was asked to {action} ({_reason(error)}). {MEMORY}")
     if isinstance(error, TimeoutError | GetTimeoutError):
-        return EngineError(
+        return WorkerLost(
             f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
             f"cluster.timeout_s.{watchdog.evidence(worker)}"
         )

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from omegaconf import MISSING
 
-from rlfuse.config import alerting, rewards, schema, trainer
+from rlfuse.config import alerting, clusters, rewards, schema, trainer
 
 COLUMNS = 100
 """Widest help text; longer lines are tiring to read, and many terminals end here."""
@@ -118,7 +118,7 @@ def groups() -> dict[str, str]:
 def _texts() -> dict[tuple[str, str], str]:
     """(class, field) -> the string below the field."""
     found: dict[tuple[str, str], str] = {}
-    modules = (schema, alerting, rewards, trainer)
+    modules = (schema, alerting, clusters, rewards, trainer)
     for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue

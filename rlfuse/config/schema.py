@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlfuse.config.alerting import AlertsConfig
+from rlfuse.config.clusters import ClusterConfig
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.trainer import TrainerConfig
 
@@ -306,18 +307,6 @@ class VideoConfig:
     """Logged samples of a step whose frames are drawn beside question, answer and reward; null: all, 0: none."""
     freeze_tower: bool = True
     """False: the actor's updates train the vision tower too, on clips encoded again with gradient."""
-
-
-@dataclass
-class ClusterConfig:
-    """Ray and the devices it places work on."""
-
-    device: str = "auto"
-    """auto | cpu | cuda."""
-    ray_address: str | None = None
-    """A running Ray cluster (`auto` or host:port); null starts one for this run."""
-    timeout_s: float = 1800.0
-    """Longest time that a worker's start or one remote call may take."""
 
 
 @dataclass

@@ -21,7 +21,11 @@ class EngineError(RuntimeError):
     """A worker failed. The message says which one, what it was doing and what to do; `__cause__` is the original."""
 
 
-class EngineLost(EngineError):
+class WorkerLost(EngineError):
+    """A process died, hangs or ran out of memory, nothing is wrong with what it was asked: another may do it."""
+
+
+class EngineLost(WorkerLost):
     """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
 
 
@@ -76,7 +80,10 @@ class RolloutEngine(Recorded, Protocol):
     async def load(self) -> Load: ...
 
     async def sleep(self) -> None:
-        """Give the device up: the slot takes the role `trainer`. Nothing is being generated."""
+        """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
+
+        As `wake`, of no effect on an engine that is lost; that shows when something is to be generated.
+        """
 
     async def wake(self) -> None:
         """Take the device back; until then nothing may be generated. Weights are pushed only to engines awake."""
@@ -133,7 +140,13 @@ class WeightSync(Protocol):
     """From the trainer's actor to every rollout engine."""
 
     async def push(self, version: int) -> None:
-        """All engines hold the actor's present weights as `version` when this returns; caches are reset."""
+        """All engines hold the actor's present weights as `version` when this returns; caches are reset.
+
+        Lost engines are replaced first.
+        """
+
+    async def renew(self, slot: int) -> None:
+        """The slot has another engine, with the actor's present weights under the version of the last push."""
 
 
 class Clips(Recorded, Protocol):

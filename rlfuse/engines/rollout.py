@@ -15,7 +15,8 @@ Invariants:
   end of its prompt, `generators` places its generator, and by `migration` its KV cache may come along;
 - a response carries the version of the weights that drew its tokens. If weights changed underneath (the push pauses
   and then recomputes requests in flight under the new weights), it carries the oldest, and its span names all;
-- a dead engine process raises at once; how long anything may take is bounded by the handle.
+- a dead engine process raises `EngineLost` at once; how long anything may take is bounded by the handle, which also
+  asks for the `pulse` of an engine that may have stopped without a word.
 Who unblocks whom: `generate` ends when its last sample did; `evict` ends samples early, also when the consumer leaves.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 import psutil
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.liveness import Liveness, Pulse, children_cpu
 from rlfuse.engines.protocols import EngineError, Load, Sampling
 from rlfuse.engines.rollout_start import (
     ErrorOutput,
@@ -69,7 +71,10 @@ class RolloutWorker:
         """Active sample -> where its KV cache would be put."""
         self._shelf: Any = None
         self._meter: StepMeter | None = None
-        self._asleep = False
+        self._liveness: Liveness | None = None
+        self._asleep = self._frozen = False
+        self._asked = 0
+        """Calls of the engine under way, but for those that generate."""
         self._calls = 0
         self._stats: Any = None
         self._version = 0
@@ -105,7 +110,7 @@ class RolloutWorker:
         self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
         kv_tokens = cache.num_gpu_blocks * cache.block_size
-        self._meter = StepMeter(self._recorder, kv_tokens)
+        self._meter, self._liveness = StepMeter(self._recorder, kv_tokens), Liveness(children_cpu)
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 
@@ -114,6 +119,12 @@ class RolloutWorker:
         self._stats = scheduler_stats or self._stats
         if self._meter is not None and scheduler_stats is not None and iteration_stats is not None:
             self._meter.record(scheduler_stats, iteration_stats)
+            self._liveness.did(f"a step of {scheduler_stats.num_running_reqs} samples")
+
+    async def pulse(self) -> Pulse:
+        """Whether the engine gets on with what it was asked for."""
+        generating = bool(self._active) and not self._frozen
+        return self._liveness.judge(busy=generating or self._asked > 0)
 
     async def stop(self) -> None:
         """End the engine's processes."""
@@ -131,6 +142,17 @@ class RolloutWorker:
             yield
         except EngineDeadError:
             raise engine_died(self.name, self._errors) from None  # vLLM's own traceback ends in "see above"
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """The engine is asked for something that it should answer soon."""
+        self._asked += 1
+        try:
+            with self._engine_alive():
+                yield
+            self._liveness.did(what)
+        finally:
+            self._asked -= 1
 
     # Generation ----------------------------------------------------------------------------------------------------
 
@@ -285,7 +307,8 @@ class RolloutWorker:
 
     async def begin_update(self) -> None:
         """Freeze requests in flight, forget everything computed with the old weights, expect buckets."""
-        with self._engine_alive():
+        with self._asking("a pause for new weights"):
+            self._frozen = True
             self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
             self._meter.pause()
             if self._shelf is not None:
@@ -297,18 +320,18 @@ class RolloutWorker:
         """Load one bucket."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        with self._engine_alive():
+        with self._asking("a bucket of new weights"):
             await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish_update(self, version: int) -> None:
         """All buckets are here: generate with them, as `version`."""
-        with self._engine_alive():
+        with self._asking("the last of new weights"):
             await self._engine.finish_weight_update(weight_version=str(version))
             await self._engine.reset_prefix_cache()
             await self._engine.reset_encoder_cache()
             self._meter.pause()
             await self._engine.resume_generation()
-        self._version = version
+        self._version, self._frozen = version, False
         if self._update is not None:
             self._update.end, self._update.attributes["version"] = time.time(), version
             self._recorder.add(self._update)

@@ -23,7 +23,7 @@ import psutil
 from rlfuse.config.facts import nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines import speculation
-from rlfuse.engines.protocols import EngineError, Sampling
+from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
 from rlfuse.engines.weights import MIB, resolve_transfer
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Partial, Sample, Video
@@ -329,10 +329,10 @@ class ErrorOutput:
         return "\n".join((named or crash)[-4:])
 
 
-def engine_died(name: str, errors: ErrorOutput | None) -> EngineError:
+def engine_died(name: str, errors: ErrorOutput | None) -> EngineLost:
     """The error for a worker whose engine process is gone."""
     reason = errors.reason() if errors else ""
-    return EngineError(
+    return EngineLost(
         f"{name}: vLLM's engine process died. Out of memory is the usual cause: lower rollout.max_num_seqs or the KV "
         f"cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization).{memory_hint()}\n{reason}".rstrip()
     )

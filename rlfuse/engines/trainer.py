@@ -27,7 +27,7 @@ import ray
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.algorithms.objectives import means
 from rlfuse.cluster.placement import SHARE, Slots
-from rlfuse.cluster.remote import call
+from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.degrees import Costs, Share, Unit, alone, legal, plan, together
 from rlfuse.engines.determinism import environment
@@ -276,14 +276,13 @@ class TrainerGroup:
     async def _call(
         self, method: str, action: str, slot: int | None, arguments: Callable[[int], tuple[Any, ...]]
     ) -> list[Any]:
-        """The first failure at once: peers of a dead rank would wait for it inside a collective."""
         limit = self.config.cluster.timeout_s
         async with self._turns.alone() if slot is None else self._turns.shared():
             calls = [
                 call(getattr(self.ranks[rank], method).remote(*arguments(rank)), f"trainer/{rank}", action, limit)
                 for rank in self._ranks(slot)
             ]
-            return await asyncio.gather(*calls)
+            return await all_of(calls)
 
 
 class _Turns:
@@ -323,11 +322,11 @@ async def start_ranks(
         for rank, core in zip(range(slots.count), bound, strict=True)
     ]
     host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)
-    meetings = (
+    meetings = [
         call(rank.join.remote(host, port), f"trainer/{i}", "join the other ranks", limit)
         for i, rank in enumerate(ranks)
-    )
-    await asyncio.gather(*meetings)
+    ]
+    await all_of(meetings)
     return ranks
 
 

@@ -11,21 +11,22 @@ Invariants:
   the versions that they then report are compared with the one asked for;
 - a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
   are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
-- after an error the engines may hold parts of two versions and stay paused: restart them. Only a first bucket that
+- an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
+- after another error the engines may hold parts of two versions and stay paused: restart them. Only a first bucket that
   can't be written leaves them as they were.
-Called by the controller after an optimizer step. Waits for the slowest engine per bucket and for the trainer's next
-bucket; both bound their calls in time.
+Called by the controller after an optimizer step, and by the execution that has lost its last engine. Waits for the
+slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from typing import Any, Protocol
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import EngineError, EngineLost
 from rlfuse.engines.weights_depot import Depot, DepotHandle
 from rlfuse.engines.weights_device import merge_ipc, nccl_join
 
@@ -73,6 +74,11 @@ class WeightReceiver(Protocol):
 
     name: str
     devices: int
+    restarts: int
+    """Times that it was replaced."""
+
+    async def stand(self) -> None:
+        """Wait for the engine that takes the place of a lost one. Whatever else is asked of one raises EngineLost."""
 
     async def begin_update(self) -> None: ...
 
@@ -125,44 +131,54 @@ class WeightPush:
         self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
         self.depots = list(depots) or [DepotHandle(engines, Depot())]
         self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
-        self._joined = False
+        self._version = 0
+        self._joined: list[tuple[str, int]] = []
 
     async def push(self, version: int) -> None:
         """All engines hold the trainer's present weights as `version` when this returns."""
+        self._version = version
+        await self._push(self.engines)
+
+    async def renew(self, slot: int) -> None:
+        """The slot's engine, another one if it is lost, holds the present weights as the version of the last push."""
+        await self._push([self.engines[slot]])
+
+    async def _push(self, engines: list[WeightReceiver]) -> None:
         plan = await self.exporter.bucket_plan()
         if not plan:
             raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
         move = {"shm": self._through_memory, "nccl": self._through_nccl, "ipc": self._through_ipc}[self.transfer]
-        await move(plan)
-        await _all(engine.finish_update(version) for engine in self.engines)
-        await self._check(version)
+        while engines:
+            await asyncio.gather(*(engine.stand() for engine in engines))
+            audience = _Audience(engines)
+            await move(plan, audience)
+            await audience.each(lambda engine: engine.finish_update(self._version))
+            self._check(await audience.each(lambda engine: engine.version()))
+            engines = [engine for engine in engines if engine not in audience.engines]
 
-    async def _begin(self) -> None:
-        await _all(engine.begin_update() for engine in self.engines)
-
-    async def _check(self, version: int) -> None:
-        held = await _all(engine.version() for engine in self.engines)
-        wrong = [f"{engine.name} has {has}" for engine, has in zip(self.engines, held, strict=True) if has != version]
+    def _check(self, held: dict[str, int]) -> None:
+        wrong = [f"{name} has {version}" for name, version in held.items() if version != self._version]
         if wrong:
             raise EngineError(
-                f"weights were pushed as version {version}, but {', '.join(wrong)}. Restart the run from its last "
-                "checkpoint (trainer.resume_mode=auto): those engines generate with other weights."
+                f"weights were pushed as version {self._version}, but {', '.join(wrong)}. Restart the run from its "
+                "last checkpoint (trainer.resume_mode=auto): those engines generate with other weights."
             )
 
     # Shared memory -----------------------------------------------------------------------------------------------
 
-    async def _through_memory(self, plan: list[list[str]]) -> None:
-        await _all(depot.open() for depot in self.depots)
+    async def _through_memory(self, plan: list[list[str]], audience: _Audience) -> None:
+        depot_of = {engine.name: depot for depot in self.depots for engine in depot.engines}
+        await asyncio.gather(*(depot.open() for depot in self.depots))
         writing = asyncio.create_task(self._write(plan[0], 0))
         try:
             await writing  # before engines pause: they go on as they were if this fails
-            await self._begin()
+            await audience.each(lambda engine: engine.begin_update())
             for i in range(len(plan)):
                 await writing
                 if i + 1 < len(plan):
                     writing = asyncio.create_task(self._write(plan[i + 1], i + 1))
-                await _all(engine.receive({"path": depot.path(i)}) for depot in self.depots for engine in depot.engines)
-                await _all(depot.ask("remove", depot.path(i)) for depot in self.depots)
+                await audience.each(lambda engine, i=i: engine.receive({"path": depot_of[engine.name].path(i)}))
+                await asyncio.gather(*(depot.ask("remove", depot.path(i)) for depot in self.depots))
         finally:
             writing.cancel()  # of no effect unless an engine failed
             await asyncio.gather(writing, return_exceptions=True)
@@ -178,7 +194,7 @@ class WeightPush:
         self._largest = max(self._largest, await first.ask("size", first.path(index)))
         if others := [depot for depot in self.depots if depot is not first]:
             bucket = first.share(index)
-            await _all(self._copy(depot, index, bucket) for depot in others)
+            await asyncio.gather(*(self._copy(depot, index, bucket) for depot in others))
 
     def _source(self, names: list[str]) -> DepotHandle:
         """Of the node where the bucket is written."""
@@ -210,32 +226,50 @@ class WeightPush:
 
     # Devices: not run without GPUs, see weights_device -------------------------------------------------------------
 
-    async def _through_nccl(self, plan: list[list[str]]) -> None:
-        if not self._joined:
-            await self._join()
-        await self._begin()
+    async def _through_nccl(self, plan: list[list[str]], audience: _Audience) -> None:
+        members = [(engine.name, engine.restarts) for engine in audience.engines]
+        if self._joined != members:
+            await self._join(audience.engines)
+            self._joined = members
+        await audience.each(lambda engine: engine.begin_update())
         for names in plan:
             update = await self.exporter.describe(names)
-            await _all([self.exporter.send_nccl(names), *(engine.receive(update) for engine in self.engines)])
+            receiving = audience.each(lambda engine, update=update: engine.receive(update))
+            await asyncio.gather(self.exporter.send_nccl(names), receiving)
 
-    async def _join(self) -> None:
+    async def _join(self, engines: Sequence[WeightReceiver]) -> None:
         host, port = await self.exporter.nccl_address()
-        *offsets, world = accumulate((engine.devices for engine in self.engines), initial=1)  # 0 is the trainer
+        *offsets, world = accumulate((engine.devices for engine in engines), initial=1)  # 0 is the trainer
         joins = [
             engine.join_transfer(nccl_join(host, port, offset, world))
-            for engine, offset in zip(self.engines, offsets, strict=True)
+            for engine, offset in zip(engines, offsets, strict=True)
         ]
-        await _all([self.exporter.open_nccl(host, port, world), *joins])
-        self._joined = True
+        await asyncio.gather(self.exporter.open_nccl(host, port, world), *joins)
 
-    async def _through_ipc(self, plan: list[list[str]]) -> None:
-        await self._begin()
+    async def _through_ipc(self, plan: list[list[str]], audience: _Audience) -> None:
+        await audience.each(lambda engine: engine.begin_update())
         for names in plan:
             update = merge_ipc(await self.exporter.share_ipc(names))
-            await _all(engine.receive(update) for engine in self.engines)
+            await audience.each(lambda engine, update=update: engine.receive(update))
             await self.exporter.release_ipc()
 
 
-async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All results, or the first failure at once: it names its worker, and the others' calls end by themselves."""
-    return await asyncio.gather(*calls)
+class _Audience:
+    """The engines of one push. Those that are lost in the course of it leave; they have to be served again."""
+
+    def __init__(self, engines: Sequence[WeightReceiver]):
+        self.engines = list(engines)
+
+    async def each(self, ask: Callable[[WeightReceiver], Awaitable[Any]]) -> dict[str, Any]:
+        """The answer of each by name, or the first failure at once: it names its worker."""
+
+        async def one(engine: WeightReceiver) -> tuple[bool, Any]:
+            try:
+                return True, await ask(engine)
+            except EngineLost:
+                return False, None
+
+        asked = self.engines
+        answers = await asyncio.gather(*map(one, asked))
+        self.engines = [engine for engine, (here, _) in zip(asked, answers, strict=True) if here]
+        return {engine.name: answer for engine, (here, answer) in zip(asked, answers, strict=True) if here}

@@ -195,6 +195,19 @@ class Fleet:
                 self.queue(group, {flight.sample: 0}, *self._expected[group])
         self._refresh(place)
 
+    @property
+    def stranded(self) -> int | None:
+        """A slot that has to get another engine now: samples wait, and there is none left to generate them."""
+        if not self.waiting or any(place.alive for place in self.slots):
+            return None
+        return next((place.index for place in self.slots if place.idle), None)
+
+    def revive(self, slot: int) -> None:
+        """It has got one; it was occupied meanwhile."""
+        self.slots[slot].role, self.slots[slot].alive = "rollout", True
+        self.release(slot)
+        self.replan()
+
     # Roles and room --------------------------------------------------------------------------------------------------
 
     def occupy(self, *slots: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rlfuse.fusion.selection import label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts
 from rlfuse.observe.events import EventLog, Recorder, Span
+from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.observe.idle import account
 from rlfuse.observe.sheets import ContactSheets
 from rlfuse.observe.sinks import sinks
@@ -46,10 +47,20 @@ def due(every: int, step: int, total: int) -> bool:
 class Journal:
     """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
-    def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, total_steps: int, start: int):
+    def __init__(
+        self,
+        config: Config,
+        resolved: dict[str, Any],
+        folder: Path,
+        total_steps: int,
+        start: int,
+        faults: Counter[str] | None = None,
+    ):
+        """`start`: the step it goes on after; `faults`: of the run's earlier attempts, counted on."""
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.recorder = Recorder("driver")
         self.facts: dict[str, Any] = {}
+        self.faults = Counter() if faults is None else faults
         self._accounted = time.time()
         self._engines: Sequence[Recorded] = ()
         self._state: Callable[[], dict[str, Any]] = dict
@@ -188,7 +199,7 @@ class Journal:
         spans = await self.collect(step)
         tokens = sum(span.tokens for span in spans if span.kind == "forward")
         values = values | figures.time_metrics(spans, {"step": tokens}, self.config.slots)
-        values |= figures.memory_metrics(spans)
+        values |= figures.memory_metrics(spans) | fault_metrics(self.faults)
         self._log(step, values)
         if self._terminal and step:
             self._terminal.log(step, values)
@@ -219,6 +230,7 @@ class Journal:
             spans += drained
         for span in spans:
             span.step = step if span.step < 0 else span.step
+        self.faults.update(count_faults(spans))
         self._events.write(sorted(spans, key=lambda span: span.start))
         return spans
 
@@ -247,6 +259,7 @@ class Journal:
         if any(sample.prompt.video is not None for sample in whole):
             values |= figures.video_metrics(spans)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
+        values |= fault_metrics(self.faults)
         return values | {name: sum(v) / len(v) for name, v in self._notes.items()}
 
     def _account(self, spans: Sequence[Span]) -> dict[str, float]:
@@ -257,7 +270,9 @@ class Journal:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close every sink; an error is told to each before."""
-        self._events.write(self.recorder.drain())
+        left = self.recorder.drain()
+        self.faults.update(count_faults(left))
+        self._events.write(left)
         self._events.close()
         self._metrics.close()
         self._samples.close()

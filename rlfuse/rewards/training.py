@@ -24,14 +24,18 @@ from rlfuse.data.preferences import Preference, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.reward_model_trainer import MODEL, RewardModelTrainer
-from rlfuse.job import Job, open_job
+from rlfuse.job import Job
 from rlfuse.observe.journal import Journal, due
 from rlfuse.observe.pairs import PICTURE, draw_calibration, summarise_pairs
+from rlfuse.recovery import recovered
 
 
 def run(config: Config) -> Path:
     """Train; returns the run folder. Raises ConfigError, DataError or EngineError with one message."""
-    job = open_job(config)
+    return recovered(config, _attempt)
+
+
+def _attempt(job: Job) -> Path:
     data, trainer, tokenizer = job.config.data, job.config.trainer, load_tokenizer(job.config.model)
     pairs, report = load_preferences(data.train_files, tokenizer, data)
     held_out, more = load_preferences(data.val_files, tokenizer, data) if data.val_files else ([], "")

@@ -157,11 +157,16 @@ class SimulatedReward:
 class SimulatedWeights:
     """Weights reach all engines in what a step costs beside its work."""
 
-    def __init__(self, rollouts: Sequence[SimulatedRollout], seconds: float):
-        self._rollouts, self._seconds = rollouts, seconds
+    def __init__(self, rollouts: Sequence[SimulatedRollout], seconds: float, restart_s: float):
+        self._rollouts, self._seconds, self._restart_s = rollouts, seconds, restart_s
 
     async def push(self, version: int) -> None:
         """The engines answer with `version` from now on."""
         await asyncio.sleep(self._seconds)
         for rollout in self._rollouts:
             rollout.version = version
+
+    async def renew(self, slot: int) -> None:
+        """Another engine stands after `restart_s`; it is asked for where all are lost, and its weights are the last."""
+        await asyncio.sleep(self._restart_s)
+        self._rollouts[slot].replace()

@@ -170,6 +170,13 @@ class SimulatedRollout:
         self._held.clear()
         self.device.held = 0
 
+    def replace(self) -> None:
+        """Another engine in its place, awake and empty."""
+        old = self.batch
+        self.batch, self.lost, self.device.asleep = Batch(old.costs, old.speed, old.speculation), False, False
+        self._departures, self._timer, self._steps = [], None, 0
+        self._since, self._prefill, self._link_free = -1.0, 0, 0.0
+
     # Samples ---------------------------------------------------------------------------------------------------------
 
     def _check(self, action: str) -> None:

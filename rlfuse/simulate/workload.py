@@ -133,6 +133,8 @@ class Workload:
     slot_speed: tuple[Positive, ...] = ()
     """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
     failures: tuple[Failure, ...] = ()
+    restart_s: AtLeastZero = 30.0
+    """Until another engine stands in the place of the last one, where all are lost."""
     length_history_sigma: AtLeastZero | None = DEFAULT_HISTORY
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
@@ -159,8 +161,6 @@ class Workload:
         for i, failure in enumerate(self.failures):
             if failure.slot >= self.slots:
                 raise WorkloadError(f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0")
-        if len({failure.slot for failure in self.failures}) == self.slots:
-            raise WorkloadError(f"failures: all {self.slots} engines are lost, so nothing can finish; leave one out")
         longest = self.prompt_tokens + self.longest
         if longest > self.engine.kv_tokens:
             raise WorkloadError(

@@ -29,3 +29,7 @@ class TowerPush:
         old, self._present = self._present, path
         if old is not None and old != path:
             old.unlink(missing_ok=True)
+
+    async def renew(self, slot: int) -> None:
+        """Of the actor; towers are as they were."""
+        await self.weights.renew(slot)

@@ -58,6 +58,7 @@ class World:
         self.learned: list[list[Group]] = []
         self.staleness: list[int] = []
         self.overlapped: set[str] = set()
+        self.renewed = 0
 
     async def run(self) -> None:
         loop, lengths = asyncio.get_running_loop(), Lengths(self.scene.costs.max_tokens)
@@ -97,7 +98,14 @@ class World:
     async def push(self, version: int) -> None:
         for rollout in self.rollouts:
             assert rollout.role == "rollout" and not rollout.held
-            rollout.version = version
+            rollout.version, rollout.lost = version, False
+
+    async def renew(self, slot: int) -> None:
+        assert all(rollout.lost for rollout in self.rollouts) and not self.trainer.steps["actor"]
+        await self.pass_time()
+        assert self.rollouts[slot].role == "rollout"
+        self.rollouts[slot].lost = False
+        self.renewed += 1
 
     # The watched policy ----------------------------------------------------------------------------------------------
 

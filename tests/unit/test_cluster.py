@@ -47,7 +47,7 @@ def test_an_engine_error_from_a_worker_is_passed_on_as_it_is():
 @pytest.mark.parametrize(
     "error, words",
     [
-        (ActorDiedError(), ["trainer/0 died", "load", "resume_mode=auto"]),
+        (ActorDiedError(), ["trainer/0 died", "load", "Out of memory is the usual cause", "rollout.max_num_seqs"]),
         (TimeoutError(), ["trainer/0 did not load within 5 s", "cluster.timeout_s"]),
         (OSError("disk on fire"), ["trainer/0 failed to load: OSError: disk on fire"]),
     ],

@@ -6,13 +6,15 @@ never trained on; engines are never given more than they hold, siblings stay tog
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from playing import play
 from scenes import Scene, scenes
 
-from rlfuse.engines.protocols import EngineLost
+from rlfuse.engines.protocols import WorkerLost
+from rlfuse.execution import Execution
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
@@ -94,7 +96,12 @@ def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_with_the_last_engine_the_step_is_lost(policy):
-    with pytest.raises(ExceptionGroup) as error:
-        play(Scene(policy, slots=2, lost=(0.05, 0.1)))
-    assert error.group_contains(EngineLost)
+def test_the_last_engine_is_replaced_within_the_step(policy):
+    world = play(job(policy, lost=(0.05, 0.1, 0.15)))
+    assert world.renewed == 1 and len(world.learned) == 3
+
+
+async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():
+    board = SimpleNamespace(ledgers={"actor": SimpleNamespace(at=1)})
+    with pytest.raises(WorkerLost, match="updated the actor already"):
+        await Execution(board, None, None, 1, None, None, None)._renew(0)

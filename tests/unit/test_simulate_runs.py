@@ -17,7 +17,7 @@ def workloads(draw, failures=True):
     """Small ones of every kind: tight caches and batches, slow slots, lost engines, several passes and models."""
     slots, group = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 4]))
     lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=12).map(lambda each: each * group))
-    lost = draw(st.sets(st.integers(0, slots - 1), max_size=slots - 1)) if failures and slots > 1 else set()
+    lost = draw(st.sets(st.integers(0, slots - 1), max_size=slots)) if failures else set()
     gae = draw(st.booleans())
     return parse(
         {
@@ -101,7 +101,10 @@ def test_serial_takes_the_sum_of_its_stages():
 def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
     plain = simulate(parse(LONG_TAIL), "stream").result
     lost = simulate(parse(LONG_TAIL | {"failures": [{"slot": 1, "at_s": 2.0}]}), "stream").result
+    every = {"failures": [{"slot": slot, "at_s": 2.0} for slot in range(4)], "restart_s": 5.0}
+    alone = simulate(parse(LONG_TAIL | every), "stream").result
     slow = simulate(parse(LONG_TAIL | {"slot_speed": [1, 1, 1, 0.5]}), "stream").result
+    assert alone.samples_finished == 128 and alone.generation_s > lost.generation_s + 5.0
     assert lost.samples_finished == slow.samples_finished == plain.samples_finished == 128
     assert lost.generation_s > plain.generation_s and slow.step_s > plain.step_s
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse.engines import weights_depot
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import EngineError, EngineLost
 from rlfuse.engines.weights import WeightPush, plan_buckets, resolve_transfer
 from rlfuse.engines.weights_depot import Depot, DepotHandle
 
@@ -37,13 +37,16 @@ def test_transfer_follows_the_device():
 class Recording:
     """An exporter and an engine in one, writing down what happens."""
 
-    name, devices = "rollout/0", 2
+    name, devices, restarts = "rollout/0", 2, 0
 
     def __init__(self, buckets, held=None):
         self.buckets, self.events, self.held, self.alive = buckets, [], held, 0
 
     async def bucket_plan(self):
         return self.buckets
+
+    async def stand(self):
+        self.events.append("stand")
 
     async def export_bucket(self, names, path):
         with open(path, "wb") as file:
@@ -73,8 +76,8 @@ def push(recording, tmp_path):
 async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
     recording = Recording([["a"], ["b"], ["c"]])
     await push(recording, tmp_path).push(3)
-    assert recording.events[:2] == ["write a", "begin"]
-    assert sorted(recording.events[2:-1]) == ["receive", "receive", "receive", "write b", "write c"]
+    assert recording.events[:3] == ["stand", "write a", "begin"]
+    assert sorted(recording.events[3:-1]) == ["receive", "receive", "receive", "write b", "write c"]
     assert recording.events[-1] == "finish"
     assert not list(tmp_path.iterdir())
 
@@ -113,7 +116,25 @@ async def test_a_failing_engine_stops_the_push_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-async def test_nccl_gives_each_engine_its_ranks_and_joins_once():
+async def test_an_engine_that_is_lost_in_a_push_is_replaced_and_served_alone(tmp_path):
+    class Mortal(Recording):
+        name = "rollout/1"
+
+        async def receive(self, info):
+            await super().receive(info)
+            if self.events.count("stand") == 1:
+                raise EngineLost("rollout/1 died")
+
+    first, second = Recording([["a"], ["b"]]), Mortal([])
+    await WeightPush(first, [first, second], bucket_mb=1, depots=[DepotHandle([first, second], Depot(tmp_path))]).push(
+        4
+    )
+    assert [event for event in first.events if "write" not in event] == ["stand", "begin", *["receive"] * 2, "finish"]
+    assert second.events == ["stand", "begin", "receive", "stand", "begin", "receive", "receive", "finish"]
+    assert first.held == second.held == 4 and not list(tmp_path.iterdir())
+
+
+async def test_nccl_gives_each_engine_its_ranks_and_joins_once(tmp_path):
     joined, sent = [], []
 
     class Device(Recording):
@@ -141,7 +162,10 @@ async def test_nccl_gives_each_engine_its_ranks_and_joins_once():
     await sync.push(1)
     assert joined == [("10.0.0.1", 4000, rank, 5) for rank in (0, 1, 3)]
     assert sent == [["a"], ["b"]] * 2
-    assert second.events == ["begin", ["a"], ["b"], "finish"] * 2
+    assert second.events == ["stand", "begin", ["a"], ["b"], "finish"] * 2
+    first.restarts += 1
+    await sync.renew(0)
+    assert joined[3:] == [("10.0.0.1", 4000, rank, 3) for rank in (0, 1)]
 
 
 def test_ipc_handles_of_all_gpus_are_merged():

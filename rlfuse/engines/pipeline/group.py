@@ -7,7 +7,7 @@ micro-batches, sends a schedule with them, and puts answers back in the order of
 
 Invariants: one call at a time, as ranks wait for each other in every one; the rows of a step are those that were
 trained on since the last one; a failure is told once, and a dead rank before those that waited for it.
-Waits: for ranks, each call at most cluster.timeout_s; afterwards `_GRACE_S` for the cause of a failure.
+Waits: for ranks, each call at most cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorDiedError
 
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.cluster.placement import Slots
-from rlfuse.cluster.remote import call
+from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.batching import micro_batches, numbered
 from rlfuse.engines.degrees import Share
@@ -42,8 +41,6 @@ SHAPE = {"pipelines": True}
 """What a checkpoint says of who wrote it; any layout reads those of any other."""
 Work = Mapping[str, tuple[list[list[list[int]]], Sequence[Row]]]
 """Model -> the indices of its rows as [pipeline][micro-batch][row], and the rows."""
-_GRACE_S = 5.0
-"""How long a failure waits for its cause: peers of a dead process learn of it before Ray does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,19 +251,12 @@ class PipelineGroup:
     async def _call(self, method: str, action: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
         limit = self.config.cluster.timeout_s
         async with self._turn:
-            calls = [
-                asyncio.ensure_future(call(getattr(rank, method).remote(*arguments(i)), f"trainer/{i}", action, limit))
-                for i, rank in enumerate(self.ranks)
-            ]
-            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if any(each.exception() for each in done) and pending:
-                await asyncio.wait(pending, timeout=_GRACE_S)
-            errors = [each.exception() for each in calls if each.done() and each.exception()]
-            for each in calls:
-                each.cancel()
-            if errors:
-                raise min(errors, key=lambda error: not isinstance(error.__cause__, ActorDiedError))
-            return [each.result() for each in calls]
+            return await all_of(
+                [
+                    call(getattr(rank, method).remote(*arguments(i)), f"trainer/{i}", action, limit)
+                    for i, rank in enumerate(self.ranks)
+                ]
+            )
 
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:

@@ -1,0 +1,62 @@
+"""Whether an engine gets on: it finishes steps, or its processes compute.
+
+Role: `rollout.RolloutWorker` notes what its engine does, and judges when its handle asks (`pulse`). The engine core is
+a process of its own, which may be stopped or stuck while the actor in front of it answers. Waits for nothing.
+Invariant: an engine that takes long over a step is alive; without work at hand it can't stand still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+LEAST = 0.02
+"""Share of a core: whoever waits for something that never comes uses less, whoever computes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How an engine was when asked."""
+
+    still_s: float
+    """For so long it has had work and neither finished a step nor computed; up to a pulse's distance more."""
+    last: str
+    """The last that it did, for people."""
+
+
+class Liveness:
+    """`cpu`: seconds that the engine's processes have computed so far."""
+
+    def __init__(self, cpu: Callable[[], float], clock: Callable[[], float] = time.time):
+        self._cpu, self._clock = cpu, clock
+        self._steps, self._last = 0, "it has not been asked for anything"
+        self._seen = (0, cpu(), clock())
+        self._moved = clock()
+
+    def did(self, what: str) -> None:
+        """The engine finished a step, or something else that it was asked for."""
+        self._steps += 1
+        self._last = f"{what} at {time.strftime('%H:%M:%S', time.localtime(self._clock()))}"
+
+    def judge(self, busy: bool) -> Pulse:
+        """`busy`: it has work at hand."""
+        now, cpu = self._clock(), self._cpu()
+        steps, computed, since = self._seen
+        if not busy or self._steps != steps or cpu - computed > LEAST * (now - since):
+            self._moved = now
+        self._seen = (self._steps, cpu, now)
+        return Pulse(now - self._moved, self._last)
+
+
+def children_cpu() -> float:
+    """Seconds that the processes below this one have computed."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total

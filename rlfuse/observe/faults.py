@@ -1,0 +1,32 @@
+"""What a run has lost and replaced, counted from its events.
+
+Role: the journal counts the spans that it collects, over all attempts of a run, and logs the counts as `fault/*`.
+`lost` spans are of rollout engines and name the samples that are generated again; `restart` spans are of whatever was
+started in the place of a lost one: an engine, a reward worker, or (`driver`) the run itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rlfuse.observe.events import Span
+
+REPLACED = {"rollout": "engines_replaced", "reward": "reward_workers_replaced", "driver": "restarts"}
+
+
+def count_faults(spans: Iterable[Span]) -> Counter[str]:
+    """engines_lost, samples_reissued, engines_replaced, reward_workers_replaced, restarts: those that happened."""
+    counts: Counter[str] = Counter()
+    for span in spans:
+        if span.kind == "lost":
+            counts["engines_lost"] += 1
+            counts["samples_reissued"] += len(span.samples)
+        elif span.kind == "restart" and "error" not in span.attributes:
+            counts[REPLACED[span.where.partition("/")[0]]] += 1
+    return +counts
+
+
+def fault_metrics(counts: Counter[str]) -> dict[str, float]:
+    """fault/*: so far in the run."""
+    return {f"fault/{name}": float(count) for name, count in counts.items()}

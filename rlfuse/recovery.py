@@ -1,0 +1,62 @@
+"""A run that outlives its workers: when one is lost without which the step can't end, it goes on from a checkpoint.
+
+Role: `recovered` makes the attempts of `rlfuse.run` and `rlfuse.rewards.training`; each has Ray, engines and journal of
+its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an attempt.
+Invariants: only a `WorkerLost` is tried again, never an error of the configuration, of the user's code or of a start;
+an attempt that got no further than the one before is the last. Steps after the checkpoint are logged again, as when an
+interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlfuse import checkpoints
+from rlfuse.config.schema import Config
+from rlfuse.engines.protocols import EngineError, WorkerLost
+from rlfuse.job import Job, how_to_resume, open_job
+from rlfuse.observe.events import Span
+from rlfuse.observe.tracking import read_metrics
+
+
+def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
+    """What `attempt` returns, which is made again whenever a worker was lost. Raises what it raises."""
+    job, reached = open_job(config), list[int]()
+    while True:
+        try:
+            return attempt(job)
+        except WorkerLost as error:
+            reached.append(_last_step(job.folder))
+            if why := futile(reached, config.cluster.max_restarts):
+                print(how_to_resume(job.folder), flush=True)
+                raise EngineError(f"{error}\n{why}") from error
+            job = again(job, error)
+            where = f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
+            count = f"restart {len(reached)} of at most {config.cluster.max_restarts}"
+            print(f"lost: {error}\nThe run goes on {where} ({count}).", flush=True)
+
+
+def futile(reached: list[int], limit: int) -> str | None:
+    """Why another attempt is not made, if so. `reached`: the last step that was done, at each loss so far."""
+    made = len(reached) - 1
+    if made >= limit:
+        return f"The run was restarted {made} times, as often as cluster.max_restarts allows."
+    if made and max(reached[:-1]) >= reached[-1]:
+        return f"The run was restarted {made} times, the last time without completing a step that it had not before."
+    return None
+
+
+def again(job: Job, error: WorkerLost) -> Job:
+    """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
+    written = [path for path in checkpoints.complete(job.folder) if checkpoints.written(path) >= job.started]
+    checkpoint = written[-1] if written else job.checkpoint
+    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    restart = Span("restart", "driver", time.time(), cause=str(error))
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, restart=restart)
+
+
+def _last_step(folder: Path) -> int:
+    return max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)

@@ -43,9 +43,9 @@ def futile(reached: list[int], limit: int) -> str | None:
     """Why another attempt is not made, if so. `reached`: the last step that was done, at each loss so far."""
     made = len(reached) - 1
     if made >= limit:
-        return f"The run was restarted {made} times, as often as cluster.max_restarts allows."
+        return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
     if made and max(reached[:-1]) >= reached[-1]:
-        return f"The run was restarted {made} times, the last time without completing a step that it had not before."
+        return f"No restart: the last of {made} completed no step that was not completed before it."
     return None
 
 

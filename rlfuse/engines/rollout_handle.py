@@ -250,8 +250,8 @@ class RolloutHandle:
     async def _replacement(self) -> None:
         if self.restarts == self._max_restarts:
             raise EngineError(
-                f"{self._lost}\n{self.name} was lost {self.restarts + 1} times and replaced {self.restarts} times, as "
-                "often as cluster.max_restarts allows."
+                f"{self._lost}\n{self.name} is not replaced: that was done {self.restarts} of at most "
+                f"cluster.max_restarts={self._max_restarts} times."
             )
         self.restarts += 1
         with self._recorder.span("restart", cause=str(self._lost)) as span:

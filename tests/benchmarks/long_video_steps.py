@@ -139,7 +139,8 @@ class Bench:
         )
         await self.encoder.start()
         options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
-        self.engine = RolloutHandle(ray.remote(RolloutWorker).options(**options).remote(0), "rollout/0", 600.0)
+        worker = ray.remote(RolloutWorker).options(**options)
+        self.engine = RolloutHandle(lambda: worker.remote(0), "rollout/0", 600.0)
         model, rollout = ModelConfig(path=self.text, dtype="float32"), RolloutConfig(kv_cache_memory_mb=256)
         await self.engine.start(model, rollout, MODEL.context, "cpu")
         await self.trainer(slots, RANKS)

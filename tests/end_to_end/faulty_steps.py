@@ -1,0 +1,98 @@
+"""A job whose workers are killed and stopped in the middle of their work, and the same job undisturbed.
+
+Run by test_faults.py as a process of its own: `python faulty_steps.py OUT.json key=value ...`.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+from rlfuse.config.compose import load
+from rlfuse.controller import Controller
+from rlfuse.run import run
+
+
+class Saboteur:
+    """Strikes once at each of its targets, over all attempts of the run."""
+
+    def __init__(self):
+        self.faults = [self.kill_an_engine, self.stop_all_engines, self.kill_a_rank]
+
+    async def drive(self, controller, step):
+        """The run, watched."""
+        self.controller, self.board = controller, None
+        execution = controller.execution
+
+        def watched(board, number, *more):
+            self.board, self.step = board, number
+            return execution(board, number, *more)
+
+        controller.execution = watched
+        plot = asyncio.create_task(self.strike())
+        try:
+            await Controller.run(controller, step)
+        finally:
+            plot.cancel()
+
+    async def strike(self):
+        while self.faults:
+            await self.faults[0]()
+            del self.faults[0]
+
+    async def kill_an_engine(self):
+        await self.generating(step=1, slots=[0])
+        os.kill(await self.pid(self.engine(0)), signal.SIGKILL)
+
+    async def stop_all_engines(self):
+        """One of them as a whole, of the other the process behind it; and a reward worker dies beside."""
+        await self.generating(step=2, slots=[0, 1])
+        first, second = await self.pid(self.engine(0)), await self.pid(self.engine(1))
+        worker = await self.pid(self.controller.engines.reward._seats[0]._actor)
+        os.kill(first, signal.SIGSTOP)
+        os.kill(core(second), signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+
+    async def kill_a_rank(self):
+        pid = await self.pid(self.controller.engines.trainer.ranks[1])
+        await self.until(3, lambda: any(span.kind == "old_log_prob" for span in self.open_spans()))
+        os.kill(pid, signal.SIGKILL)
+
+    async def generating(self, step, slots):
+        """Wait for samples on these engines, some of them begun."""
+        await self.until(step, lambda: all(self.board.fleet.slots[slot].flights for slot in slots))
+        await asyncio.sleep(0.1)
+
+    async def until(self, step, condition):
+        while not (self.board and self.step == step and self.board.purpose == "training" and condition()):
+            await asyncio.sleep(0.002)
+
+    def open_spans(self):
+        return self.controller.recorder.open.values()
+
+    def engine(self, slot):
+        return self.controller.engines.rollout[slot].actor
+
+    async def pid(self, actor):
+        return await actor.__ray_call__.remote(lambda _: os.getpid())
+
+
+def core(pid):
+    """vLLM's engine process below an actor."""
+    return max(psutil.Process(pid).children(), key=lambda child: child.memory_info().rss).pid
+
+
+def main(out, overrides):
+    saboteur = Saboteur()
+    calm = run(load([*overrides, "trainer.experiment_name=calm"]))
+    faulty = run(load([*overrides, "trainer.experiment_name=faulty"]), saboteur.drive)
+    assert not saboteur.faults
+    Path(out).write_text(json.dumps([str(calm), str(faulty)]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,70 @@
+"""Workers of a whole job that die or hang: the run goes on, and learns what it would have learned."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from driven_job import drive
+from safetensors.numpy import load_file
+from test_job import assert_same_curves
+
+from rlfuse.observe.events import read_events
+from rlfuse.observe.tracking import read_metrics
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory):
+    """(undisturbed run, faulty run); what happens when is in faulty_steps.py."""
+    settings = {
+        "data.train_batch_size": 8,
+        "data.max_response_length": 160,
+        "actor.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": 2,
+        "trainer.log_samples": 1000,
+        "cluster.heartbeat_s": 6,
+    }
+    folder = tmp_path_factory.mktemp("faults")
+    return tuple(map(Path, drive("faulty_steps.py", folder, tiny_model, **settings)))
+
+
+def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one(runs):
+    calm, faulty = runs
+    assert_same_curves(calm, faulty, first=1)
+    samples = [
+        [(row["id"], row["response"], row["reward"]) for row in map(json.loads, (run / "samples.jsonl").open())]
+        for run in runs
+    ]
+    assert len(samples[0]) == STEPS * 8 * 4 and len({name for name, *_ in samples[1]}) == len(samples[1])
+    assert sorted(samples[1]) == sorted(samples[0])
+    folder = f"global_step_{STEPS}/actor/huggingface/*.safetensors"
+    expected, found = (
+        {name: array for path in run.glob(folder) for name, array in load_file(path).items()} for run in runs
+    )
+    assert expected and found.keys() == expected.keys()
+    for name, weights in expected.items():
+        assert found[name] == pytest.approx(weights, abs=2e-5), name
+
+
+def test_every_loss_is_counted_explained_and_repaired(runs):
+    faults = json.loads((runs[1] / "summary.json").read_text())["faults"]
+    assert faults.pop("samples_reissued") > 0
+    assert faults == {"engines_lost": 3, "engines_replaced": 3, "reward_workers_replaced": 1, "restarts": 1}
+    spans = read_events(runs[1] / "events.jsonl")
+    lost = [span for span in spans if span.kind == "lost"]
+    assert sorted((span.step, span.where) for span in lost) == [(1, "rollout/0"), (2, "rollout/0"), (2, "rollout/1")]
+    killed, *stopped = [span.cause for span in lost]
+    assert re.search("rollout/0 died while it was asked to generate .* samples", killed)
+    silent, still = sorted(stopped)
+    assert re.search("rollout/0: it did not answer for 6 s .*; the last that was heard of it is", silent)
+    assert re.search("rollout/1.* stood still for 6 s .* samples at hand; .* a step of .* samples at", still)
+    for span in lost:  # all of its step, and all of them generated elsewhere
+        assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
+    (restart,) = [span for span in spans if span.kind == "restart" and span.where == "driver"]
+    assert "trainer/1 died" in restart.cause and "Out of memory is the usual cause" in restart.cause
+    last = read_metrics(runs[1] / "metrics.jsonl")[-1]
+    assert last["fault/restarts"] == 1 and last["fault/engines_lost"] == 3
+    assert not (runs[1] / "reward_failures.jsonl").exists()

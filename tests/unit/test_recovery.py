@@ -1,0 +1,162 @@
+"""What happens when workers are lost, as far as it is decided: attempts, signs of life, counts."""
+
+import os
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from rlfuse import checkpoints
+from rlfuse.cluster.remote import all_of, explain
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.schema import Config
+from rlfuse.engines.liveness import Liveness
+from rlfuse.engines.protocols import EngineError, EngineLost, WorkerLost
+from rlfuse.observe.events import Span
+from rlfuse.observe.faults import count_faults, fault_metrics
+from rlfuse.recovery import futile, recovered
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config()
+    config.model.path = "somewhere"
+    config.trainer.default_local_dir = str(tmp_path)
+    return config
+
+
+class Attempts:
+    """Attempts that end after these steps; what is not an error is the end of the run. Every second step is kept."""
+
+    def __init__(self, *ends):
+        self.ends, self.jobs = list(ends), []
+
+    def __call__(self, job):
+        self.jobs.append(job)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        steps, end = self.ends.pop(0)
+        rows = "".join(f'{{"step": {step}}}\n' for step in range(steps + 1))
+        (job.folder / "metrics.jsonl").write_text(rows)
+        for step in range(job.state["step"] + 1, steps + 1):
+            if step % 2 == 0:
+                kept = job.folder / f"global_step_{step}"
+                kept.mkdir(exist_ok=True)
+                (kept / "run.json").write_text(f'{{"step": {step}}}')
+                (kept / checkpoints.MARKER).touch()
+        if isinstance(end, Exception):
+            raise end
+        return job.folder
+
+
+def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(config, capsys):
+    attempts = Attempts((1, WorkerLost("trainer/1 died")), (5, WorkerLost("trainer/0 died")), (8, None))
+    folder = recovered(config, attempts)
+    assert [job.state["step"] for job in attempts.jobs] == [0, 0, 4]
+    assert attempts.jobs[2].checkpoint == folder / "global_step_4"
+    assert [job.restart.cause for job in attempts.jobs[1:]] == ["trainer/1 died", "trainer/0 died"]
+    said = capsys.readouterr().out
+    assert "trainer/1 died\nThe run goes on from its beginning (restart 1 of at most 3)" in said
+    assert "from global_step_4 (restart 2 of at most 3)" in said
+
+
+def test_a_checkpoint_that_an_earlier_run_left_is_not_gone_on_from(config):
+    attempts = Attempts((1, WorkerLost("trainer/1 died")), (2, None))
+    for step, age in ((2, 60), (4, 0)):
+        old = config.run_folder / f"global_step_{step}"
+        old.mkdir(parents=True)
+        (old / "run.json").write_text(f'{{"step": {step}}}')
+        (old / checkpoints.MARKER).touch()
+        os.utime(old / checkpoints.MARKER, (1e9 - age, 1e9 - age))
+    config.trainer.resume_mode = str(config.run_folder / "global_step_2")
+    recovered(config, attempts)
+    assert [job.state["step"] for job in attempts.jobs] == [2, 2]
+
+
+@pytest.mark.parametrize("error", [EngineError("it broke"), ConfigError(["wrong"]), KeyboardInterrupt()])
+def test_other_errors_and_ctrl_c_end_the_run(config, error):
+    def attempt(job):
+        raise error
+
+    with pytest.raises(type(error)):
+        recovered(config, attempt)
+
+
+def test_attempts_end_with_their_number_or_when_they_get_no_further(config, capsys):
+    assert futile([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 were made."
+    assert futile([7], limit=3) is None and futile([0], limit=1) is None
+    assert futile([2, 5, 7], limit=3) is None
+    assert futile([2, 5, 7, 8], limit=3) == "No restart: 3 of at most cluster.max_restarts=3 were made."
+    assert "the last of 1 completed no step" in futile([7, 7], limit=3)
+    assert "the last of 2 completed no step" in futile([2, 7, 5], limit=3)
+    dying = Attempts((3, WorkerLost("trainer/1 died")), (3, WorkerLost("trainer/1 died")))
+    with pytest.raises(EngineError, match="trainer/1 died\nNo restart: the last of 1 completed no step"):
+        recovered(config, dying)
+    assert "goes on from there (trainer.resume_mode=auto)" in capsys.readouterr().out.splitlines()[-1]
+
+
+# Signs of life -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_nor_computes():
+    now, cpu = [100.0], [5.0]
+    engine = Liveness(lambda: cpu[0], lambda: now[0])
+
+    def after(seconds, computed=0.0, busy=True):
+        now[0] += seconds
+        cpu[0] += computed
+        return engine.judge(busy).still_s
+
+    assert after(1000, busy=False) == 0  # nothing to do
+    assert after(10) == 10 and after(10) == 20
+    engine.did("a step of 3 samples")
+    assert after(10) == 0 and after(10) == 10  # a step has ended in between
+    assert after(10, computed=8.0) == 0 and after(10, computed=0.1) == 10  # a long step; threads that only wait
+    assert engine.judge(True).last.startswith("a step of 3 samples at ")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ActorDiedError(), WorkerLost),
+        (TimeoutError(), WorkerLost),
+        (RayTaskError("f", "", MemoryError()), WorkerLost),
+        (RayTaskError("f", "", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")), WorkerLost),
+        (RayTaskError("f", "", RuntimeError("[gloo/pair.cc:538] Connection closed by peer [::1]:9")), WorkerLost),
+        (RayTaskError("f", "", EngineLost("rollout/0: vLLM's engine process died")), EngineLost),
+        (RayTaskError("f", "", ValueError("the user's")), EngineError),
+    ],
+)
+def test_what_another_process_may_do_is_told_from_what_is_wrong(error, kind):
+    explained = explain(error, "trainer/0", "update the actor", 5)
+    assert type(explained) is kind
+    if kind is WorkerLost and not isinstance(error, TimeoutError):
+        assert "lower actor.ppo_max_token_len_per_gpu" in str(explained)
+
+
+async def test_of_several_failures_the_death_is_told_and_not_its_echo():
+    async def fail(error, cause=None):
+        raise error from cause
+
+    calls = [fail(EngineError("trainer/0: a collective failed")), fail(WorkerLost("trainer/1 died"), ActorDiedError())]
+    with pytest.raises(WorkerLost, match="trainer/1 died"):
+        await all_of(calls)
+
+
+def test_faults_are_counted_by_who_was_lost_and_replaced():
+    spans = [
+        Span("lost", "rollout/1", 0, samples=("1/2/0", "1/2/1"), cause="died"),
+        Span("restart", "rollout/1", 0, cause="died"),
+        Span("restart", "rollout/1", 0, attributes={"error": "could not start"}),
+        Span("restart", "reward/0", 0),
+        Span("restart", "reward/model", 0),
+        Span("restart", "driver", 0),
+        Span("generate", "rollout/0", 0),
+    ]
+    counts = count_faults(spans)
+    assert counts == {
+        "engines_lost": 1,
+        "samples_reissued": 2,
+        "engines_replaced": 1,
+        "reward_workers_replaced": 2,
+        "restarts": 1,
+    }
+    assert fault_metrics(counts)["fault/samples_reissued"] == 2.0 and fault_metrics(count_faults([])) == {}

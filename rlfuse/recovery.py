@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlfuse import checkpoints
@@ -19,6 +20,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError, WorkerLost
 from rlfuse.job import Job, how_to_resume, open_job
 from rlfuse.observe.events import Span
+from rlfuse.observe.journal import Journal
 from rlfuse.observe.tracking import read_metrics
 
 
@@ -37,6 +39,16 @@ def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
             where = f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
             count = f"restart {len(reached)} of at most {config.cluster.max_restarts}"
             print(f"lost: {error}\nThe run goes on {where} ({count}).", flush=True)
+
+
+@contextmanager
+def starting(journal: Journal) -> Iterator[None]:
+    """The start of workers: one that is lost here would be so again."""
+    with journal.recorder.span("start", cause="run"):
+        try:
+            yield
+        except WorkerLost as error:
+            raise EngineError(str(error)) from error
 
 
 def futile(reached: list[int], limit: int) -> str | None:

@@ -33,7 +33,7 @@ from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines import determinism
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
-from rlfuse.engines.protocols import EngineError, Engines, WorkerLost
+from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
@@ -50,7 +50,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.job import Job
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
-from rlfuse.recovery import recovered
+from rlfuse.recovery import recovered, starting
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import CALL_S, Learning
@@ -123,16 +123,16 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     trained = [] if config.video.freeze_tower else [towers]
     try:
         living = slots.living(config.rollout.tensor_model_parallel_size)
-        with journal.recorder.span("start", cause="run"):
+        with starting(journal):
             nodes = depots(rollouts, slots, config.cluster.timeout_s)
             await _together(*(each.need(journal.folder.absolute(), "trainer.default_local_dir") for each in nodes))
-            starting = _together(
+            parts = _together(
                 trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
                 reward.start(),
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
-            (trainer, facts), _, _, *engine_facts = await watched(starting, living)
+            (trainer, facts), _, _, *engine_facts = await watched(parts, living)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
         if trained:
@@ -331,11 +331,8 @@ def _reward_pool(config: Config) -> RewardPool:
 
 
 async def _together(*starts: Any) -> list[Any]:
-    """All results; the first failure ends the wait at once, the others are dropped. It is final: not tried again."""
-    try:
-        return await asyncio.gather(*starts)
-    except WorkerLost as error:
-        raise EngineError(str(error)) from error
+    """All results; the first failure ends the wait at once, the others are dropped."""
+    return await asyncio.gather(*starts)
 
 
 async def _quietly(*ends: Any) -> None:

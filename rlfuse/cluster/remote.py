@@ -88,4 +88,4 @@ def _reason(error: BaseException) -> str:
     """Ray's own words on why an actor is gone, without its page of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "OOM" in line]
-    return (telling or lines or ["no reason given"])[0][:300]
+    return (telling or lines or ["no reason given"])[0].partition(" Some common causes")[0][:300]

@@ -67,7 +67,7 @@ class Journal:
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._failed: set[tuple[str, str]] = set()  # of the present board, what is written already
         self._events = EventLog(folder / "events.jsonl")
-        self._metrics = StepFile(folder / "metrics.jsonl", after=start)
+        self._metrics = StepFile(folder / "metrics.jsonl", after=start or -1)
         self._samples = StepFile(folder / "samples.jsonl", after=start)
         self._terminal = (
             Terminal(config, total_steps, start, self.recorder) if "console" in config.trainer.logger else None

@@ -27,7 +27,7 @@ from rlfuse.engines.reward_model_trainer import MODEL, RewardModelTrainer
 from rlfuse.job import Job
 from rlfuse.observe.journal import Journal, due
 from rlfuse.observe.pairs import PICTURE, draw_calibration, summarise_pairs
-from rlfuse.recovery import recovered
+from rlfuse.recovery import recovered, starting
 
 
 def run(config: Config) -> Path:
@@ -53,9 +53,9 @@ async def _run(
 ) -> None:
     slots = placement.start(job.config)
     living = slots.living()
-    with journal.recorder.span("start", cause="run"):
-        starting = RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
-        trainer, facts = await watched(starting, living)
+    with starting(journal):
+        ranks = RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
+        trainer, facts = await watched(ranks, living)
 
     async def save(folder: Path) -> None:
         await trainer.save(folder)

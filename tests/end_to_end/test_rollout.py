@@ -377,6 +377,6 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
             await asked
     await engine.sleep()
     assert await engine.drain() == []
-    with pytest.raises(EngineError, match="rollout/0 is not replaced: .*=0 times"):
+    with pytest.raises(EngineError, match=r"rollout/0 is not replaced: .*=0 times"):
         await engine.stand()
     assert time.perf_counter() - began < 10

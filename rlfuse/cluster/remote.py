@@ -46,15 +46,19 @@ async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
     calls = [asyncio.ensure_future(each) for each in calls]
     try:
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if pending and not any(isinstance(each.exception(), WorkerLost) for each in done):
+        if pending and not any(_dead(each.exception()) for each in done):
             await asyncio.wait(pending, timeout=GRACE_S)
         errors = [error for each in calls if each.done() and (error := each.exception())]
         if errors:
-            raise min(errors, key=lambda error: not isinstance(error.__cause__, ActorDiedError))
+            raise min(errors, key=lambda error: not _dead(error))
         return [each.result() for each in calls]
     finally:
         for each in calls:
             each.cancel()
+
+
+def _dead(error: BaseException | None) -> bool:
+    return isinstance(getattr(error, "__cause__", None), ActorDiedError)
 
 
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:

@@ -64,9 +64,13 @@ class RolloutHandle:
         self._open: set[str] = set()
         """Samples that it was given and has not answered."""
         self._lost: EngineLost | None = None
+        self._gone: ray.actor.ActorHandle | None = None
+        """The last actor that was given up."""
+        self._served: ray.actor.ActorHandle | None = None
+        """Who the present push of weights began with."""
         self._restart: asyncio.Task | None = None
         self._watching: asyncio.Task | None = None
-        self._heard = Pulse(0.0, "its start")
+        self._heard: Pulse
 
     async def start(
         self,
@@ -88,6 +92,7 @@ class RolloutHandle:
     async def _begin(self) -> dict:
         action = "start its engine"
         facts = await call(self.actor.start.remote(*self._arguments), self.name, action, self.timeout_s)
+        self._heard = Pulse(0.0, "its start")
         self._watching = asyncio.create_task(self._watch(self.actor), name=f"watch {self.name}")
         return facts
 
@@ -182,21 +187,33 @@ class RolloutHandle:
 
     async def begin_update(self) -> None:
         """Pause and clear caches."""
-        await self._call("begin_update", "pause for new weights")
+        standing = self._restart is None or self._restart.done()
+        self._served = self.actor if standing else None
+        await self._serve("begin_update", "pause for new weights")
 
     async def receive(self, info: dict[str, Any]) -> None:
         """Load one bucket."""
-        await self._call("receive", "load a bucket of weights", info)
+        await self._serve("receive", "load a bucket of weights", info)
 
     async def finish_update(self, version: int) -> None:
         """Resume with the new weights; an engine that took the place of a lost one can generate from now on."""
-        await self._call("finish_update", f"take weights as version {version}", version)
-        if self._restart is not None:
-            self._lost = self._restart = None
+        await self._serve("finish_update", f"take weights as version {version}", version)
+        self._lost = self._restart = None
 
     async def version(self) -> int:
         """The version of the engine's weights."""
+        self._check()
         return await self._call("version", "report its weights' version")
+
+    async def _serve(self, method: str, action: str, *arguments: Any) -> None:
+        """A part of a push. It is not for an actor that came in the course of it."""
+        self._check_served(action)
+        await self._call(method, action, *arguments)
+        self._check_served(action)
+
+    def _check_served(self, action: str) -> None:
+        if self._served is not self.actor or self._served is self._gone:
+            raise EngineLost(f"{self.name} was lost when it was asked to {action}")
 
     async def _call(self, method: str, action: str, *arguments: Any) -> Any:
         return await self._answer(self.actor, getattr(self.actor, method).remote(*arguments), action)
@@ -230,10 +247,9 @@ class RolloutHandle:
 
     def _lose(self, actor: ray.actor.ActorHandle, why: str) -> None:
         """Give this actor up, if that has not happened yet."""
-        starting = self._restart is not None and not self._restart.done()
-        if actor is not self.actor or (self._lost is not None and (starting or self._restart is None)):
+        if actor is not self.actor or actor is self._gone:
             return
-        now, samples = time.time(), tuple(sorted(self._open))
+        self._gone, now, samples = actor, time.time(), tuple(sorted(self._open))
         self._lost, self._restart, self._open = EngineLost(why), None, set()
         self._recorder.add(Span("lost", self.name, now, now, samples=samples, cause=why))
         ray.kill(actor)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import WorkerLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def here() -> str:
 async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T:
     """The result of `work`. `living`: of each node of the run, who lives there.
 
-    Raises EngineError that names a lost node and who lived there; whatever failed because of that is its cause.
+    Raises WorkerLost that names a lost node and who lived there; whatever failed because of that is its cause.
     """
     away = [node for node in living if node.id != here()]
     if not away:
@@ -86,15 +86,15 @@ async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-    raise EngineError(lost_message(gone, living)) from cause
+    raise WorkerLost(lost_message(gone, living)) from cause
 
 
 def lost_message(gone: Sequence[Node], living: Mapping[Node, str]) -> str:
     """What the user reads."""
     names = "; ".join(f"{node}, where {living[node]} lived" for node in gone)
     return (
-        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, or go on with fewer "
-        "nodes (trainer.nnodes); the run resumes from its last checkpoint with resume_mode=auto."
+        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, add another, or go on with "
+        "fewer (trainer.nnodes)."
     )
 
 

@@ -93,8 +93,8 @@ def lost_message(gone: Sequence[Node], living: Mapping[Node, str]) -> str:
     """What the user reads."""
     names = "; ".join(f"{node}, where {living[node]} lived" for node in gone)
     return (
-        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, add another, or go on with "
-        "fewer (trainer.nnodes)."
+        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, add another, or go on "
+        "with fewer (trainer.nnodes)."
     )
 
 

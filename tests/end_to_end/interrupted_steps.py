@@ -91,6 +91,9 @@ class Steps:
         began, name = time.time(), kind.replace(" ", "-")
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / name / "global_step_1")
         assert not await self.go_on(name, lambda controller: kill_in(controller, kind))
+        if kind == "a push":  # a new engine has none under way
+            await asyncio.sleep(0.5)
+            await asyncio.gather(*(engine.finish_update(0) for engine in self.given[2].rollout))
         if kind == "a checkpoint":  # what a process that dies there leaves
             assert not list(self.folder.glob(f"{name}/*.partial"))
             shutil.copytree(
@@ -114,7 +117,7 @@ class Steps:
             began = time.time()
             assert await self.go_on(case)
             self.keep(case, case, began)
-        for kind in (*ENDS, *PARTS):
+        for kind in (*PARTS, *ENDS):
             await self.killed(kind)
         await self.on_a_full_disk()
         began = time.time()

@@ -148,6 +148,10 @@ class Watchdog:
             f"{self.evidence(worker)}"
         )
 
+    def asked(self) -> None:
+        """By SIGUSR1."""
+        self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
+
     def evidence(self, worker: str) -> str:
         """What `worker` last did, and where all stacks are."""
         told = [f"{each.where}: {each.told()}." for each in self._processes() if each.where == worker]
@@ -220,7 +224,7 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
     shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)  # of a run that was killed
     (watchdog.folder / "processes").mkdir(parents=True)
     os.environ[FOLDER] = str(watchdog.folder)
-    before = _on_demand(lambda: say(f"SIGUSR1: {watchdog.dump('asked by SIGUSR1')}"))
+    before = _on_demand(watchdog.asked)
     heed("driver", recorder, chain=True)
     token = _present.set(watchdog)
     try:

@@ -157,10 +157,10 @@ class Steps:
     async def stopped(self, controller) -> None:
         """A rank is stopped: what the driver then says, and what its stacks have."""
         trainer, said = controller.engines.trainer, []
-        victim = next(p for p in psutil.Process().children(recursive=True) if "TrainerRank" in " ".join(p.cmdline()))
         limit, trainer.config.cluster.timeout_s = trainer.config.cluster.timeout_s, 3.0
         watchdog = watching.get()
         watchdog._say = said.append
+        victim = next(psutil.Process(each.pid) for each in watchdog._processes() if each.where == "trainer/0")
         victim.suspend()
         try:
             await controller.engines.trainer.bucket_plan()

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.determinism import hold
+from rlfuse.engines.extensions import wait_for_extensions
 from rlfuse.engines.optimizing import to_device, to_host
 from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
@@ -69,6 +70,7 @@ class Rank:
         limit = timedelta(seconds=self.config.cluster.timeout_s)
         if self.device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        wait_for_extensions(self.config.cluster.timeout_s)
         # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"

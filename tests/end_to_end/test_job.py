@@ -254,9 +254,9 @@ def test_preempted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(
     assert_same_curves(serial[0], run)
 
 
-def assert_same_curves(serial, run, first=0):
+def assert_same_curves(serial, run, steps=range(STEPS + 1)):
     expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial, run))
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(first, STEPS + 1))
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(steps)
     for want, have in zip(expected, found, strict=True):
         for name, value in want.items():
             if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):

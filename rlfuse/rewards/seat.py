@@ -55,8 +55,8 @@ class Call:
 
     def singles(self) -> list[Call]:
         """The same, an item a call."""
-        rest = (self.limit_s, self.told_s, self.batched)
-        return [Call(self.name, [i], [p], *rest) for i, p in zip(self.items, self.positions, strict=True)]
+        rest = {"limit_s": self.limit_s, "told_s": self.told_s, "batched": self.batched, "repeated": self.repeated}
+        return [Call(self.name, [i], [p], **rest) for i, p in zip(self.items, self.positions, strict=True)]
 
 
 class Lost(Exception):
@@ -123,11 +123,9 @@ class Seat:
                 return outcomes
         except Lost as lost:
             self._replace(lost)
-            if not several and not lost.late and not call.repeated:
-                call.repeated = True
-                return await self._outcomes(call)
-            if not several or (lost.late and call.batched):
+            if (lost.late and call.batched) or (not several and (lost.late or call.repeated)):
                 return [lost.failure] * len(call.items)
+            call.repeated = not lost.late
         outcomes = []
         for single in call.singles():
             if call.answer.done():  # given up by `score`: nobody will read the rest

@@ -1,0 +1,204 @@
+"""How the handle of a rollout engine goes over from one that is lost to the next; actors here answer when told to."""
+
+import asyncio
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rlfuse.engines import rollout_handle
+from rlfuse.engines.liveness import Pulse
+from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
+from rlfuse.engines.rollout_handle import RolloutHandle
+from rlfuse.observe.events import Recorder
+from rlfuse.samples import Prompt, Response, Sample
+
+ONE = Sample(Prompt(0, np.array([1], np.int32), "p", (), "source", None), 1, 0, 0)
+TWO = Sample(ONE.prompt, 1, 1, 0)
+SAMPLING = Sampling(1.0, 1.0, -1, 8)
+RESPONSE = Response(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0, "w1")
+
+
+class Reference:
+    def __init__(self):
+        self.result = Future()
+
+    def future(self):
+        return self.result
+
+
+class Stream:
+    """Of `generate`: each item is a reference."""
+
+    def __init__(self):
+        self.items = asyncio.Queue()
+
+    async def __anext__(self):
+        return await self.items.get()
+
+
+class Actor:
+    """Whatever is asked of it is answered by `answers`, or waits; when killed, all that waits fails."""
+
+    def __init__(self):
+        self.answers = {"start": {}, "pulse": Pulse(0.0, "a step"), "begin_update": None, "finish_update": None}
+        self.answers |= {"receive": None, "version": 3, "evict": None}
+        self.asked, self.waiting, self.streams = [], [], []
+        self.generate = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.stream))
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=partial(self.ask, method))
+
+    def ask(self, method, *arguments):
+        self.asked.append(method)
+        reference = Reference()
+        if method in self.answers:
+            reference.result.set_result(self.answers[method])
+        else:
+            self.waiting.append(reference)
+        return reference
+
+    def stream(self, requests, sampling):
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def finish(self, stream, *samples):
+        reference = Reference()
+        reference.result.set_result([(sample.id, RESPONSE) for sample in samples])
+        self.streams[stream].items.put_nowait(reference)
+
+    def die(self):
+        for reference in self.waiting:
+            reference.result.set_exception(ActorDiedError())
+        for stream in self.streams:
+            reference = Reference()
+            reference.result.set_exception(ActorDiedError())
+            stream.items.put_nowait(reference)
+
+
+class Engine:
+    """A handle that stands, and its actors so far."""
+
+    def __init__(self, monkeypatch, **settings):
+        self.actors, self.said, self.recorder = [], [], Recorder("driver")
+        monkeypatch.setattr(rollout_handle.ray, "kill", lambda actor: actor.die())
+        settings = {"max_restarts": 2, "recorder": self.recorder, "say": self.said.append} | settings
+        self.handle = RolloutHandle(self.create, "rollout/1", 5.0, **settings)
+
+    def create(self):
+        self.actors.append(Actor())
+        return self.actors[-1]
+
+    async def generate(self, *samples):
+        return [name async for name, _ in self.handle.generate(samples, SAMPLING)]
+
+    async def push(self):
+        await self.handle.stand()
+        await self.handle.begin_update()
+        await self.handle.receive({})
+        await self.handle.finish_update(3)
+
+
+@pytest.fixture
+async def engine(monkeypatch):
+    engine = Engine(monkeypatch)
+    await engine.handle.start(None, None, 64, "cpu")
+    return engine
+
+
+async def soon(task):
+    return await asyncio.wait_for(task, 5)
+
+
+async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_taken_weights(engine):
+    first, second = asyncio.create_task(engine.generate(ONE)), asyncio.create_task(engine.generate(TWO))
+    await asyncio.sleep(0)
+    engine.actors[0].die()
+    for task in (first, second):
+        with pytest.raises(EngineLost, match="rollout/1 died while it was asked to generate 1 samples"):
+            await soon(task)
+    await engine.handle.stand()
+    with pytest.raises(EngineLost):
+        await engine.generate(ONE)  # it stands, and has no weights
+    await engine.push()
+    assert await engine.handle.version() == 3 and engine.actors[0].asked == ["start"]
+    again = asyncio.create_task(engine.generate(ONE))
+    await asyncio.sleep(0)
+    engine.actors[1].finish(0, ONE)
+    assert await soon(again) == [ONE.id]
+    lost, restart = engine.recorder.drain()
+    assert (lost.kind, lost.where, lost.samples) == ("lost", "rollout/1", (ONE.id, TWO.id))
+    assert (restart.kind, restart.where) == ("restart", "rollout/1") and "died" in restart.cause
+    assert "its 2 samples are generated again, another one starts" in engine.said[0]
+
+
+async def test_what_a_lost_engine_still_sends_does_not_count(engine):
+    old = asyncio.create_task(engine.generate(ONE, TWO))
+    await asyncio.sleep(0)
+    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    engine.actors[0].finish(0, ONE)
+    with pytest.raises(EngineLost):
+        await soon(old)
+    await engine.push()
+    assert len(engine.actors) == 2 and engine.handle.restarts == 1
+
+
+async def test_the_rest_of_a_push_is_not_for_the_engine_that_comes_in_the_course_of_it(engine):
+    await engine.handle.begin_update()
+    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    with pytest.raises(EngineLost, match="lost when it was asked to load a bucket"):
+        await engine.handle.receive({})
+    with pytest.raises(EngineLost):
+        await engine.handle.begin_update()
+    await engine.push()
+    assert engine.actors[1].asked == ["start", "begin_update", "receive", "finish_update"]
+
+
+async def test_an_engine_is_replaced_so_often_and_not_more(engine):
+    for number in range(2):
+        engine.handle._lose(engine.actors[number], f"rollout/1: loss {number}")
+        await engine.push()
+    engine.handle._lose(engine.actors[2], "rollout/1: the last loss")
+    with pytest.raises(EngineError, match=r"the last loss\nrollout/1 is not replaced: .* 2 of at most .*=2 times"):
+        await engine.handle.stand()
+    engine.handle._lose(engine.actors[2], "an echo")
+    assert [span.kind for span in engine.recorder.drain()].count("lost") == 3 and len(engine.actors) == 3
+
+
+async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_push(monkeypatch):
+    engine = Engine(monkeypatch, beside=False)
+    await engine.handle.start(None, None, 64, "cuda")
+    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    await engine.handle.sleep()
+    await engine.handle.wake()
+    assert await engine.handle.drain() == [] and len(engine.actors) == 1
+    await engine.push()
+    assert len(engine.actors) == 2
+
+
+@pytest.mark.parametrize(
+    ("pulse", "words"),
+    [
+        (None, r"did not answer for 0.04 s \(cluster.heartbeat_s\); the last that was heard of it is a step"),
+        (Pulse(9.0, "a step of 2 samples"), "stood still for 0.04 s .* with 1 samples at hand; .* a step of 2 samples"),
+    ],
+)
+async def test_an_engine_that_is_silent_or_still_for_too_long_is_lost_and_one_that_is_slow_is_not(
+    monkeypatch, pulse, words
+):
+    engine = Engine(monkeypatch, heartbeat_s=0.04)
+    await engine.handle.start(None, None, 64, "cpu")
+    slow = asyncio.create_task(engine.generate(ONE))
+    while engine.actors[0].asked.count("pulse") < 10:  # twice as long as it may be silent
+        await asyncio.sleep(0.005)
+    assert not slow.done()
+    if pulse is None:
+        del engine.actors[0].answers["pulse"]
+    else:
+        engine.actors[0].answers["pulse"] = pulse
+    with pytest.raises(EngineLost, match=words):
+        await soon(slow)
+    await engine.handle.stop()

@@ -159,6 +159,8 @@ def _no_room(config: Config, bundle: dict[str, float]) -> EngineError:
 def _cores(config: Config, device: str) -> tuple[int, ...] | None:
     if device != "cpu" or config.cluster.ray_address is not None or config.rollout.tensor_model_parallel_size > 1:
         return None
+    if config.slots == 1:  # nothing to keep it apart from; its engine and its rank start twice as fast on two cores
+        return None
     cores = sorted(os.sched_getaffinity(0))
     return tuple(cores[: config.slots]) if len(cores) >= config.slots else None
 

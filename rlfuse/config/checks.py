@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.rewards import MODEL_PART, is_url, read_entries
+from rlfuse.config.rewards import is_model, is_url, read_entries
 from rlfuse.config.schema import Config
 
 
@@ -333,7 +333,7 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
     entries, problems = read_entries(reward.functions, reward.weights, reward.model_path)
     yield from problems
-    for function in (entry.path for entry in entries if entry.path != MODEL_PART and not is_url(entry.path)):
+    for function in (entry.path for entry in entries if not is_model(entry.path) and not is_url(entry.path)):
         if not isinstance(function, str):
             yield f"reward.functions: got {function!r}; an entry is a text or a dictionary with a path"
             continue

@@ -20,7 +20,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 MODEL_PART = "reward_model"
-"""The path of the entry that stands for reward.model_path, and the model's name among the parts."""
+"""The path of the entry that stands for reward.model_path, and the model's name among the parts. Of a model with
+several labels each is an entry, `reward_model:LABEL`, and a part, `reward_model/LABEL`."""
 
 
 @dataclass
@@ -28,7 +29,8 @@ class RewardEntry:
     """An entry of reward.functions in full; a bare string is its `path`."""
 
     path: str = MISSING
-    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`."""
+    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`: of a model with
+    several labels one of them, `reward_model:LABEL`."""
     name: str | None = None
     """Under which it is logged; null takes the function's name."""
     weight: float | None = None
@@ -70,7 +72,8 @@ class RewardConfig:
     or as the entries say."""
     model_path: str | None = None
     """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
-    it a weight, sources, ...; with no such entry it comes last."""
+    it a weight, sources, ...; with no such entry it comes last. Of one with several labels functions name those that
+    count, `reward_model:LABEL`."""
     num_workers: int = 1
     """Processes that run reward functions."""
     timeout_s: float = 30.0
@@ -99,6 +102,11 @@ def is_url(path: Any) -> bool:
     return isinstance(path, str) and path.startswith(("http://", "https://"))
 
 
+def is_model(path: Any) -> bool:
+    """Whether an entry's path is the reward model, or one of its labels."""
+    return isinstance(path, str) and path.partition(":")[0] == MODEL_PART
+
+
 def read_entries(
     functions: Sequence[Given], weights: Sequence[float] = (), model_path: str | None = None
 ) -> tuple[list[RewardEntry], list[str]]:
@@ -112,7 +120,7 @@ def read_entries(
             entries.append(entry)
             problems += [f"{where}{problem}" for problem in _judge(entry, model_path)]
     problems += _together(entries)
-    if model_path is not None and all(entry.path != MODEL_PART for entry in entries):
+    if model_path is not None and not any(is_model(entry.path) for entry in entries):
         entries.append(RewardEntry(MODEL_PART))
     if not functions and model_path is None:
         problems.append(
@@ -158,11 +166,13 @@ def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
     for key, value in (("weight", entry.weight), ("clip", entry.clip), ("normalise", entry.normalise or None)):
         if entry.gate and value is not None:
             found.append(f".{key}={value}: has no effect on a gate, which adds nothing to the reward; leave it out")
-    if entry.path == MODEL_PART and model_path is None:
-        found.append(f".path={MODEL_PART}: there is no model; give its folder or hub name as reward.model_path")
-    if entry.name and MODEL_PART in (entry.name, entry.path):
+    if is_model(entry.path) and model_path is None:
+        found.append(f".path={entry.path}: there is no model; give its folder or hub name as reward.model_path")
+    if entry.name and (is_model(entry.path) or entry.name.partition("/")[0] == MODEL_PART):
         found.append(f".name={entry.name}: only the model is called {MODEL_PART}, and nothing else; leave it out")
-    if entry.kwargs and (entry.path == MODEL_PART or is_url(entry.path)):
+    if entry.path == f"{MODEL_PART}:":
+        found.append(f".path={entry.path}: names no label; write {MODEL_PART}:LABEL, or {MODEL_PART}")
+    if entry.kwargs and (is_model(entry.path) or is_url(entry.path)):
         found.append(f".kwargs={entry.kwargs}: only functions take arguments, {entry.path} does not; leave it out")
     if is_url(entry.path) and not _has_host(entry.path):
         found.append(f"={entry.path}: is no URL of a service; write it as http://host:port/path")
@@ -180,9 +190,9 @@ def _together(entries: list[RewardEntry]) -> list[str]:
     names = [entry.name for entry in entries if entry.name]
     found = [f"reward.functions: two entries have the name {name}" for name in dict.fromkeys(names)
              if names.count(name) > 1]  # fmt: skip
-    if sum(entry.path == MODEL_PART for entry in entries) > 1:
-        found.append(f"reward.functions: {MODEL_PART} stands there twice; there is one model")
-    return found
+    asked = [entry.path for entry in entries if is_model(entry.path)]
+    return found + [f"reward.functions: {path} stands there twice; there is one model" for path in dict.fromkeys(asked)
+                    if asked.count(path) > 1]  # fmt: skip
 
 
 def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:
@@ -204,4 +214,4 @@ def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[lis
 
 
 def _model_last(entries: list[RewardEntry]) -> bool:
-    return bool(entries) and entries[-1].path == MODEL_PART
+    return bool(entries) and is_model(entries[-1].path)

@@ -4,7 +4,8 @@ Role: `load_preferences` is called by the job that trains reward models, before 
 - `prompt` (string or messages) with `chosen` and `rejected` as answers, strings or messages; messages may repeat the
   prompt's first;
 - `chosen` and `rejected` alone, as whole conversations or whole texts;
-- with either, `margin`: how much better the chosen answer is, a number of log-odds.
+- with either, `margin`: how much better the chosen answer is, a number of log-odds; and `dimension`: in which respect
+  it is better, a text. Rows of a file with several dimensions give a reward model a score for each.
 Invariants: a malformed row is a `DataError` that names file, row and field; no sequence is ever cut, one that is too
 long is an error or, with data.filter_overlong_prompts, left out and counted; the two tokenised answers differ.
 """
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.rows import DataError, chat_messages, raw_rows
 from rlfuse.data.tokenizers import conversation_ids
+from rlfuse.rewards.labels import ONLY_LABEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,16 @@ class Preference:
     rejected_ids: np.ndarray
     """int32 [1 or more]: the rest of the other."""
     margin: float = 0.0
+    dimension: str | None = None
 
 
 def load_preferences(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Sequence[str] = ()
 ) -> tuple[list[Preference], str]:
     """The pairs of all files, and a line on what became of their rows.
 
-    A sequence may have data.max_prompt_length + data.max_response_length tokens.
+    A sequence may have data.max_prompt_length + data.max_response_length tokens. `labels`: what rows may have as
+    dimension, where that is known; a model with one label takes rows without.
     """
     longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
     for file in files:
@@ -63,20 +67,31 @@ def load_preferences(
                 continue
             if chosen == rejected:
                 raise DataError(f"{file}, {where}: chosen and rejected are the same. Leave the row out.")
-            pairs.append(pair_of(len(pairs), chosen, rejected, _margin(f"{file}, {where}", row)))
+            margin, dimension = _margin(f"{file}, {where}", row), _dimension(f"{file}, {where}", row, labels)
+            if pairs and (dimension is None) != (pairs[0].dimension is None):
+                raise DataError(f"{file}, {where}, field dimension: {dimension}, but of the first row "
+                                f"{pairs[0].dimension}. Give all rows one, or none.")  # fmt: skip
+            pairs.append(pair_of(len(pairs), chosen, rejected, margin, dimension))
     if not pairs:
         raise DataError(f"{', '.join(files)}: no pair is left, all {dropped} are longer than {longest} tokens.")
     note = f", {dropped} dropped (over {longest} tokens)" if dropped else ""
     return pairs, f"data  {len(pairs)} pairs from {', '.join(files)}{note}"
 
 
-def pair_of(index: int, chosen: Sequence[int], rejected: Sequence[int], margin: float = 0.0) -> Preference:
+def labels_of(pairs: Sequence[Preference]) -> list[str]:
+    """What a new head's labels are called: the pairs' dimensions in the order of their first row."""
+    return list(dict.fromkeys(pair.dimension for pair in pairs if pair.dimension)) or [ONLY_LABEL]
+
+
+def pair_of(
+    index: int, chosen: Sequence[int], rejected: Sequence[int], margin: float = 0.0, dimension: str | None = None
+) -> Preference:
     """Two different sequences, what they begin with taken together; at least one token of each stays its own."""
     common, most = 0, min(len(chosen), len(rejected)) - 1
     while common < most and chosen[common] == rejected[common]:
         common += 1
     shared, *rests = (np.asarray(ids, dtype=np.int32) for ids in (chosen[:common], chosen[common:], rejected[common:]))
-    return Preference(index, shared, *rests, margin)
+    return Preference(index, shared, *rests, margin, dimension)
 
 
 def _tokenise(
@@ -106,3 +121,12 @@ def _margin(where: str, row: dict[str, Any]) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
         raise DataError(f"{where}, field margin: {given!r:.60} where a finite number belongs, or nothing.")
     return float(given)
+
+
+def _dimension(where: str, row: dict[str, Any], labels: Sequence[str]) -> str | None:
+    given = row.get("dimension")
+    if given is not None and (not isinstance(given, str) or not given):
+        raise DataError(f"{where}, field dimension: {given!r:.60} where a text belongs, or nothing.")
+    if labels and given not in (*labels, *([None] if len(labels) == 1 else [])):
+        raise DataError(f"{where}, field dimension: {given!r:.60}, but the model's labels are {', '.join(labels)}.")
+    return given

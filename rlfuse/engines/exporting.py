@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from rlfuse.engines.saving import Writing
 from rlfuse.engines.trained_tower import NAME as TOWER
@@ -79,6 +80,8 @@ class Exporter:
 
     def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
         """What a Hugging Face folder has beside its shards."""
+        if self.model.is_remote_code():  # its code, and in the config where it is
+            custom_object_save(self.model, str(folder), config=self.model.config)
         self.model.config.save_pretrained(folder)
         if generation := getattr(self.model, "generation_config", None):
             generation.save_pretrained(folder)

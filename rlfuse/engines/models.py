@@ -7,7 +7,7 @@ both give the same numbers (`packs_exactly` checks it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from transformers.utils import is_flash_attn_2_available
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.attention import lay_out
 from rlfuse.engines.batches import Batch, collate
+from rlfuse.engines.protocols import EngineError
 from rlfuse.samples import Row
 from rlfuse.video import language_models  # noqa: F401, makes transformers' auto classes know Qwen2.5-VL
 from rlfuse.video.placeholders import exclude
@@ -47,6 +48,14 @@ def response_values(model: Callable, batch: Batch) -> torch.Tensor:
     with shown(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
     return batch.whole(values[:, batch.keep].flatten()[batch.predict].float())
+
+
+def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
+    """float32 [R]: a reward model's score before each response token, of the label that the row's `label` numbers."""
+    logits = model(**batch.inputs, use_cache=False).logits
+    scores = logits[:, batch.keep].flatten(0, 1)[batch.predict].float()
+    labels = batch.tensors["label"][batch.mask].long()
+    return scores.gather(1, labels[:, None])[:, 0]
 
 
 @contextmanager
@@ -88,34 +97,56 @@ def load_critic(path: str, settings: ModelConfig, device: str) -> PreTrainedMode
     return _load(AutoModelForTokenClassification, path, settings, device, num_labels=1)
 
 
-def load_reward_model(path: str, settings: ModelConfig, device: str) -> PreTrainedModel:
-    """A sequence classifier with one label, whose forward gives the head's output at every token, [B, tokens, 1].
+def load_reward_model(path: str, settings: ModelConfig, device: str, labels: Sequence[str]) -> PreTrainedModel:
+    """A sequence classifier with these labels, whose forward gives the head's output at every token, [B, tokens, K].
 
-    Transformers' own gives one score for each row of the inputs, but packed inputs are one row for many sequences.
-    Saved, it is the ordinary classifier. The head is random unless `path` has one.
+    Its own gives scores for each row of the inputs, but packed inputs are one row for many sequences. Saved, it is the
+    ordinary classifier. The head is random unless `path` has one. EngineError for a class without a head, or with more.
     """
-    model = _load(AutoModelForSequenceClassification, path, settings, device, num_labels=1)
-    body, (head,) = model.base_model, (child for child in model.children() if isinstance(child, torch.nn.Linear))
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    model = _load(AutoModelForSequenceClassification, path, settings, device, **names)
+    body, name = model.base_model, type(model).__name__
+    heads = [child for child in model.children() if child is not body and not isinstance(child, torch.nn.Dropout)]
+    if len(heads) != 1 or body is model:
+        raise EngineError(
+            f"model.path={path}: beside its body a {name} has {len(heads)} modules ({_names(heads)}); a reward model "
+            "has one, its head, which turns hidden states into scores. Put them into one module."
+        )
 
     def forward(**inputs: Any) -> SequenceClassifierOutput:
-        return SequenceClassifierOutput(logits=head(body(**inputs).last_hidden_state))
+        return SequenceClassifierOutput(logits=heads[0](body(**inputs).last_hidden_state))
 
     model.forward = forward
     return model
 
 
+@torch.no_grad()
+def check_forward(model: PreTrainedModel, path: str) -> None:
+    """EngineError if a class that is not transformers' own scores otherwise by itself than as `load_reward_model` has
+    it: what is trained would not be what serves. Under ZeRO-3 every rank calls."""
+    padding = model.config.get_text_config().pad_token_id
+    ids = [i for i in range(4, 12) if i != padding]
+    inputs = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+    trained, own = model.forward(**inputs).logits[:, -1], type(model).forward(model, **inputs).logits
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    if own.shape != trained.shape or not torch.allclose(own, trained, rtol=tolerance, atol=tolerance):
+        raise EngineError(
+            f"model.path={path}: the forward of {type(model).__name__} gives {_short(own)} where its head on the last "
+            f"token's hidden state gives {_short(trained)}; only the head is trained. Compute scores in the head alone."
+        )
+
+
+def _names(modules: Sequence[torch.nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules) or "none"
+
+
+def _short(scores: torch.Tensor) -> str:
+    return f"{[round(value, 4) for value in scores.flatten().tolist()]} of shape {list(scores.shape)}"
+
+
 def has_value_head(path: str) -> bool:
     """Whether the weights at `path` are a value model's own."""
-    return _is_for("TokenClassification", path)
-
-
-def has_score_head(path: str) -> bool:
-    """Whether the weights at `path` are a reward model's, or another sequence classifier's."""
-    return _is_for("SequenceClassification", path)
-
-
-def _is_for(task: str, path: str) -> bool:
-    return any(task in name for name in AutoConfig.from_pretrained(path).architectures or [])
+    return any("TokenClassification" in name for name in AutoConfig.from_pretrained(path).architectures or [])
 
 
 def _load(kind: type, path: str, settings: ModelConfig, device: str, **overrides) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.algorithms.preferences import bradley_terry
 from rlfuse.config.schema import Config
 from rlfuse.engines.batches import Batch
-from rlfuse.engines.models import response_logits, response_values
+from rlfuse.engines.models import response_logits, response_scores, response_values
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss and detached diagnostics of a micro-batch, all of them sums."""
@@ -43,12 +43,13 @@ def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
 
 
 def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
-    """Of a micro-batch of pairs, chosen before rejected, whose rows carry `margin`; a filler is one row, and no pair.
+    """Of a micro-batch of pairs, chosen before rejected, whose rows carry `margin` and `label`.
 
-    A row's score is that of its last token; the one behind it is there to be predicted, and never looked at.
+    A filler is one row, and no pair. A row's score is that of its last token; the one behind it is there to be
+    predicted, and never looked at.
     """
     ends = batch.mask.sum(1).cumsum(0) - 1
-    scores = response_values(model, batch)[ends]
+    scores = response_scores(model, batch)[ends]
     whole = len(scores) - len(scores) % 2
     chosen, rejected = scores[:whole].view(-1, 2).unbind(1)
     return bradley_terry(chosen, rejected, batch.tensors["margin"][:whole:2, 0])

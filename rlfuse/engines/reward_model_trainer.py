@@ -29,13 +29,14 @@ class RewardModelTrainer(TrainerGroup):
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, optimizer_steps: int, padding: int | None
+        cls, config: Config, slots: Slots, optimizer_steps: int, padding: int | None, labels: Sequence[str]
     ) -> tuple[RewardModelTrainer, dict[str, Any]]:
-        """Ranks with their models loaded, and facts to log. `padding`: as in `RewardModelRank.setup`."""
+        """Ranks with their models loaded, and facts to log. `padding`, `labels`: as in `RewardModelRank.setup`."""
         from rlfuse.engines.reward_model_rank import RewardModelRank  # imports DeepSpeed
 
         group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
-        return group, (await group._all("setup", "load its model", optimizer_steps, padding))[0]
+        group.labels = labels
+        return group, (await group._all("setup", "load its model", optimizer_steps, padding, labels))[0]
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -43,7 +44,7 @@ class RewardModelTrainer(TrainerGroup):
 
     async def learn(self, pairs: Sequence[Preference]) -> dict[str, float]:
         """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them."""
-        rows = rows_of(pairs)
+        rows = rows_of(pairs, self.labels)
         await self.accumulate(MODEL, rows)
         self._accumulated[MODEL] = []
         shares = await self._all("step", "update the reward model", MODEL, len(pairs))
@@ -52,8 +53,8 @@ class RewardModelTrainer(TrainerGroup):
         return {f"{MODEL}/{name}": value for name, value in (means | shares[0][1]).items()}
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
-        """float32 [pairs, 2]: of the chosen and of the rejected answer."""
-        found = await self._score("scores", "score pairs", rows_of(pairs), None)
+        """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""
+        found = await self._score("scores", "score pairs", rows_of(pairs, self.labels), None)
         return np.array([scores[-1] for scores in found], dtype=np.float32).reshape(-1, 2)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
@@ -61,13 +62,17 @@ class RewardModelTrainer(TrainerGroup):
         return [Unit((2 * i, 2 * i + 1), size, size**2 / 2) for i, size in enumerate(tokens)]
 
 
-def rows_of(pairs: Sequence[Preference]) -> list[Row]:
-    """Chosen and rejected of each pair, one after the other."""
+def rows_of(pairs: Sequence[Preference], labels: Sequence[str]) -> list[Row]:
+    """Chosen and rejected of each pair, one after the other; a pair without a dimension is of the first label."""
     rows = []
     for pair in pairs:
         for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
             alone = int(not len(pair.shared_ids))  # a row has a prompt: with nothing to share, its own first token
             prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], UNSEEN])
-            margin = np.full(len(response), pair.margin, dtype=np.float32)
-            rows.append(Row(prompt, response, {"margin": margin}, f"{pair.index}/{side}"))
+            label = labels.index(pair.dimension) if pair.dimension else 0
+            tensors = {
+                name: np.full(len(response), value, dtype=np.float32)
+                for name, value in (("margin", pair.margin), ("label", label))
+            }
+            rows.append(Row(prompt, response, tensors, f"{pair.index}/{side}"))
     return rows

@@ -44,7 +44,7 @@ from rlfuse.engines.optimizing import (
     sharded_loading,
     take_step,
     trainable,
-    zero_value_head,
+    zero_head,
 )
 from rlfuse.engines.passes import OBJECTIVES, log_probs
 from rlfuse.engines.protocols import EngineError
@@ -89,7 +89,7 @@ class TrainerRank(Rank):
             if config.uses_critic:
                 critic = load_critic(config.critic.path or start, config.model, self.device)
                 if not has_value_head(config.critic.path or start):
-                    zero_value_head(critic)
+                    zero_head(critic)
                 self.engines["critic"] = trainable(
                     critic, config.actor, config.critic.optim.lr, optimizer_steps, self.device
                 )

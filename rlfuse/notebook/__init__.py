@@ -13,6 +13,7 @@ its own; jobs, and `rlfuse reward replay`, have both.
 
 from rlfuse.notebook.jobs import Job, JobError, start, train
 from rlfuse.notebook.pictures import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
+from rlfuse.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
 from rlfuse.notebook.scoring import score
 from rlfuse.observe.tables import metrics, samples, surprise, time_spent
 from rlfuse.rewards.comparison import Comparison, compare
@@ -23,13 +24,17 @@ __all__ = [
     "JobError",
     "compare",
     "metrics",
+    "pairs",
+    "plot_calibration",
     "plot_comparison",
+    "plot_length_bias",
     "plot_metrics",
     "plot_rewards",
     "plot_step",
     "plot_time",
     "samples",
     "score",
+    "score_pairs",
     "start",
     "surprise",
     "time_spent",

@@ -24,7 +24,7 @@ IDLE, BUSY = "#c9c4bd", "#3f7fb5"
 
 def plot_rewards(*tables: pd.DataFrame, labels: tuple[str, ...] = ()) -> Axes:
     """How often each reward was given: one table with `reward` or several beside each other. Failures are counted."""
-    axes = _axes()
+    axes = new_axes()
     rewards = [table["reward"].dropna().to_numpy(float) for table in tables]
     names = labels or tuple(f"reward {number}" for number in range(1, len(tables) + 1))
     told = [
@@ -41,7 +41,7 @@ def plot_rewards(*tables: pd.DataFrame, labels: tuple[str, ...] = ()) -> Axes:
 
 def plot_comparison(found: Comparison) -> Axes:
     """Each sample by its two rewards, jittered a little; those that turned in another colour."""
-    axes = _axes(width=4.5, height=4.0)
+    axes = new_axes(width=4.5, height=4.0)
     jitter = np.random.default_rng(0).normal(0, 0.012, (2, len(found.samples)))
     for turned, colour, label in ((False, BUSY, "same side of its group's mean"), (True, "#c2385a", "turned")):
         chosen = (found.samples["turned"] == turned).to_numpy()
@@ -57,7 +57,7 @@ def plot_comparison(found: Comparison) -> Axes:
 
 def plot_metrics(run: str | Path, *names: str) -> Axes:
     """Scalars of metrics.jsonl by step, on one axis."""
-    table, axes = metrics(run), _axes()
+    table, axes = metrics(run), new_axes()
     for name in names:
         if name not in table:
             near = [column for column in table if name.split("/")[-1] in column][:5]
@@ -80,7 +80,7 @@ def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
             parts[f"{side}, the rest"] = spent[[name for name in mine if name not in parts]].sum(axis=1)
         colours = plt.get_cmap(shades)(np.linspace(darkest, 0.15, max(1, len(parts))))
         shown |= {name: (parts[name], colour) for name, colour in zip(parts, colours, strict=False)}
-    axes = _axes()
+    axes = new_axes()
     bottom = np.zeros(len(spent))
     for name, (seconds, colour) in shown.items():
         axes.bar(spent.index, seconds, bottom=bottom, color=colour, label=name, width=0.85)
@@ -100,7 +100,7 @@ def plot_step(run: str | Path, step: int) -> Axes:
     slots = divide(spans, whole.start, whole.end, folder.slots, folder.width)
     kinds = sorted({name for slot in slots for name in slot if name.startswith("busy/")})
     colours = dict(zip(kinds, plt.get_cmap("tab10").colors, strict=False))
-    axes = _axes(height=1.5 + 0.4 * len(slots))
+    axes = new_axes(height=1.5 + 0.4 * len(slots))
     for row, slot in enumerate(slots):
         for name, intervals in slot.items():
             bars = [(start - whole.start, end - start) for start, end in intervals]
@@ -112,7 +112,8 @@ def plot_step(run: str | Path, step: int) -> Axes:
     return axes
 
 
-def _axes(width: float = 7.0, height: float = 3.0) -> Axes:
+def new_axes(width: float = 7.0, height: float = 3.0) -> Axes:
+    """Of a new figure; inches."""
     _, axes = plt.subplots(figsize=(width, height), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     return axes

@@ -20,21 +20,23 @@ from rlfuse.rewards.table import cells, score_items
 
 def score(
     table: pd.DataFrame,
-    functions: Given | RewardFunction | Sequence[Given | RewardFunction],
+    functions: Given | RewardFunction | Sequence[Given | RewardFunction] = (),
     weights: Sequence[float] = (),
     model_path: str | None = None,
     prompt_key: str = "prompt",
+    trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """The table's rows scored: `reward`, `rewards/{part}`, `gate`, `note`, `failure` and `traceback`, by its index.
 
     `functions`: a function or an object, a path (`my_reward.py:compute_score`), an entry with its weight, sources, ...,
-    or a list of those, as in reward.functions. `table`: as `samples` gives it, or any table with `prompt` (text or
+    or a list of those, as in reward.functions; a reward model is given by `model_path`, and `trust_remote_code` runs
+    modelling code that ships with it. `table`: as `samples` gives it, or any table with `prompt` (text or
     messages), `response` and whatever else the functions ask for. `reward` is NaN where `failure` says why.
     `prompt_key`: of a run whose data.prompt_key is another.
     """
     plain = table.astype(object).where(table.notna(), None)
     items = [_item(row, number, prompt_key) for number, row in enumerate(plain.to_dict("records"))]
-    rewards = score_items(functions, items, weights, model_path)
+    rewards = score_items(functions, items, weights, model_path, trust_remote_code)
     scored = pd.DataFrame([cells(reward, PART) for reward in rewards], table.index)
     return scored.astype({"reward": float})
 

@@ -16,9 +16,25 @@ from rlfuse.algorithms.preferences import Calibration
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.observe.summary import versions
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.rewards.labels import saved_labels
 
 PICTURE = "calibration.png"
 ACCURACY = f"val-core/{MODEL_PART}/acc"
+
+
+def draw_reliability(axes: Any, found: Calibration) -> None:
+    """How often it is right against how sure it is, on matplotlib's axes; under each bar its pairs."""
+    middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
+    axes.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
+    axes.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
+    axes.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
+    for middle, count in zip(middles, found.counts, strict=True):
+        axes.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
+    axes.set(xlabel="confidence, sigmoid(|gap|)", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
+    axes.set_title(
+        f"{found.counts.sum()} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}", fontsize=9
+    )
+    axes.legend(fontsize=7, loc="upper left")
 
 
 def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
@@ -27,15 +43,7 @@ def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
-    left.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
-    left.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
-    left.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
-    for middle, count in zip(middles, found.counts, strict=True):
-        left.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
-    left.set(xlabel="confidence, sigmoid(|gap|)", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
-    left.set_title(f"{len(gaps)} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}", fontsize=9)
-    left.legend(fontsize=7, loc="upper left")
+    draw_reliability(left, found)
     right.hist(gaps, bins=40, color="tab:blue", alpha=0.8)
     right.axvline(0, color="black", linestyle=":")
     right.set(xlabel="gap: score of chosen minus rejected", ylabel="pairs")
@@ -75,5 +83,11 @@ def _text(summary: dict[str, Any], folder: Path, weights: Path | None) -> str:
         lines.append(f"  calibration   {ece:.3f}   (expected calibration error)")
     lines += [f"  run folder    {folder}", f"  look at       {PICTURE}, metrics.jsonl, summary.json"]
     if weights is not None:
-        lines += [f"  the model     {weights}", f"  use it        rlfuse train ... reward.model_path={weights}"]
+        labels = saved_labels(weights)
+        entries = ",".join(f"{MODEL_PART}:{label}" for label in labels) if len(labels) > 1 else ""
+        functions = f" 'reward.functions=[{entries}]'" if entries else ""
+        lines += [
+            f"  the model     {weights}",
+            f"  use it        rlfuse train ... reward.model_path={weights}{functions}",
+        ]
     return "\n".join(lines)

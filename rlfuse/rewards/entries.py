@@ -1,7 +1,8 @@
 """The rewards of a run, loaded: entries with names and weights, and the function behind each.
 
 Role: called by the reward pool, by `score_table` and by the service, in the process that the user sees, so that every
-mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is the model's.
+mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is the model's, or
+`reward_model/LABEL` one of its labels'.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry, read_entries
+from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry, is_model, read_entries
 from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.shapes import RewardFunction
@@ -31,7 +32,7 @@ def load_entries(
     problems: list[RewardError] = []
     for entry in entries:
         try:
-            loaded.append(None if entry.path == MODEL_PART else load_function(entry.path, entry.kwargs))
+            loaded.append(None if is_model(entry.path) else load_function(entry.path, entry.kwargs))
         except RewardError as error:
             problems.append(error)
     if len(problems) == 1:
@@ -53,7 +54,7 @@ def load_entries(
 def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction | None]) -> list[str]:
     """Given names as they are; equal others get their file or module in front (`math.compute_score`), then a number."""
     plain = [
-        entry.name or (function.name if function else MODEL_PART)
+        entry.name or (function.name if function else entry.path.replace(":", "/", 1))
         for entry, function in zip(entries, functions, strict=True)
     ]
     count, taken = Counter([MODEL_PART, *plain]), {MODEL_PART, *(entry.name for entry in entries if entry.name)}

@@ -3,7 +3,8 @@
 Role: `RewardModelWorker` is the class of a Ray actor that the reward pool owns; it is one more part of the reward,
 named `reward_model`. torch and transformers are imported in that process only.
 Invariants:
-- the score is the raw logit of a head with one label that came with the weights (never a fresh, random one);
+- a score is a raw logit of a head that came with the weights (never of a fresh, random one); of a head with several
+  labels each that is asked for is a score of its own, and all come from one pass;
 - the text is never truncated: a sample that doesn't fit the model's context is a `RewardFailure`;
 - a sample's score does not depend on what it is batched with (right padding, masked; without a padding token in the
   model's configuration sequences go one at a time, because the model can't tell where they end).
@@ -12,17 +13,23 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.rewards.items import Item, Outcome, RewardError, Score
+from rlfuse.rewards.labels import columns, read_config, saved_labels
 from rlfuse.rewards.results import failure, headline, user_traceback
 from rlfuse.samples import RewardFailure
 
 DTYPES = ("float32", "bfloat16", "float16")
+KEPT = 4096
+"""Sequences whose scores are kept; a call of the pool has far fewer, and labels are asked for in turns."""
+
+Tokens = tuple[int, ...]
+"""Tokens of prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class ModelSpec:
     """Which reward model, and how it runs."""
 
     path: str
+    asked: tuple[str, ...] = (MODEL_PART,)
+    """Names of the entries that it answers: `reward_model`, or `reward_model/LABEL` for each label that counts."""
     device: str = "cpu"
     """cpu | cuda."""
     dtype: str = "float32"
@@ -48,6 +57,8 @@ def check_model(spec: ModelSpec) -> None:
             raise RewardError(
                 f"reward.model_path: {folder} has no config.json; give the folder that save_pretrained wrote"
             )
+        if labels := saved_labels(folder):
+            columns(spec.path, labels, spec.asked)
     elif _looks_local(spec.path):
         raise RewardError(
             f"reward.model_path: there is no folder {folder}; correct it, or give a hub name (owner/model)"
@@ -59,6 +70,8 @@ class RewardModelWorker:
 
     def __init__(self, spec: ModelSpec):
         self._spec = spec
+        self._kept: dict[Tokens, list[float]] = {}
+        """All labels' scores of the latest sequences: whoever asks for one label asks for the others soon."""
 
     def start(self) -> str | None:
         """Load; the reason in words if that failed."""
@@ -70,44 +83,39 @@ class RewardModelWorker:
             return f"reward.model_path: {self._spec.path} can't be loaded: {headline(error)}\n{user_traceback(error)}"
         return None
 
-    def score(self, _name: str, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome for each item, in order."""
+    def score(self, name: str, items: Sequence[Item]) -> list[Outcome]:
+        """What the entry of that name, one of those asked for, says of each item, in order."""
         outcomes: list[Outcome | None] = [None] * len(items)
-        sequences = {}
+        sequences: dict[int, Tokens] = {}
         for position, item in enumerate(items):
             try:
-                tokens = self._tokens(item)
+                tokens = tuple(self._tokens(item))
             except Exception as error:
-                outcomes[position] = failure(MODEL_PART, error)
+                outcomes[position] = failure(name, error)
                 continue
             if 0 < len(tokens) <= self._context:
                 sequences[position] = tokens
             else:
-                outcomes[position] = self._misfit(len(tokens))
-        for batch in self._batches(sequences):
-            scores = self._forward([sequences[position] for position in batch])
-            for position, outcome in zip(batch, scores, strict=True):
-                outcomes[position] = outcome
+                outcomes[position] = self._misfit(name, len(tokens))
+        logits = self._logits(list(sequences.values()))
+        for position, tokens in sequences.items():
+            outcomes[position] = _outcome(name, logits[tokens], self._columns[name])
         return outcomes
 
     def _load(self) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         spec = self._spec
         path = str(Path(spec.path).expanduser()) if Path(spec.path).expanduser().is_dir() else spec.path
         shared = {"trust_remote_code": spec.trust_remote_code}
         try:
-            config = AutoConfig.from_pretrained(path, **shared)
+            config = read_config(path, "reward.model_path", spec.trust_remote_code)
         except OSError as error:
             raise RewardError(
                 f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
             ) from error
-        if config.num_labels != 1:
-            raise RewardError(
-                f"reward.model_path: {path} has num_labels={config.num_labels}; a reward model has a head with one "
-                "label. Give a sequence-classification model that was trained as one."
-            )
+        self._columns = columns(path, list(config.id2label.values()), spec.asked)
         self._tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -135,30 +143,41 @@ class RewardModelWorker:
         messages = [*item.messages, {"role": "assistant", "content": item.response}]
         return conversation_ids(self._tokenizer, messages, item.prompt_text + item.response)
 
-    def _misfit(self, length: int) -> RewardFailure:
+    def _misfit(self, name: str, length: int) -> RewardFailure:
         return RewardFailure(
-            MODEL_PART,
+            name,
             f"prompt and response are {length} tokens of the reward model, which takes 1 to {self._context}: lower "
             "data.max_response_length or give a model with a longer context",
         )
 
-    def _batches(self, sequences: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Positions of similar length, longest first, within the token budget."""
-        batch: list[int] = []
-        for position in sorted(sequences, key=lambda p: -len(sequences[p])):
-            longest = len(sequences[batch[0]]) if batch else 0
+    def _logits(self, sequences: Sequence[Tokens]) -> dict[Tokens, list[float] | Exception]:
+        """Of each sequence all labels' logits, or why there are none; from those kept where they are."""
+        found = {tokens: self._kept[tokens] for tokens in sequences if tokens in self._kept}
+        for batch in self._batches({tokens for tokens in sequences if tokens not in found}):
+            found |= zip(batch, self._forward(batch), strict=True)
+        if len(self._columns) > 1:
+            self._kept |= {tokens: each for tokens, each in found.items() if isinstance(each, list)}
+            for oldest in list(self._kept)[:-KEPT]:
+                del self._kept[oldest]
+        return found
+
+    def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+        """Of similar length, longest first, within the token budget."""
+        batch: list[Tokens] = []
+        for tokens in sorted(sequences, key=lambda tokens: (-len(tokens), tokens)):
+            longest = len(batch[0]) if batch else 0
             if batch and (self._pad_id is None or longest * (len(batch) + 1) > self._spec.max_batch_tokens):
                 yield batch
                 batch = []
-            batch.append(position)
+            batch.append(tokens)
         if batch:
             yield batch
 
-    def _forward(self, sequences: list[list[int]]) -> list[Outcome]:
+    def _forward(self, sequences: list[Tokens]) -> list[list[float] | Exception]:
         import torch
 
         longest = max(map(len, sequences))
-        padded = [tokens + [self._pad_id] * (longest - len(tokens)) for tokens in sequences]
+        padded = [[*tokens, *[self._pad_id] * (longest - len(tokens))] for tokens in sequences]
         mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in sequences]
         try:
             with torch.no_grad():
@@ -166,16 +185,17 @@ class RewardModelWorker:
                     input_ids=torch.tensor(padded, device=self._spec.device),
                     attention_mask=torch.tensor(mask, device=self._spec.device),
                 ).logits
-            values = logits.float().squeeze(-1).tolist()
+            return logits.float().tolist()
         except Exception as error:
-            return [failure(MODEL_PART, error)] * len(sequences)
-        return [_outcome(value) for value in values]
+            return [error] * len(sequences)
 
 
-def _outcome(value: float) -> Outcome:
-    if math.isfinite(value):
-        return Score(value)
-    return RewardFailure(MODEL_PART, f"the model's logit is {value}; check its weights, or use dtype float32")
+def _outcome(name: str, logits: list[float] | Exception, column: int) -> Outcome:
+    if isinstance(logits, Exception):
+        return failure(name, logits)
+    if math.isfinite(logits[column]):
+        return Score(logits[column])
+    return RewardFailure(name, f"the model's logit is {logits[column]}; check its weights, or use dtype float32")
 
 
 def _looks_local(path: Any) -> bool:

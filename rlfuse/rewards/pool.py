@@ -33,7 +33,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster.nodes import here
-from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry
+from rlfuse.config.rewards import Given, RewardEntry, is_model
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
 from rlfuse.rewards.compose import Outcomes, compose, unscored, view, wanted, waves
@@ -82,7 +82,8 @@ class RewardPool:
         """
         _check_numbers(num_workers, timeout_s)
         self.entries, self._functions = load_entries(functions, weights, model_path)
-        self._model = ModelSpec(model_path, device, dtype, trust_remote_code) if model_path else None
+        asked = tuple(entry.name for entry in self.entries if is_model(entry.path))
+        self._model = ModelSpec(model_path, asked, device, dtype, trust_remote_code) if model_path else None
         self._model_options = model_options or {}
         if self._model:
             check_model(self._model)
@@ -143,7 +144,7 @@ class RewardPool:
         try:
             for call in self._calls(entry, items, positions):
                 calls.append(call)
-                await self._put(self._queues[entry.path == MODEL_PART], call)
+                await self._put(self._queues[is_model(entry.path)], call)
             await asyncio.gather(*(call.answer for call in calls))
         finally:
             for call in calls:

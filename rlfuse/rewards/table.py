@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlfuse.config.rewards import MODEL_PART, Given
+from rlfuse.config.rewards import Given, is_model
 from rlfuse.rewards.compose import Outcomes, compose, view, wanted, waves
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import Item, RewardError, item_of_row
@@ -42,13 +42,19 @@ def score_items(
     items: Sequence[Item],
     weights: Sequence[float] = (),
     model_path: str | None = None,
+    trust_remote_code: bool = False,
 ) -> list[Reward | RewardFailure]:
-    """One result for each item, in order; the other arguments are as of `score_table`."""
+    """One result for each item, in order; the other arguments are as of `score_table`.
+
+    `trust_remote_code`: run modelling code that ships with the model.
+    """
     several = functions if isinstance(functions, list | tuple) else [functions]
     entries, loaded = load_entries(several, weights, model_path)
     scorers = {name: function.score for name, function in loaded.items()}
     if model_path is not None:
-        scorers[MODEL_PART] = _model(model_path)
+        asked = tuple(entry.name for entry in entries if is_model(entry.path))
+        worker = _model(ModelSpec(model_path, asked, trust_remote_code=trust_remote_code))
+        scorers |= {name: partial(worker.score, name) for name in asked}
     known: list[Outcomes] = [{} for _ in items]
     for wave in waves(entries):
         asked = [(entry, wanted(entry, items, known)) for entry in wave]
@@ -59,13 +65,12 @@ def score_items(
     return [compose(entries, item.data_source, outcomes) for item, outcomes in zip(items, known, strict=True)]
 
 
-def _model(path: str) -> Any:
-    spec = ModelSpec(path)
+def _model(spec: ModelSpec) -> RewardModelWorker:
     check_model(spec)
     worker = RewardModelWorker(spec)
     if problem := worker.start():
         raise RewardError(problem)
-    return partial(worker.score, MODEL_PART)
+    return worker
 
 
 def cells(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:

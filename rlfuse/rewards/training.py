@@ -1,8 +1,8 @@
 """Training a reward model: pairs in, a Hugging Face folder that `reward.model_path` takes out.
 
 Role: `run` is what `rlfuse train` calls with trainer.task=reward_model (and notebooks, with `rlfuse.config.compose`'s
-`load`). A classifier with one label starts from model.path, sees data.train_batch_size pairs a step, and is evaluated
-on data.val_files: how often it is right, and how sure it was.
+`load`). A classifier with a label for each dimension of the pairs starts from model.path, sees data.train_batch_size
+pairs a step, and is evaluated on data.val_files: how often it is right, and how sure it was.
 
     pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
 
@@ -20,7 +20,7 @@ from rlfuse.algorithms.preferences import calibrate
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
 from rlfuse.config.schema import Config
-from rlfuse.data.preferences import Preference, load_preferences
+from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.reward_model_trainer import MODEL, RewardModelTrainer
@@ -28,6 +28,7 @@ from rlfuse.job import Job
 from rlfuse.observe.journal import Journal, due
 from rlfuse.observe.pairs import PICTURE, draw_calibration, summarise_pairs
 from rlfuse.recovery import recovered, starting
+from rlfuse.rewards.labels import head_labels
 
 
 def run(config: Config) -> Path:
@@ -37,24 +38,32 @@ def run(config: Config) -> Path:
 
 def _attempt(job: Job) -> Path:
     data, trainer, tokenizer = job.config.data, job.config.trainer, load_tokenizer(job.config.model)
-    pairs, report = load_preferences(data.train_files, tokenizer, data)
-    held_out, more = load_preferences(data.val_files, tokenizer, data) if data.val_files else ([], "")
+    given = head_labels(job.config.model.path, job.config.model.trust_remote_code)
+    pairs, report = load_preferences(data.train_files, tokenizer, data, given)
+    labels = given or labels_of(pairs)
+    held_out, more = load_preferences(data.val_files, tokenizer, data, labels) if data.val_files else ([], "")
     source = PromptSource(pairs, data.train_batch_size, data.shuffle, data.seed)
     total = trainer.total_training_steps or trainer.total_epochs * source.steps_per_epoch
     journal = job.journal(total)
     journal.say(f"{report}\n{more}".strip())
-    seconds = job.carry_out(_run(job, tokenizer, source, held_out, journal), journal)
+    seconds = job.carry_out(_run(job, tokenizer, source, held_out, journal, labels), journal)
     summarise_pairs(job.folder, seconds)
     return job.folder
 
 
 async def _run(
-    job: Job, tokenizer: PreTrainedTokenizerBase, source: PromptSource, held_out: Sequence[Preference], journal: Journal
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    source: PromptSource,
+    held_out: Sequence[Preference],
+    journal: Journal,
+    labels: Sequence[str],
 ) -> None:
     slots = placement.start(job.config)
     living = slots.living()
     with starting(journal):
-        ranks = RewardModelTrainer.start(job.config, slots, journal.total_steps, tokenizer.pad_token_id)
+        padding = tokenizer.pad_token_id
+        ranks = RewardModelTrainer.start(job.config, slots, journal.total_steps, padding, labels)
         trainer, facts = await watched(ranks, living)
 
     async def save(folder: Path) -> None:
@@ -91,7 +100,7 @@ async def _steps(
 
 
 async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal) -> dict[str, float]:
-    """Held-out accuracy, calibration error, gap and loss; redraws the picture of them in the run folder."""
+    """Held-out accuracy, also of each dimension, calibration error, gap and loss; redraws the picture of them."""
     with journal.recorder.span("testing"):
         scores = await trainer.scores(pairs)
     gaps = scores[:, 0].astype(float) - scores[:, 1]
@@ -99,7 +108,10 @@ async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], jou
     draw_calibration(found, gaps, journal.folder / PICTURE)
     values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
     values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
+    for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):
+        own = gaps[[pair.dimension == dimension for pair in pairs]]
+        values[f"val-aux/{MODEL}/acc/{dimension}"] = calibrate(own).accuracy
     journal.say(
-        "held-out pairs  " + "  ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in values.items())
+        "held-out pairs  " + "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
     )
     return values

@@ -50,15 +50,18 @@ def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generato
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": rejected}],
         "true_scores": [_truth(problem, chosen), _truth(problem, rejected)],
-    }
+    } | ({"dimension": labeller.dimension} if labeller.dimension else {})
 
 
-def write_preferences(folder: Path, labeller: Labeller) -> None:
-    """Write `train.parquet` and `val.parquet` into an existing folder."""
-    for name, count, held_out in (("train", labeller.train, False), ("val", labeller.val, True)):
-        rng = np.random.default_rng((labeller.seed, held_out, 2))
-        problems = draw_problems(count, labeller.seed + 1, held_out)
-        rows = [preference_row(problem, labeller, rng) for problem in problems]
+def write_preferences(folder: Path, *labellers: Labeller) -> None:
+    """Write `train.parquet` and `val.parquet`, the rows of one labeller after those of the other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, held_out in (("train", False), ("val", True)):
+        rows: list[dict[str, Any]] = []
+        for labeller in labellers:
+            rng = np.random.default_rng((labeller.seed, held_out, 2))
+            problems = draw_problems(labeller.val if held_out else labeller.train, labeller.seed + 1, held_out)
+            rows += [preference_row(problem, labeller, rng) for problem in problems]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 

@@ -51,6 +51,8 @@ class Labeller:
     """Log-odds for a right answer over a wrong one of the same length."""
     per_step: float = 0.3
     """Log-odds for each subtraction more, right or not."""
+    dimension: str | None = None
+    """In which respect it compares; its rows say so."""
     train: int = 4096
     val: int = 512
     seed: int = 1

@@ -15,6 +15,7 @@ from rlfuse.data.preferences import load_preferences
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.reward_model_trainer import RewardModelTrainer
 from rlfuse.rewards.items import item_of_row
+from rlfuse.rewards.labels import ONLY_LABEL
 from rlfuse.rewards.model import ModelSpec, RewardModelWorker
 
 MODEL = "reward_model"
@@ -51,7 +52,7 @@ def pairs(config):
 
 @pytest.fixture(scope="module")
 async def trainer(config, slots):
-    return (await Pairs.start(config, slots, 20, 0))[0]
+    return (await Pairs.start(config, slots, 20, 0, [ONLY_LABEL]))[0]
 
 
 async def fresh(trainer, stage):
@@ -59,7 +60,7 @@ async def fresh(trainer, stage):
 
     def reload(rank, stage):
         rank.config.actor.zero_stage = stage
-        rank.setup(20, 0)
+        rank.setup(20, 0, [ONLY_LABEL])
 
     trainer.config.actor.zero_stage = stage
     await asyncio.gather(*(rank.__ray_call__.remote(reload, stage) for rank in trainer.ranks))
@@ -110,7 +111,7 @@ async def _gradients_are_plain_torchs(trainer, config, pairs, folder):
 
     def start_from(rank, path):
         rank.config.model.path = path
-        rank.setup(20, 0)
+        rank.setup(20, 0, [ONLY_LABEL])
 
     for some in (pairs, pairs[:1]):
         await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(folder)) for rank in trainer.ranks))

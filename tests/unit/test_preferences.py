@@ -17,6 +17,7 @@ from rlfuse.engines.passes import preference_loss
 from rlfuse.engines.reward_model_trainer import rows_of
 from rlfuse.observe.pairs import draw_calibration, summarise_pairs
 from rlfuse.observe.proxy import draw_proxy
+from rlfuse.rewards.labels import ONLY_LABEL
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
 from rlfuse.tasks.settings import Labeller
@@ -119,11 +120,11 @@ class Sums(torch.nn.Module):
 @pytest.mark.parametrize(("packed", "shared"), [(False, False), (True, False), (True, True)])
 def test_a_pair_is_scored_at_its_last_tokens_however_it_is_laid_out(packed, shared):
     pairs = [pair_of(0, [3, 4, 5], [3, 4, 9, 9], 0.25), pair_of(1, [3, 8], [3, 4, 4, 4]), pair_of(2, [7], [6])]
-    loss, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs), packed, shared=shared))
+    loss, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs, [ONLY_LABEL]), packed, shared=shared))
     chosen, rejected = torch.tensor([1.2, 1.1, 0.7]), torch.tensor([2.5, 1.5, 0.6])
     expected, _ = bradley_terry(chosen, rejected, torch.tensor([0.25, 0.0, 0.0]))
     assert float(loss) == pytest.approx(float(expected), rel=1e-5) and float(sums["acc"]) == 1
-    filler, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs)[:1], packed, shared=shared))
+    filler, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs, [ONLY_LABEL])[:1], packed, shared=shared))
     assert float(filler) == 0.0 and not any(sums.values())
 
 

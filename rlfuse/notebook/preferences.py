@@ -1,0 +1,109 @@
+"""Pairs of answers in a notebook: read, scored by any reward, and where the reward is wrong.
+
+Role: for people who look at a reward model, or at a rule, through what others preferred. Scores come from the same code
+as a job's; what is drawn is a pair's gap, the reward of the chosen answer minus that of the rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from rlfuse.algorithms.preferences import calibrate
+from rlfuse.config.rewards import MODEL_PART, Given
+from rlfuse.data.rows import DataError, chat_messages, raw_rows
+from rlfuse.notebook.pictures import BUSY, new_axes
+from rlfuse.notebook.scoring import score
+from rlfuse.observe.pairs import draw_reliability
+from rlfuse.rewards.shapes import RewardFunction
+
+SIDES = ("chosen", "rejected")
+LENGTH_BINS = 7
+
+
+def pairs(file: str, prompt_key: str = "prompt") -> pd.DataFrame:
+    """The pairs of a file of preferences, a row each: prompt, chosen, rejected as texts, and the file's other columns.
+
+    Without a prompt the messages before the last are one; DataError for whole texts, which do not say where an answer
+    begins.
+    """
+    rows = []
+    for where, row in raw_rows(file):
+        answers = {side: chat_messages(f"{file}, {where}, field {side}", row.get(side), "assistant") for side in SIDES}
+        prompt = row.get(prompt_key)
+        if prompt is None and any(len(messages) == 1 for messages in answers.values()):
+            raise DataError(f"{file}, {where}, field {prompt_key}: is missing, so answers can't be told from prompts.")
+        given = answers["chosen"][:-1] if prompt is None else chat_messages(f"{file}, {where}", prompt, "user")
+        texts = {side: messages[-1]["content"] for side, messages in answers.items()}
+        shown = "\n".join(message["content"] for message in given)
+        rest = {name: value for name, value in row.items() if name not in (prompt_key, *SIDES)}
+        rows.append({"prompt": shown, **texts, **rest, "messages": list(given)})
+    return pd.DataFrame(rows)
+
+
+def score_pairs(
+    table: pd.DataFrame,
+    functions: Given | RewardFunction | Sequence[Given | RewardFunction] = (),
+    weights: Sequence[float] = (),
+    model_path: str | None = None,
+    trust_remote_code: bool = False,
+) -> pd.DataFrame:
+    """Rewards of both answers, by the table's index: `chosen_reward`, `rejected_reward`, their `gap`, and `failure`.
+
+    `table`: as `pairs` gives it. The rest as of `score`; with a model of several labels and no functions each pair is
+    judged by the label that is its dimension.
+    """
+    sources = table.get("dimension", pd.Series(index=table.index, dtype=object))
+    if not functions and (labels := list(sources.dropna().unique())):
+        functions = [{"path": f"{MODEL_PART}:{label}", "sources": [label]} for label in labels]
+    scored = [
+        score(_asked(table, side, sources), functions, weights, model_path, trust_remote_code=trust_remote_code)
+        for side in SIDES
+    ]
+    found = pd.DataFrame({f"{side}_reward": each["reward"] for side, each in zip(SIDES, scored, strict=True)})
+    found["gap"] = found["chosen_reward"] - found["rejected_reward"]
+    found["failure"] = scored[0]["failure"].fillna(scored[1]["failure"])
+    return found
+
+
+def _asked(table: pd.DataFrame, side: str, sources: pd.Series) -> pd.DataFrame:
+    """One side's answers as responses."""
+    rest = table.drop(columns=[*SIDES, "messages", "dimension"], errors="ignore")
+    return rest.assign(prompt=table["messages"], response=table[side], data_source=sources.fillna(""))
+
+
+def plot_calibration(gaps: Sequence[float] | pd.Series) -> Axes:
+    """How often pairs are ordered rightly, against how sure the reward is; on the dotted line it is as sure as right.
+
+    Of scores that are log-odds, as a reward model's are.
+    """
+    axes = new_axes(width=4.5, height=3.6)
+    draw_reliability(axes, calibrate(np.asarray(gaps, float)))
+    return axes
+
+
+def plot_length_bias(table: pd.DataFrame, bins: int = LENGTH_BINS) -> Axes:
+    """How often the longer answer is preferred, by how much longer it is: as the pairs say, and as the reward does.
+
+    `table`: pairs with their `gap`. Where the reward's line lies above the other, it likes long answers more than those
+    did from whom it learned.
+    """
+    table = table.dropna(subset="gap")
+    difference = table["chosen"].str.len() - table["rejected"].str.len()
+    unequal = difference != 0
+    longer, gap = difference[unequal], table["gap"][unequal]
+    parts = pd.qcut(longer.abs(), min(bins, longer.abs().nunique()), duplicates="drop")
+    said = pd.DataFrame(
+        {"pairs": longer > 0, "reward": np.where(gap == 0, 0.5, (gap > 0) == (longer > 0)), "at": longer.abs()}
+    ).astype(float)
+    means = said.groupby(parts, observed=True).mean()
+    axes = new_axes()
+    axes.plot(means["at"], means["pairs"], color="black", marker="o", label="as the pairs say")
+    axes.plot(means["at"], means["reward"], color=BUSY, marker="o", label="as the reward says")
+    axes.axhline(0.5, color="black", linestyle=":")
+    axes.set(xlabel="characters by which it is longer", ylabel="longer one preferred", ylim=(0, 1.02))
+    axes.legend()
+    return axes

@@ -28,7 +28,7 @@ Train a job:
   rlfuse train experiment=quickstart actor.optim.lr=1e-6    a preset of conf/experiment, one change
   rlfuse train my_job.yaml rollout.n=8                      your own YAML file with the keys below
   rlfuse train --config-dir DIR --config-name my_job        the same, in Hydra's words
-  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value
+  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value, in one wandb group
   rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing
   rlfuse train --help WORD                                  only keys about WORD
 Presets:
@@ -86,6 +86,7 @@ def _run(job) -> None:
 
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
+        os.environ.setdefault("WANDB_RUN_GROUP", job.trainer.experiment_name)  # wandb's own: a sweep stands together
         job.trainer.experiment_name = sweep_name(job.trainer.experiment_name, list(hydra_config.overrides.task))
     config = to_config(job)
     if config.trainer.task == "reward_model":
@@ -97,9 +98,8 @@ def _run(job) -> None:
 
 def sweep_name(name: str, overrides: list[str]) -> str:
     """A folder of its own for each job of a sweep; two in one folder would resume each other's checkpoints."""
-    settings = [word.lstrip("+") for word in overrides if not re.match(r"job_file=|experiment=|\+*hydra[./]", word)]
-    if any(word.startswith("trainer.experiment_name=") for word in settings):
-        return name
+    own = r"job_file=|experiment=|trainer\.experiment_name=|\+*hydra[./]"
+    settings = [word.lstrip("+") for word in overrides if not re.match(own, word)]
     parts = []
     for word in settings:
         key, _, value = word.partition("=")

@@ -11,6 +11,7 @@ from rlfuse import cli, train
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import CONF, compose_job, load
 from rlfuse.config.schema import Config
+from rlfuse.observe.sinks import Wandb
 
 JOB = """\
 algorithm: grpo
@@ -172,11 +173,18 @@ def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     assert sorted(Path().iterdir()) == before, "Hydra leaves no folders of its own"
 
 
-def test_a_sweep_gives_each_job_its_folder(job, ran):
-    assert train.main(["-m", str(job), "rollout.n=2,4"]) == 0
+def test_a_sweep_gives_each_job_its_folder_and_all_one_wandb_group(job, ran, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_RUN_GROUP", "of another sweep")
+    monkeypatch.delenv("WANDB_RUN_GROUP")
+    assert train.main(["-m", str(job), "trainer.experiment_name=lengths-of-${now:%H%M%S%f}", "rollout.n=2,4"]) == 0
     assert [config.rollout.n for config in ran] == [2, 4]
     names = [config.trainer.experiment_name for config in ran]
-    assert names == ["mine-algorithm=grpo-fusion=stream-rollout.n=2", "mine-algorithm=grpo-fusion=stream-rollout.n=4"]
+    assert [name.partition("-algorithm=grpo-fusion=stream-rollout.n=")[2] for name in names] == ["2", "4"]
+    sink = Wandb(ran[1], {}, tmp_path, resumed=False)
+    sink.close(0)
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    group = names[0].partition("-algorithm")[0]
+    assert sink._run.group == group and group.encode() in record.read_bytes() and group not in names[1]
     assert len(train.sweep_name("a", [f"rollout.engine_kwargs.{i}={'x' * 30}" for i in range(9)])) <= train.LONGEST_NAME
 
 

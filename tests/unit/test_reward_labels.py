@@ -1,0 +1,179 @@
+"""Reward models with several labels, and with a class of their own: read, refused, scored, and looked at in pairs."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from rlfuse import notebook as nb
+from rlfuse.config.rewards import read_entries
+from rlfuse.config.schema import DataConfig, ModelConfig
+from rlfuse.data.preferences import labels_of, load_preferences
+from rlfuse.data.rows import DataError
+from rlfuse.engines.models import check_forward, load_reward_model
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.reward_model_trainer import rows_of
+from rlfuse.rewards.entries import load_entries
+from rlfuse.rewards.items import RewardError, item_of_row
+from rlfuse.rewards.labels import columns, head_labels
+from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
+from rlfuse.tasks.vocabulary import build_tokenizer
+
+RIGHT, BRIEF = "reward_model/right", "reward_model/brief"
+CLASS = """\
+import torch
+from transformers import Qwen2ForSequenceClassification
+
+class Bounded(Qwen2ForSequenceClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        self.post_init()
+"""
+OWN_FORWARD = """
+    def forward(self, *inputs, **named):
+        found = super().forward(*inputs, **named)
+        found.logits = found.logits.tanh()
+        return found
+"""
+
+
+def small(**more):
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen2Config(**sizes, **heads, pad_token_id=0, initializer_range=0.5, **more)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random classifier with two labels, and the tokenizer of the remainder task."""
+    folder = tmp_path_factory.mktemp("two_labels")
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(small(id2label={0: "right", 1: "brief"})).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def conversation(asked, answer):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def own_class(folder, code):
+    """A folder with weights of a class that ships with it."""
+    folder.mkdir()
+    Qwen2ForSequenceClassification(small()).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForSequenceClassification": f"{folder.name}_code.Bounded"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / f"{folder.name}_code.py").write_text(code)
+    return str(folder)
+
+
+def test_labels_are_entries_with_weights_of_their_own():
+    given = ["reward_model:right", {"path": "reward_model:brief", "weight": 0.3, "normalise": True}]
+    entries, functions = load_entries(given, (), "some/model")
+    assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)] and functions == {}
+    assert all(entry.answer_only for entry in entries)
+    for wrong, part in (
+        (["reward_model:"], "names no label"),
+        (["reward_model:a", "reward_model:a"], "reward_model:a stands there twice"),
+        ([{"path": "reward_model:a", "name": "b"}], "leave it out"),
+        ([{"path": "reward_model:a", "kwargs": {"b": 1}}], "only functions take arguments"),
+    ):
+        assert any(part in problem for problem in read_entries(wrong, (), "some/model")[1])
+    assert "give its folder or hub name" in read_entries(["reward_model:a"])[1][0]
+
+
+def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
+    assert head_labels(model) == ["right", "brief"] and columns("m", ["LABEL_0"], ["reward_model"]) == {
+        "reward_model": 0
+    }
+    with pytest.raises(RewardError, match=r"2 labels.*reward.functions=\[reward_model:right, reward_model:brief\]"):
+        check_model(ModelSpec(model))
+    with pytest.raises(RewardError, match=r"reward_model:short: .* has no such label; it has right, brief"):
+        check_model(ModelSpec(model, ("reward_model/short",)))
+
+
+def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
+    worker = RewardModelWorker(ModelSpec(model, (RIGHT, BRIEF)))
+    assert worker.start() is None
+    items = [item_of_row({"prompt": "20 mod 6 =", "response": text}) for text in ("20 - 6 = 14 ; 14", "; 2", "; 2")]
+    passes, run = [], worker._forward
+    monkeypatch.setattr(worker, "_forward", lambda batch: passes.append(len(batch)) or run(batch))
+    found = {name: [score.value for score in worker.score(name, items)] for name in (BRIEF, RIGHT, BRIEF)}
+    assert sum(passes) == 2
+    direct = Qwen2ForSequenceClassification.from_pretrained(model)
+    for position, item in enumerate(items):
+        logits = direct(torch.tensor([worker._tokens(item)])).logits[0].tolist()
+        assert [found[RIGHT][position], found[BRIEF][position]] == pytest.approx(logits, abs=1e-5)
+
+
+def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
+    asked = "20 mod 6 ="
+    rows = [
+        {"prompt": asked, "chosen": "20 - 6 = 14 ; 14", "rejected": "; 2", "dimension": "right"},
+        {side: conversation(asked, text) for side, text in (("chosen", "; 2"), ("rejected", "; 14"))},
+    ]
+    rows[1]["dimension"] = "brief"
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = nb.pairs(str(path))
+    assert list(table["prompt"]) == [asked] * 2 and list(table["chosen"]) == ["20 - 6 = 14 ; 14", "; 2"]
+    found = nb.score_pairs(table, model_path=model)
+    for number, (side, label) in enumerate((("chosen", "right"), ("rejected", "brief"))):
+        alone = pd.DataFrame({"prompt": asked, "response": [table[side][number]]})
+        expected = nb.score(alone, [f"reward_model:{label}"], model_path=model)["reward"][0]
+        assert found[f"{side}_reward"][number] == pytest.approx(expected)
+    assert (
+        np.allclose(found["gap"], found["chosen_reward"] - found["rejected_reward"]) and found["failure"].isna().all()
+    )
+    shorter = nb.score_pairs(table, lambda solution_str: -len(solution_str))
+    assert list(shorter["gap"]) == [-13, 1]
+    many = pd.concat([table.join(found)] * 9, ignore_index=True)
+    assert nb.plot_length_bias(many).get_lines()[0].get_label() == "as the pairs say"
+    assert "18 held-out pairs" in nb.plot_calibration(many["gap"]).get_title()
+    path.write_text(json.dumps({"chosen": "1 2", "rejected": "1 3"}) + "\n")
+    with pytest.raises(DataError, match="line 1, field prompt: is missing, so answers can't be told from prompts"):
+        nb.pairs(str(path))
+
+
+def test_rows_say_in_which_dimension_they_compare(tmp_path):
+    path, tokenizer = tmp_path / "pairs.jsonl", build_tokenizer()
+
+    def load(*dimensions, labels=()):
+        rows = [{"chosen": " 1", "rejected": " 2"} | ({"dimension": d} if d else {}) for d in dimensions]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_preferences([str(path)], tokenizer, DataConfig(train_files=[]), labels)[0]
+
+    pairs = load("right", "brief", "right")
+    assert labels_of(pairs) == ["right", "brief"] and labels_of(load(None)) == ["LABEL_0"]
+    assert [row.tensors["label"][0] for row in rows_of(pairs, ["brief", "right"])] == [1, 1, 0, 0, 1, 1]
+    for dimensions, labels, message in (
+        (["right", None], (), "line 2, field dimension: None, but of the first row right. Give all rows one, or none"),
+        ([3], (), "field dimension: 3 where a text belongs"),
+        (["right"], ["brief", "clear"], "field dimension: 'right', but the model's labels are brief, clear"),
+        ([None], ["brief", "clear"], "field dimension: None, but the model's labels are brief, clear"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(*dimensions, labels=labels)
+
+
+def test_a_class_of_ones_own_scores_in_its_head_alone(tmp_path):
+    settings = ModelConfig(dtype="float32", trust_remote_code=True)
+    sound = own_class(tmp_path / "sound", CLASS)
+    with pytest.raises(RewardError, match=r"brings a class of its own.*trust_remote_code=true"):
+        head_labels(sound)
+    assert head_labels(sound, trust_remote_code=True) == ["LABEL_0", "LABEL_1"]
+    check_forward(load_reward_model(sound, settings, "cpu", ["right", "brief"]), sound)
+    other = own_class(tmp_path / "other", CLASS + OWN_FORWARD)
+    with pytest.raises(EngineError, match=r"the forward of Bounded gives .*Compute scores in the head alone"):
+        check_forward(load_reward_model(other, settings, "cpu", ["right", "brief"]), other)
+    two = own_class(tmp_path / "two", CLASS.replace("self.post_init()", "self.more = torch.nn.Linear(2, 2)"))
+    with pytest.raises(EngineError, match=r"has 2 modules \(Sequential, Linear\)"):
+        load_reward_model(two, settings, "cpu", ["right", "brief"])
+    broken = own_class(tmp_path / "broken", CLASS.replace("class Bounded", "import absent_module\nclass Bounded"))
+    with pytest.raises(RewardError, match=r"model.path: .*broken_code.Bounded can't be loaded: .*absent_module"):
+        head_labels(broken, trust_remote_code=True)

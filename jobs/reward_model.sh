@@ -15,4 +15,4 @@ python -m rlfuse.train experiment=reward_model "trainer.experiment_name=$name-mo
 weights=$(ls -d "runs/rlfuse/$name-model/global_step_"*/reward_model/huggingface)
 echo "[reward_model] PPO against it"
 exec python -m rlfuse.train experiment=quickstart "trainer.experiment_name=$name-policy" \
-    "reward.model_path=$weights" 'reward.weights=[0,1]' trainer.test_freq=4 trainer.total_training_steps=24 "$@"
+    "reward.model_path=$weights" 'reward.weights=[0,1]' trainer.test_freq=2 trainer.total_training_steps=16 "$@"

@@ -16,7 +16,7 @@ from rlfuse.algorithms.preferences import Calibration
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.observe.summary import versions
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.rewards.labels import saved_labels
+from rlfuse.rewards.labels import saved
 
 PICTURE = "calibration.png"
 ACCURACY = f"val-core/{MODEL_PART}/acc"
@@ -83,7 +83,7 @@ def _text(summary: dict[str, Any], folder: Path, weights: Path | None) -> str:
         lines.append(f"  calibration   {ece:.3f}   (expected calibration error)")
     lines += [f"  run folder    {folder}", f"  look at       {PICTURE}, metrics.jsonl, summary.json"]
     if weights is not None:
-        labels = saved_labels(weights)
+        labels, _ = saved(weights)
         entries = ",".join(f"{MODEL_PART}:{label}" for label in labels) if len(labels) > 1 else ""
         functions = f" 'reward.functions=[{entries}]'" if entries else ""
         lines += [

@@ -32,13 +32,9 @@ def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     own = (getattr(config, "auto_map", None) or {}).get(OWN_CLASS)
+    check_trust(path, key, own, trust_remote_code)
     if own is None:
         return config
-    if not trust_remote_code:
-        raise RewardError(
-            f"{key}: {path} brings a class of its own, {own}; look at that code, then set model.trust_remote_code=true "
-            "(in a notebook: trust_remote_code=True) to run it."
-        )
     try:
         get_class_from_dynamic_module(own, path)
     except Exception as error:
@@ -55,10 +51,20 @@ def head_labels(path: str, trust_remote_code: bool = False) -> list[str]:
     return list(config.id2label.values()) if any("SequenceClassification" in name for name in classes) else []
 
 
-def saved_labels(folder: Path) -> list[str]:
-    """The same of a folder's config.json, as far as it says; none where transformers' defaults decide."""
-    names = json.loads((folder / "config.json").read_text()).get("id2label") or {}
-    return [names[number] for number in sorted(names, key=int)]
+def check_trust(path: str, key: str, own: str | None, trust_remote_code: bool) -> None:
+    """RewardError for an untrusted class that ships with a model."""
+    if own is not None and not trust_remote_code:
+        raise RewardError(
+            f"{key}: {path} brings a class of its own, {own}; look at that code, then set model.trust_remote_code=true "
+            "(in a notebook: trust_remote_code=True) to run it."
+        )
+
+
+def saved(folder: Path) -> tuple[list[str], str | None]:
+    """(labels, the class that ships with it) of a folder's config.json; no labels where transformers' defaults hold."""
+    config = json.loads((folder / "config.json").read_text())
+    names = config.get("id2label") or {}
+    return [names[number] for number in sorted(names, key=int)], (config.get("auto_map") or {}).get(OWN_CLASS)
 
 
 def columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.rewards.items import Item, Outcome, RewardError, Score
-from rlfuse.rewards.labels import columns, read_config, saved_labels
+from rlfuse.rewards.labels import check_trust, columns, read_config, saved
 from rlfuse.rewards.results import failure, headline, user_traceback
 from rlfuse.samples import RewardFailure
 
@@ -57,7 +57,9 @@ def check_model(spec: ModelSpec) -> None:
             raise RewardError(
                 f"reward.model_path: {folder} has no config.json; give the folder that save_pretrained wrote"
             )
-        if labels := saved_labels(folder):
+        labels, own = saved(folder)
+        check_trust(spec.path, "reward.model_path", own, spec.trust_remote_code)
+        if labels:
             columns(spec.path, labels, spec.asked)
     elif _looks_local(spec.path):
         raise RewardError(

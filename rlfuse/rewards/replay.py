@@ -37,6 +37,7 @@ from rlfuse.samples import Reward, RewardFailure, Sample
 
 TOGETHER = ("functions", "weights", "model_path")
 """What a reward is made of: where one is given, the run's others are not taken."""
+TRUST = "model.trust_remote_code="
 SHOWN = 100
 """Characters of a text in the terminal."""
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
     if not rows:
         raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
     prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
-    rewards = asyncio.run(scored([sample_of_row(row, prompt_key) for row in rows], reward, prompt_key))
+    samples, trusts = [sample_of_row(row, prompt_key) for row in rows], trusts_code(run, arguments.settings)
+    rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
     table = sample_table(rows)
     after = pd.DataFrame([cells(each, PART) for each in rewards], table.index)
     found = compare(table, after)
@@ -76,9 +78,9 @@ def main(argv: Sequence[str]) -> None:
 
 def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
     """The group `reward` with these settings; limits that they don't name are the run's."""
-    if wrong := [word for word in settings if not word.lstrip("+").startswith("reward.")]:
-        raise RewardError(f"{wrong[0]}: only the reward can be another one; settings are reward.KEY=VALUE")
-    given = {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings}
+    if wrong := [word for word in settings if not word.lstrip("+").startswith(("reward.", TRUST))]:
+        raise RewardError(f"{wrong[0]}: only the reward can be another one; settings are reward.KEY=VALUE, and {TRUST}")
+    given = {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings if not word.startswith(TRUST)}
     kept = dict(run.config.get("reward", {}))
     if given.intersection(TOGETHER):
         kept = {name: value for name, value in kept.items() if name not in TOGETHER}
@@ -87,7 +89,16 @@ def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
     return OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in given}))
 
 
-async def scored(samples: Sequence[Sample], reward: RewardConfig, prompt_key: str) -> list[Reward | RewardFailure]:
+def trusts_code(run: RunFolder, settings: Sequence[str]) -> bool:
+    """Whether modelling code that ships with the reward model may run: as the settings say, else as in the run."""
+    if any(word.startswith(TRUST) for word in settings):
+        return compose_job(list(settings)).model.trust_remote_code
+    return run.config.get("model", {}).get("trust_remote_code", False)
+
+
+async def scored(
+    samples: Sequence[Sample], reward: RewardConfig, prompt_key: str, trusts: bool = False
+) -> list[Reward | RewardFailure]:
     """One result for each sample, from processes that are started and ended here."""
     from rlfuse.cluster import placement  # Ray and torch take seconds, and mistakes in the settings are seen before
     from rlfuse.config.schema import Config
@@ -101,6 +112,7 @@ async def scored(samples: Sequence[Sample], reward: RewardConfig, prompt_key: st
         reward.timeout_s,
         reward.memory_mb,
         prompt_key=prompt_key,
+        trust_remote_code=trusts,
     )
     pool.check_sources([sample.prompt.data_source for sample in samples])
     config = Config()

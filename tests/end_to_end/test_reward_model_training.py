@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,11 @@ from rlfuse.config.schema import Config
 from rlfuse.data.preferences import load_preferences
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.reward_model_trainer import RewardModelTrainer
+from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.items import item_of_row
 from rlfuse.rewards.labels import ONLY_LABEL
 from rlfuse.rewards.model import ModelSpec, RewardModelWorker
+from rlfuse.rewards.pool import RewardPool
 
 MODEL = "reward_model"
 
@@ -125,3 +129,66 @@ async def _gradients_are_plain_torchs(trainer, config, pairs, folder):
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert distance(await trainer.gradients(MODEL), expected) < 1e-4
     await asyncio.gather(*(rank.__ray_call__.remote(start_from, config.model.path) for rank in trainer.ranks))
+
+
+CLASS = """\
+import torch
+from transformers import Qwen2ForSequenceClassification
+
+class TwoLayers(Qwen2ForSequenceClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = torch.nn.Sequential(torch.nn.Linear(128, 16), torch.nn.GELU(), torch.nn.Linear(16, 2, bias=False))
+        self.post_init()
+"""
+
+
+@pytest.fixture
+def own_class(tiny_model, tmp_path):
+    """A folder to start from: the tiny model's body, and the code of a class with two labels."""
+    folder = tmp_path / "own"
+    shutil.copytree(tiny_model, folder)
+    (folder / "two_layers.py").write_text(CLASS)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForSequenceClassification": "two_layers.TwoLayers"}}
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {0: "small", 1: "large"}}))
+    return folder
+
+
+async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, config, pairs, own_class, tmp_path):
+    """Of each pair both answers, preferred in turn: only a model that keeps the dimensions apart gets them right."""
+
+    def start_from(rank, path):
+        rank.config.model.path, rank.config.model.trust_remote_code, rank.config.actor.zero_stage = path, True, 1
+        return rank.setup(20, 0, ["small", "large"])
+
+    await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(own_class)) for rank in trainer.ranks))
+    trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 1
+    small = [replace(pair, dimension="small") for pair in pairs]
+    large = [
+        replace(pair, chosen_ids=pair.rejected_ids, rejected_ids=pair.chosen_ids, dimension="large") for pair in pairs
+    ]
+    for start in [*range(0, 40, 5)] * 2:
+        await trainer.learn([*small[start : start + 5], *large[start : start + 5]])
+    scores = await trainer.scores([*small, *large])
+    assert (scores[:, 0] > scores[:, 1]).mean() > 0.8
+    await trainer.save(tmp_path)
+    folder = tmp_path / MODEL / "huggingface"
+    AutoTokenizer.from_pretrained(config.model.path).save_pretrained(folder)
+    assert (folder / "two_layers.py").read_text() == CLASS
+    entries = ["reward_model:large", {"path": "reward_model:small", "weight": 0.5}]
+    pool = RewardPool(entries, model_path=str(folder), trust_remote_code=True)
+    await pool.start()
+    rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()]
+    answers = [sample_of(number, row["prompt"], row["chosen"]) for number, row in enumerate(rows)]
+    rewards = await pool.score(answers)
+    await pool.close()
+    found = [[reward.parts[f"{MODEL}/{label}"] for label in ("small", "large")] for reward in rewards]
+    np.testing.assert_allclose(found, np.stack([scores[:48, 0], scores[48:, 1]], 1), atol=1e-4)
+    assert [reward.value for reward in rewards] == pytest.approx([0.5 * small + large for small, large in found])
+
+
+def sample_of(number, prompt, response):
+    """A finished sample of these texts."""
+    row = {"prompt": prompt, "data_source": "pairs", "ground_truth": None, "columns": {}, "finish": "stop"}
+    return sample_of_row(row | {"id": f"1/{number}/0", "response": response})

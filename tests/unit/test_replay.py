@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     """A run folder of one's own, where rewards are scored without Ray; `asked` are the rewards they were scored by."""
     asked = []
 
-    async def scored(samples, reward, prompt_key):
+    async def scored(samples, reward, prompt_key, trusts):
         asked.append(reward)
         items = [item_of_sample(sample, prompt_key) for sample in samples]
         return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
@@ -91,6 +91,8 @@ def test_limits_are_the_runs_and_the_rest_is_not_mixed():
     assert (list(reward.weights), reward.model_path) == ([], None) and reward.functions[0]["weight"] == 2
     own = replay.reward_of(run, [])
     assert own.model_path == "old" and list(own.weights) == [0.5]
+    assert not replay.trusts_code(run, []) and replay.trusts_code(run, ["model.trust_remote_code=true"])
+    replay.reward_of(run, ["model.trust_remote_code=true", "reward.model_path=m"])
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_a_class_of_ones_own_scores_in_its_head_alone(tmp_path):
     sound = own_class(tmp_path / "sound", CLASS)
     with pytest.raises(RewardError, match=r"brings a class of its own.*trust_remote_code=true"):
         head_labels(sound)
+    with pytest.raises(RewardError, match=r"^reward.model_path: .*trust_remote_code=true"):
+        check_model(ModelSpec(sound))
     assert head_labels(sound, trust_remote_code=True) == ["LABEL_0", "LABEL_1"]
     check_forward(load_reward_model(sound, settings, "cpu", ["right", "brief"]), sound)
     other = own_class(tmp_path / "other", CLASS + OWN_FORWARD)

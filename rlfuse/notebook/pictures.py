@@ -27,6 +27,8 @@ def plot_rewards(*tables: pd.DataFrame, labels: tuple[str, ...] = ()) -> Axes:
     axes = new_axes()
     rewards = [table["reward"].dropna().to_numpy(float) for table in tables]
     names = labels or tuple(f"reward {number}" for number in range(1, len(tables) + 1))
+    if len(names) != len(tables):
+        raise ValueError(f"labels: got {len(names)} for {len(tables)} tables; give one for each, or none")
     told = [
         f"{name}{f' ({len(table) - len(values)} without)' if len(table) > len(values) else ''}"
         for name, table, values in zip(names, tables, rewards, strict=True)

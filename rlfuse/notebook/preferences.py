@@ -16,7 +16,7 @@ from rlfuse.algorithms.preferences import calibrate
 from rlfuse.config.rewards import MODEL_PART, Given
 from rlfuse.data.rows import DataError, chat_messages, raw_rows
 from rlfuse.notebook.pictures import BUSY, new_axes
-from rlfuse.notebook.scoring import score
+from rlfuse.notebook.scoring import need, score
 from rlfuse.observe.pairs import draw_reliability
 from rlfuse.rewards.shapes import RewardFunction
 
@@ -56,6 +56,7 @@ def score_pairs(
     `table`: as `pairs` gives it. The rest as of `score`; with a model of several labels and no functions each pair is
     judged by the label that is its dimension.
     """
+    need(table, "messages", *SIDES)
     sources = table.get("dimension", pd.Series(index=table.index, dtype=object))
     if not functions and (labels := list(sources.dropna().unique())):
         functions = [{"path": f"{MODEL_PART}:{label}", "sources": [label]} for label in labels]
@@ -78,10 +79,10 @@ def _asked(table: pd.DataFrame, side: str, sources: pd.Series) -> pd.DataFrame:
 def plot_calibration(gaps: Sequence[float] | pd.Series) -> Axes:
     """How often pairs are ordered rightly, against how sure the reward is; on the dotted line it is as sure as right.
 
-    Of scores that are log-odds, as a reward model's are.
+    Of scores that are log-odds, as a reward model's are. Pairs without a gap are left out.
     """
     axes = new_axes(width=4.5, height=3.6)
-    draw_reliability(axes, calibrate(np.asarray(gaps, float)))
+    draw_reliability(axes, calibrate(pd.Series(gaps, dtype=float).dropna().to_numpy()))
     return axes
 
 
@@ -91,6 +92,7 @@ def plot_length_bias(table: pd.DataFrame, bins: int = LENGTH_BINS) -> Axes:
     `table`: pairs with their `gap`. Where the reward's line lies above the other, it likes long answers more than those
     did from whom it learned.
     """
+    need(table, "gap", *SIDES)
     table = table.dropna(subset="gap")
     difference = table["chosen"].str.len() - table["rejected"].str.len()
     unequal = difference != 0

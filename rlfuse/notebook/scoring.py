@@ -34,11 +34,21 @@ def score(
     messages), `response` and whatever else the functions ask for. `reward` is NaN where `failure` says why.
     `prompt_key`: of a run whose data.prompt_key is another.
     """
+    need(table, "prompt", "response")
     plain = table.astype(object).where(table.notna(), None)
     items = [_item(row, number, prompt_key) for number, row in enumerate(plain.to_dict("records"))]
     rewards = score_items(functions, items, weights, model_path, trust_remote_code)
     scored = pd.DataFrame([cells(reward, PART) for reward in rewards], table.index)
     return scored.astype({"reward": float})
+
+
+def need(table: pd.DataFrame, *columns: str) -> None:
+    """ValueError for what is no table, or has not all of these columns."""
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table: got a {type(table).__name__}; give a pandas table, as pandas.DataFrame(rows) makes")
+    if missing := [name for name in columns if name not in table]:
+        has = ", ".join(map(str, table.columns))
+        raise ValueError(f"table: has no column {', '.join(missing)}; its columns are {has}")
 
 
 def _item(row: dict, number: int, prompt_key: str) -> Item:

@@ -80,8 +80,10 @@ def columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str,
                 "classifier that was not trained as a reward model is none.)"
             )
         if label and label not in labels:
+            unnamed = " (what transformers calls labels without names: was it trained with these dimensions?)"
             raise RewardError(
                 f"reward.functions: {MODEL_PART}:{label}: {path} has no such label; it has {', '.join(labels)}"
+                + (unnamed if ONLY_LABEL in labels else "")
             )
         found[name] = labels.index(label) if label else 0
     return found

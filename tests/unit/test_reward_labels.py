@@ -135,6 +135,14 @@ def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
     many = pd.concat([table.join(found)] * 9, ignore_index=True)
     assert nb.plot_length_bias(many).get_lines()[0].get_label() == "as the pairs say"
     assert "18 held-out pairs" in nb.plot_calibration(many["gap"]).get_title()
+    for broken, message in (
+        (table[["prompt"]], "no column messages, chosen, rejected; its columns are prompt"),
+        (rows, "got a list; give a pandas table"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nb.score_pairs(broken, len)
+    with pytest.raises(ValueError, match="no column gap"):
+        nb.plot_length_bias(table)
     path.write_text(json.dumps({"chosen": "1 2", "rejected": "1 3"}) + "\n")
     with pytest.raises(DataError, match="line 1, field prompt: is missing, so answers can't be told from prompts"):
         nb.pairs(str(path))

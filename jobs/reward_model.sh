@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From preferences to a policy: pairs of a noisy labeller, a reward model learned from them, PPO against that model. The
-# true rule has weight 0, it only watches; proxy_and_truth.png in the last run folder shows both. About four minutes.
+# true rule has weight 0, it only watches; proxy_and_truth.png in the last run folder shows both.
 #
 #   bash jobs/reward_model.sh                                      the whole chain
 #   bash jobs/reward_model.sh trainer.total_training_steps=60      settings of the last part can be changed

@@ -36,6 +36,15 @@ def test_a_reward_is_written_and_used_by_a_job(tmp_path):
     assert "steps_reward.py:compute_score" in config
 
 
+def test_a_reward_model_is_extended_trained_and_looked_at(tmp_path):
+    text, pictures = shown(runner().execute(FOLDER / "02_extend_a_reward_model.ipynb", tmp_path))
+    assert pictures == 4 and "60 steps in" in text and "{'path': 'reward_model:brief', 'weight': 0.2}" in text
+    run = tmp_path / "runs" / "rlfuse" / "two_layers"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["val-aux/reward_model/acc/brief"] > 0.65 and rows[-1]["val-core/reward_model/acc"] > 0.6
+    assert (run / "global_step_60" / "reward_model" / "huggingface" / "my_reward_model.py").exists()
+
+
 def test_a_run_is_read(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "04_read_a_run.ipynb", tmp_path))
     assert pictures == 5 and "idle/controller" in text and "surprise" in text

@@ -57,23 +57,18 @@ def score_pairs(
     judged by the label that is its dimension.
     """
     need(table, "messages", *SIDES)
-    sources = table.get("dimension", pd.Series(index=table.index, dtype=object))
-    if not functions and (labels := list(sources.dropna().unique())):
+    asked = table.drop(columns=[*SIDES, "messages"]).assign(prompt=table["messages"])
+    if not functions and "dimension" in table and (labels := list(table["dimension"].dropna().unique())):
         functions = [{"path": f"{MODEL_PART}:{label}", "sources": [label]} for label in labels]
+        asked["data_source"] = table["dimension"]
     scored = [
-        score(_asked(table, side, sources), functions, weights, model_path, trust_remote_code=trust_remote_code)
+        score(asked.assign(response=table[side]), functions, weights, model_path, trust_remote_code=trust_remote_code)
         for side in SIDES
     ]
     found = pd.DataFrame({f"{side}_reward": each["reward"] for side, each in zip(SIDES, scored, strict=True)})
     found["gap"] = found["chosen_reward"] - found["rejected_reward"]
     found["failure"] = scored[0]["failure"].fillna(scored[1]["failure"])
     return found
-
-
-def _asked(table: pd.DataFrame, side: str, sources: pd.Series) -> pd.DataFrame:
-    """One side's answers as responses."""
-    rest = table.drop(columns=[*SIDES, "messages", "dimension"], errors="ignore")
-    return rest.assign(prompt=table["messages"], response=table[side], data_source=sources.fillna(""))
 
 
 def plot_calibration(gaps: Sequence[float] | pd.Series) -> Axes:

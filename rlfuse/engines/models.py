@@ -122,8 +122,10 @@ def load_reward_model(path: str, settings: ModelConfig, device: str, labels: Seq
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, path: str) -> None:
-    """EngineError if a class that is not transformers' own scores otherwise by itself than as `load_reward_model` has
-    it: what is trained would not be what serves. Under ZeRO-3 every rank calls."""
+    """EngineError if a class that is not transformers' own scores otherwise than `load_reward_model` has it.
+
+    What is trained would not be what serves. Under ZeRO-3 every rank calls.
+    """
     padding = model.config.get_text_config().pad_token_id
     ids = [i for i in range(4, 12) if i != padding]
     inputs = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}

@@ -58,7 +58,10 @@ def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
 
 
 def zero_head(model: PreTrainedModel, labels: int = 1) -> None:
-    """Values start at 0, so a fresh critic adds no noise to the first advantages. Sharded or not."""
+    """Values start at 0, so a fresh critic adds no noise to the first advantages. Sharded or not.
+
+    `labels`: outputs of the head, a module beside the body.
+    """
     (head,) = (m for m in model.children() if isinstance(m, torch.nn.Linear) and m.out_features == labels)
     with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0), torch.no_grad():
         for parameter in head.parameters():

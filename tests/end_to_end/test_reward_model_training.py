@@ -159,11 +159,11 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
     """Of each pair both answers, preferred in turn: only a model that keeps the dimensions apart gets them right."""
 
     def start_from(rank, path):
-        rank.config.model.path, rank.config.model.trust_remote_code, rank.config.actor.zero_stage = path, True, 1
+        rank.config.model.path, rank.config.model.trust_remote_code, rank.config.actor.zero_stage = path, True, 3
         return rank.setup(20, 0, ["small", "large"])
 
     await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(own_class)) for rank in trainer.ranks))
-    trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 1
+    trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 3
     small = [replace(pair, dimension="small") for pair in pairs]
     large = [
         replace(pair, chosen_ids=pair.rejected_ids, rejected_ids=pair.chosen_ids, dimension="large") for pair in pairs

@@ -21,6 +21,7 @@ import yaml
 from rlfuse import checkpoints
 from rlfuse.cluster import placement
 from rlfuse.config.checks import ConfigError
+from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.engines.protocols import WorkerLost
@@ -109,7 +110,11 @@ def _with_local_paths(config: Config) -> Config:
         model=dataclasses.replace(config.model, path=local(config.model.path)),
         critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
         ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
-        reward=dataclasses.replace(config.reward, model_path=local(config.reward.model_path)),
+        reward=dataclasses.replace(
+            config.reward,
+            model_path=local(config.reward.model_path),
+            functions=with_judges_at(config.reward.functions, local),
+        ),
     )
 
 

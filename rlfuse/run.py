@@ -128,11 +128,13 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
             await _together(*(each.need(journal.folder.absolute(), "trainer.default_local_dir") for each in nodes))
             parts = _together(
                 trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
-                reward.start(),
+                asyncio.sleep(0) if slots.device == "cuda" else reward.start(slots),
                 clips.start() if clips else asyncio.sleep(0),
                 *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
             )
             (trainer, facts), _, _, *engine_facts = await watched(parts, living)
+            if slots.device == "cuda":  # an engine takes what is free of a device as it starts: models share the rest
+                await reward.start(slots)
         transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
         if trained:
@@ -316,17 +318,11 @@ def _load_data(
 
 
 def _reward_pool(config: Config) -> RewardPool:
-    reward = config.reward
-    return RewardPool(
-        list(reward.functions),
-        list(reward.weights),
-        reward.model_path,
-        reward.num_workers,
-        reward.timeout_s,
-        reward.memory_mb,
+    return RewardPool.of(
+        config.reward,
+        config.model.trust_remote_code,
         engine_timeout_s=config.cluster.timeout_s,
         prompt_key=config.data.prompt_key,
-        trust_remote_code=config.model.trust_remote_code,
     )
 
 

@@ -14,11 +14,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.facts import reward_file
+from rlfuse.config.rewards import names_code, with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
 
@@ -44,7 +46,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     """
     problems: list[str] = []
     shared: list[str] = []
-    functions = [_reward(function, folder, here, problems) for function in config.reward.functions]
+    functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
@@ -57,12 +59,12 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         )
     if problems:
         raise ConfigError(problems)
-    sent = _with_absolute_paths(config, here, shared)
     sent = dataclasses.replace(
-        sent,
-        reward=dataclasses.replace(sent.reward, functions=functions),
-        cluster=dataclasses.replace(sent.cluster, ray_address="auto"),
+        config,
+        reward=dataclasses.replace(config.reward, functions=functions),
+        cluster=dataclasses.replace(config.cluster, ray_address="auto"),
     )
+    sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     shown = [name for name in files if not name.startswith(("rlfuse/", "conf/"))]
@@ -73,6 +75,15 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
     trainer = config.trainer
     return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
+
+
+def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
+    """An entry of reward.functions as the cluster finds its code."""
+    path = given.get("path") if isinstance(given, dict) else given
+    if not isinstance(path, str) or not names_code(path):
+        return given
+    found = _reward(path, folder, here, problems)
+    return {**given, "path": found} if isinstance(given, dict) else found
 
 
 def _reward(function: str, folder: Path, here: Path, problems: list[str]) -> str:
@@ -131,7 +142,11 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
         model=dataclasses.replace(config.model, path=model(config.model.path)),
         critic=dataclasses.replace(config.critic, path=model(config.critic.path)),
         ref=dataclasses.replace(config.ref, path=model(config.ref.path)),
-        reward=dataclasses.replace(config.reward, model_path=model(config.reward.model_path)),
+        reward=dataclasses.replace(
+            config.reward,
+            model_path=model(config.reward.model_path),
+            functions=with_judges_at(config.reward.functions, model),
+        ),
         video=dataclasses.replace(video, disk_cache=video.disk_cache and absolute(video.disk_cache)),
         trainer=dataclasses.replace(
             config.trainer,

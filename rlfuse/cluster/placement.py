@@ -45,8 +45,8 @@ QUIET = {
 }
 
 LOOPBACK = "127.0.0.1"
-SHARE, ENCODER_SHARE = 0.45, 0.1
-"""Of a slot: its trainer rank and its rollout engine live side by side, and with clips a vision tower."""
+SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
+"""Of a slot: its trainer rank and its rollout engine side by side, with clips a vision tower, and reward models."""
 
 
 def choose_device(config: Config) -> str:
@@ -101,6 +101,36 @@ class Slots:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, slot),
             "runtime_env": {"env_vars": worker_environment(self.device) | (environment or {})},
         } | more
+
+
+def reward_options(index: int, models: int, slots: Slots | None, on: str, environment: dict[str, str]) -> dict:
+    """Options of the actor of the `index`-th of a run's reward models and judges, `on` cpu or cuda.
+
+    On GPUs not run here, for lack of one.
+    """
+    if on == "cpu":  # a share of a CPU that doesn't fit would leave it pending for ever, without a word
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment | hidden}}
+    slot, share = reward_place(index, models, slots.count)
+    return slots.options(slot, share, environment)
+
+
+def reward_device(setting: str, slots: str) -> str:
+    """Where models and judges run, by reward.device and the slots' device: `cpu` or `cuda`.
+
+    EngineError where GPUs are asked for and the slots have none.
+    """
+    if setting == "cuda" and slots != "cuda":
+        raise EngineError("reward.device=cuda: the slots of this run are no GPUs; set reward.device=auto")
+    return slots if setting == "auto" else setting
+
+
+def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:
+    """(slot, share of it) of one of `models` reward models: from the last slot on, evenly over all of them.
+
+    The shares of a slot's models add up to REWARD_SHARE at most, whose memory they have to leave one another.
+    """
+    return slots - 1 - index % slots, REWARD_SHARE / -(-models // slots)
 
 
 def worker_environment(device: str) -> dict[str, str]:

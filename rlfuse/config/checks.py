@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.rewards import is_model, is_url, read_entries
+from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 
 
@@ -41,6 +41,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.name": ("vllm",),
     "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
     "rollout.kv_transfer": ("auto", "shm", "nixl"),
+    "reward.model_backend": ("hf", "vllm"),
+    "reward.model_dtype": ("float32", "bfloat16", "float16"),
+    "reward.device": ("auto", "cpu", "cuda"),
     "algorithm.adv_estimator": ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus"),
     "algorithm.kl_penalty": KL_ESTIMATORS,
     "algorithm.old_log_probs": ("trainer", "engine"),
@@ -64,11 +67,13 @@ KEYS_BY_RANGE = {
     "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.val_kwargs.n "
     "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs reward.memory_mb "
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
+    "reward.batch_items "
     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
     "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
     "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size "
     "video.max_tokens video.frames video.tokens_per_frame video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
+    "reward.batch_age_s "
     "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
     "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
     "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation video.log_clips "
@@ -333,7 +338,12 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
     entries, problems = read_entries(reward.functions, reward.weights, reward.model_path)
     yield from problems
-    for function in (entry.path for entry in entries if not is_model(entry.path) and not is_url(entry.path)):
+    served = (reward.model_path and reward.model_backend == "vllm") or any(entry.path == JUDGE for entry in entries)
+    if reward.device == "cpu" and facts.cuda and served:
+        yield _problem(config, "reward.device", "vLLM serves judges and models on the GPUs here", "set auto")
+    if reward.device == "cuda" and facts.cuda is False:
+        yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
+    for function in (entry.path for entry in entries if names_code(entry.path)):
         if not isinstance(function, str):
             yield f"reward.functions: got {function!r}; an entry is a text or a dictionary with a path"
             continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.rewards import is_model, is_url, read_entries
+from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
 
 
@@ -98,7 +98,7 @@ def reward_file(function: str) -> str | None:
 def _functions(config: Config) -> list[str]:
     """Where the reward functions of this machine are, as far as it can be read."""
     entries, _ = read_entries(config.reward.functions)
-    paths = [entry.path for entry in entries if not is_model(entry.path) and not is_url(entry.path)]
+    paths = [entry.path for entry in entries if names_code(entry.path)]
     return [path for path in paths if isinstance(path, str)]
 
 

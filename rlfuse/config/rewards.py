@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 MODEL_PART = "reward_model"
 """The path of the entry that stands for reward.model_path, and the model's name among the parts. Of a model with
 several labels each is an entry, `reward_model:LABEL`, and a part, `reward_model/LABEL`."""
+JUDGE = "judge"
+"""The path of an entry that is a pairwise judge; its kwargs are those of `rlfuse.rewards.judge:Judge`."""
 
 
 @dataclass
@@ -29,8 +31,8 @@ class RewardEntry:
     """An entry of reward.functions in full; a bare string is its `path`."""
 
     path: str = MISSING
-    """`path/file.py:function`, `package.module:function`, `http://...` of a service, or `reward_model`: of a model with
-    several labels one of them, `reward_model:LABEL`."""
+    """`path/file.py:function`, `package.module:function`, `http://...` of a service, `judge`, or `reward_model`: of a
+    model with several labels one of them, `reward_model:LABEL`."""
     name: str | None = None
     """Under which it is logged; null takes the function's name."""
     weight: float | None = None
@@ -45,9 +47,9 @@ class RewardEntry:
     normalise: bool = False
     """Train on (value - mean) / deviation, both over all values of earlier steps (of the first step: over its own)."""
     answer_only: bool | None = None
-    """Show it what follows the thought (<think>...</think>) only; null: true for a reward model, false for others."""
+    """Show it what follows the thought (<think>...</think>) only; null: true for models and judges, else false."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments for the function; of a class or a factory, those that make the reward."""
+    """More arguments for the function; of a judge, a class or a factory, those that make the reward."""
 
 
 @dataclass
@@ -74,6 +76,18 @@ class RewardConfig:
     """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
     it a weight, sources, ...; with no such entry it comes last. Of one with several labels functions name those that
     count, `reward_model:LABEL`."""
+    model_backend: str = "hf"
+    """What runs it: hf (transformers) | vllm (its pooling). The scores are the same, to rounding."""
+    model_dtype: str = "float32"
+    """float32 | bfloat16 | float16."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """More of vLLM's EngineArgs for it, by their names (model_backend=vllm)."""
+    device: str = "auto"
+    """Where models and judges run: auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda."""
+    batch_items: int = 32
+    """A model or judge takes at most so many samples at a time; those of different calls go together."""
+    batch_age_s: float = 0.02
+    """A free model waits at most so long for more samples."""
     num_workers: int = 1
     """Processes that run reward functions."""
     timeout_s: float = 30.0
@@ -105,6 +119,23 @@ def is_url(path: Any) -> bool:
 def is_model(path: Any) -> bool:
     """Whether an entry's path is the reward model, or one of its labels."""
     return isinstance(path, str) and path.partition(":")[0] == MODEL_PART
+
+
+def names_code(path: Any) -> bool:
+    """Whether an entry's path is that of a function in a file or a module."""
+    return not (is_model(path) or path == JUDGE or is_url(path))
+
+
+def with_judges_at(functions: Sequence[Any], place: Callable[[str], str]) -> list[Any]:
+    """reward.functions with `place` of each judge's model in place of it."""
+
+    def moved(given: Any) -> Any:
+        kwargs = given.get("kwargs") if isinstance(given, dict) and given.get("path") == JUDGE else None
+        if not isinstance(kwargs, dict) or not isinstance(kwargs.get("model"), str):
+            return given
+        return {**given, "kwargs": {**kwargs, "model": place(kwargs["model"])}}
+
+    return [moved(given) for given in functions]
 
 
 def read_entries(
@@ -149,7 +180,7 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
             except (OmegaConfBaseException, ValueError):
                 problems.append(f"{where}.{key}={value}: needs {NEEDS.get(key, 'true or false')}")
     if "path" not in given:
-        problems.append(f"{where}: the entry has no path; give path/to/file.py:function, a URL or {MODEL_PART}")
+        problems.append(f"{where}: an entry needs a path: path/to/file.py:function, a URL, {JUDGE} or {MODEL_PART}")
     if problems:
         return None, problems
     entry.path = ""
@@ -174,6 +205,8 @@ def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
         found.append(f".path={entry.path}: names no label; write {MODEL_PART}:LABEL, or {MODEL_PART}")
     if entry.kwargs and (is_model(entry.path) or is_url(entry.path)):
         found.append(f".kwargs={entry.kwargs}: only functions take arguments, {entry.path} does not; leave it out")
+    if entry.path == JUDGE and not entry.kwargs.get("model"):
+        found.append(f".kwargs={entry.kwargs}: a {JUDGE} needs its model; give kwargs: {{model: FOLDER_OR_HUB_NAME}}")
     if is_url(entry.path) and not _has_host(entry.path):
         found.append(f"={entry.path}: is no URL of a service; write it as http://host:port/path")
     return found

@@ -19,6 +19,7 @@ from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.facts import model_facts, read_facts
+from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, micro_batch_tokens, problems
 from rlfuse.planning.placing import places
@@ -158,8 +159,10 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
         table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
     if found[-1].node and len(found) > table.row_count:
         table.add_row(f"1-{found[-1].node}", "...", "alike", "alike")
-    rewards = config.reward.num_workers * bool(config.reward.functions) + bool(config.reward.model_path)
-    table.caption = f"beside them: the driver and {rewards} reward processes, on CPU cores"
+    reward = config.reward
+    models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
+    rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
+    table.caption = f"beside them: the driver and {rewards} reward processes"
     table.caption_justify = "left"
     return table
 

@@ -1,8 +1,8 @@
 """The rewards of a run, loaded: entries with names and weights, and the function behind each.
 
 Role: called by the reward pool, by `score_table` and by the service, in the process that the user sees, so that every
-mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is the model's, or
-`reward_model/LABEL` one of its labels'.
+mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is that of
+reward.model_path, or `reward_model/LABEL` one of its labels'.
 """
 
 from __future__ import annotations
@@ -11,28 +11,38 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlfuse.config.rewards import MODEL_PART, Given, RewardEntry, is_model, read_entries
 from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.shapes import RewardFunction
 
+CLASSIFIER = "rlfuse.rewards.model:Classifier"
+
 
 def load_entries(
-    functions: Sequence[Given | RewardFunction], weights: Sequence[float] = (), model_path: str | None = None
+    functions: Sequence[Given | RewardFunction],
+    weights: Sequence[float] = (),
+    model_path: str | None = None,
+    **model: Any,
 ) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
-    """(entries in order, entry's name -> its function); the model, if there is one, has no function.
+    """(entries in order, entry's name -> its function). `model`: of model_path, as of `model.Classifier`.
 
     Everything that is wrong is reported in one RewardError.
     """
     entries, found = read_entries(functions, weights, model_path)
     if found:
         raise RewardError("\n".join(found))
-    loaded: list[RewardFunction | None] = []
+    loaded: list[RewardFunction] = []
     problems: list[RewardError] = []
     for entry in entries:
         try:
-            loaded.append(None if is_model(entry.path) else load_function(entry.path, entry.kwargs))
+            if is_model(entry.path):
+                label = entry.path.removeprefix(MODEL_PART).removeprefix(":")
+                loaded.append(load_function(CLASSIFIER, {"path": model_path, "label": label, **model}))
+            else:
+                loaded.append(load_function(entry.path, entry.kwargs))
         except RewardError as error:
             problems.append(error)
     if len(problems) == 1:
@@ -40,27 +50,24 @@ def load_entries(
     if problems:
         raise RewardError("\n\n".join(str(problem) for problem in problems))
     named = [
-        replace(entry, name=name, answer_only=function is None if entry.answer_only is None else entry.answer_only)
+        replace(entry, name=name, answer_only=function.is_model if entry.answer_only is None else entry.answer_only)
         for entry, function, name in zip(entries, loaded, _names(entries, loaded), strict=True)
     ]
-    functions_by_name = {
-        entry.name: replace(function, name=entry.name)
-        for entry, function in zip(named, loaded, strict=True)
-        if function is not None
+    return named, {
+        entry.name: replace(function, name=entry.name) for entry, function in zip(named, loaded, strict=True)
     }
-    return named, functions_by_name
 
 
-def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction | None]) -> list[str]:
+def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction]) -> list[str]:
     """Given names as they are; equal others get their file or module in front (`math.compute_score`), then a number."""
     plain = [
-        entry.name or (function.name if function else entry.path.replace(":", "/", 1))
+        entry.name or (entry.path.replace(":", "/", 1) if is_model(entry.path) else function.name)
         for entry, function in zip(entries, functions, strict=True)
     ]
     count, taken = Counter([MODEL_PART, *plain]), {MODEL_PART, *(entry.name for entry in entries if entry.name)}
     names: list[str] = []
     for entry, function, name in zip(entries, functions, plain, strict=True):
-        if not entry.name and function is not None:
+        if not entry.name and not is_model(entry.path):
             longer = base = f"{_origin(function)}.{name}" if count[name] > 1 else name
             number = 1
             while longer in taken:

@@ -15,11 +15,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlfuse.config.rewards import is_url
+from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.remote import service
 from rlfuse.rewards.results import headline, user_traceback
@@ -34,6 +35,8 @@ def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFun
         return spec
     if is_url(spec):
         return service(spec)
+    if spec == JUDGE:
+        return replace(load_function("rlfuse.rewards.judge:Judge", kwargs), name=JUDGE)
     if not isinstance(spec, str) and (callable(spec) or hasattr(spec, "score")):
         return adapt(getattr(spec, "__name__", None) or type(spec).__name__, spec, spec, kwargs)
     if not isinstance(spec, str) or not all(spec.rpartition(":")[::2]):

@@ -1,4 +1,4 @@
-"""The reward of a batch of samples, from functions and a model in processes that may crash or hang.
+"""The reward of a batch of samples, from functions and models in processes that may crash or hang.
 
 Role: implements `RewardScorer` for the controller. The driver's side of reward workers: wave by wave (gates first, see
 `compose`) it cuts a batch into calls, feeds them to whichever process is free, and composes the outcomes.
@@ -15,7 +15,8 @@ Concurrency, all on the driver's event loop; each seat is a task with one worker
 
     score() --put, waits while full--> functions queue (2 calls a seat) --> seat reward/0 --> RewardWorker process
                                                                        \\-> seat reward/1 --> RewardWorker process
-            --put, waits while full--> model queue (2 calls) -----------> seat reward/model -> RewardModelWorker process
+            --put, waits while full--> batches of a model, of all `score`s -> seat reward/model -> its own process
+            --put, waits while full--> batches of a judge ------------------> seat reward/judge -> its own process
     score() <--futures, one for each call------------------------------- seats
 
 A seat waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
@@ -27,20 +28,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster.nodes import here
-from rlfuse.config.rewards import Given, RewardEntry, is_model
+from rlfuse.cluster.placement import Slots, reward_device, reward_options
+from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, is_model
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
+from rlfuse.rewards.batches import Batches
 from rlfuse.rewards.compose import Outcomes, compose, unscored, view, wanted, waves
+from rlfuse.rewards.engine import environment
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import Item, RewardError, item_of_sample
-from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
-from rlfuse.rewards.seat import Call, Seat
+from rlfuse.rewards.seat import Call, Seat, closed
 from rlfuse.rewards.shapes import RewardFunction
 from rlfuse.rewards.worker import RewardWorker, pack
 from rlfuse.samples import Reward, RewardFailure, Sample
@@ -51,12 +55,10 @@ ASYNC_ITEMS = 32
 ASYNC_GRACE_S = 5.0
 # A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
 CALL_S = 0.05
-# Items of one call of the reward model: enough to fill a batch, few enough to bound what a crash repeats.
-MODEL_ITEMS = 32
 
 
 class RewardPool:
-    """Reward functions in `num_workers` processes and, with `model_path`, a reward model in one more."""
+    """Reward functions in `num_workers` processes, and each model and judge in one more."""
 
     def __init__(
         self,
@@ -69,31 +71,49 @@ class RewardPool:
         *,
         engine_timeout_s: float = 1800.0,
         prompt_key: str = "prompt",
-        device: str = "cpu",
-        dtype: str = "float32",
-        trust_remote_code: bool = False,
-        model_options: dict[str, Any] | None = None,
+        device: str = "auto",
+        batch_items: int = 32,
+        batch_age_s: float = 0.02,
+        **model: Any,
     ):
         """Loads the functions here, in the driver, and starts nothing.
 
-        `timeout_s` bounds one call of a function, `engine_timeout_s` a process's start and one call of the model.
-        `device`, `dtype` and `trust_remote_code` are of the model; `model_options` are Ray's options for its actor,
-        for instance where it is placed.
+        `timeout_s` bounds one call of a function, `engine_timeout_s` a process's start and one call of a model.
+        `device` and `batch_*` are of all models, as in `reward`; `model` of that at `model_path`, see
+        `model.Classifier`.
         """
         _check_numbers(num_workers, timeout_s)
-        self.entries, self._functions = load_entries(functions, weights, model_path)
-        asked = tuple(entry.name for entry in self.entries if is_model(entry.path))
-        self._model = ModelSpec(model_path, asked, device, dtype, trust_remote_code) if model_path else None
-        self._model_options = model_options or {}
-        if self._model:
-            check_model(self._model)
+        self.entries, self._functions = load_entries(functions, weights, model_path, **model)
+        self._models = _by_process(self.entries, self._functions)
+        self._plain = [name for name, function in self._functions.items() if not function.is_model]
         self._timeout_s, self._memory_mb, self._engine_timeout_s = timeout_s, memory_mb, engine_timeout_s
-        self._workers = num_workers if self._functions else 0
-        self._prompt_key = prompt_key
+        self._workers = num_workers if self._plain else 0
+        self._prompt_key, self._device = prompt_key, device
+        self._batch_items, self._batch_age_s = batch_items, batch_age_s
         self._pace: dict[str, float] = {}  # seconds per sample, lately
         self._seats: list[Seat] = []
-        self._queues: list[asyncio.Queue[Call]] = []  # functions', the model's
+        self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
         self._tasks: list[asyncio.Task] = []
+
+    @classmethod
+    def of(cls, reward: RewardConfig, trust_remote_code: bool = False, **more: Any) -> RewardPool:
+        """As a configuration says; `more`: what is not of the group `reward`."""
+        return cls(
+            list(reward.functions),
+            list(reward.weights),
+            reward.model_path,
+            reward.num_workers,
+            reward.timeout_s,
+            reward.memory_mb,
+            device=reward.device,
+            batch_items=reward.batch_items,
+            batch_age_s=reward.batch_age_s,
+            backend=reward.model_backend,
+            dtype=reward.model_dtype,
+            engine_kwargs=reward.engine_kwargs,
+            trust_remote_code=trust_remote_code,
+            **more,
+        )
 
     def check_sources(self, sources: Sequence[str]) -> None:
         """RewardError if a data_source has no reward: to be asked with those of the data, before anything starts."""
@@ -104,14 +124,17 @@ class RewardPool:
                 + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
             )
 
-    async def start(self) -> None:
-        """Start all processes; EngineError with the user's traceback if one can't be."""
-        functions = asyncio.Queue(2 * max(self._workers, 1))
-        models = asyncio.Queue(2)
-        self._queues = [functions, models]
-        self._seats = [self._function_seat(i, functions) for i in range(self._workers)]
-        if self._model:
-            self._seats.append(self._model_seat(models))
+    async def start(self, slots: Slots | None = None) -> None:
+        """Start all processes; EngineError with the user's traceback if one can't be.
+
+        `slots`: whose GPUs models may share. Without any they run on the CPU.
+        """
+        shared = asyncio.Queue(2 * max(self._workers, 1))
+        self._queues = dict.fromkeys(self._plain, shared)
+        for names in self._models.values():
+            self._queues |= dict.fromkeys(names, Batches(self._batch_items, self._batch_age_s))
+        self._seats = [self._function_seat(i, shared) for i in range(self._workers)]
+        self._seats += [self._model_seat(i, model, slots) for i, model in enumerate(self._models)]
         try:
             await asyncio.gather(*(seat.start() for seat in self._seats))
         except BaseException:
@@ -144,7 +167,7 @@ class RewardPool:
         try:
             for call in self._calls(entry, items, positions):
                 calls.append(call)
-                await self._put(self._queues[is_model(entry.path)], call)
+                await self._put(self._queues[entry.name], call)
             await asyncio.gather(*(call.answer for call in calls))
         finally:
             for call in calls:
@@ -167,47 +190,42 @@ class RewardPool:
             await seat.close()
         self._sweep()
 
-    async def _put(self, queue: asyncio.Queue[Call], call: Call) -> None:
+    async def _put(self, queue: asyncio.Queue[Call] | Batches, call: Call) -> None:
         if self._tasks:
             await queue.put(call)
         else:
-            call.fail(_closed())
+            call.fail(closed())
         if not self._tasks:  # closed while this waited for room: nobody else will look into the queue again
             self._sweep()
 
     def _sweep(self) -> None:
         """Fail all that waits, which also makes room for whoever waits to put more in, to find the pool closed."""
-        for queue in self._queues:
+        for queue in self._queues.values():
             while not queue.empty():
-                queue.get_nowait().fail(_closed())
+                queue.get_nowait().fail(closed())
 
     def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
         """Calls of one entry, each cut when there is room for it, by what is known then of the function's pace.
 
-        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all.
+        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all; models'
+        are put together again, by `Batches`.
         """
-        function, limit = self._functions.get(entry.name), self._limit(entry)
-        if function is None:  # by length, so that a call's items pad each other little
+        function, limit = self._functions[entry.name], self._limit(entry)
+        if function.is_model:  # by length, so that a batch's items pad each other little
             positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
         start = 0
         while start < len(positions):
             chosen = positions[start : start + self._size(function, len(positions))]
             start += len(chosen)
-            told = self._timeout_s if function else limit
-            call = Call(
-                entry.name,
-                [view(entry, items[position]) for position in chosen],
-                chosen,
-                limit,
-                told,
-                batched=function is None or function.batched,
-            )
+            told = limit if function.is_model else self._timeout_s
+            shown = [view(entry, items[position]) for position in chosen]
+            call = Call(entry.name, shown, chosen, limit, told, function.batched)
             call.answer.add_done_callback(lambda _, call=call: self._learn(call))
             yield call
 
-    def _size(self, function: RewardFunction | None, most: int) -> int:
-        if function is None:
-            return MODEL_ITEMS
+    def _size(self, function: RewardFunction, most: int) -> int:
+        if function.is_model:
+            return 1
         if function.batched:
             return most
         return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
@@ -224,8 +242,8 @@ class RewardPool:
 
     def _limit(self, entry: RewardEntry) -> float:
         """Seconds after which a call's process is killed."""
-        function = self._functions.get(entry.name)
-        if function is None:
+        function = self._functions[entry.name]
+        if function.is_model:
             return self._engine_timeout_s
         return self._timeout_s + (ASYNC_GRACE_S if function.is_async else 0.0)
 
@@ -234,18 +252,26 @@ class RewardPool:
         # On the driver's node: there the functions' files have been found.
         beside = NodeAffinitySchedulingStrategy(here(), soft=False)
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
-        sources = [pack(function) for function in self._functions.values()]
-        where, limits = f"reward/{index}", (self._timeout_s, self._memory_mb)
-        return Seat(where, queue, lambda: actor.remote(where, sources, *limits), self._engine_timeout_s)
+        sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
+        create = partial(actor.remote, where, sources, self._timeout_s, self._memory_mb)
+        return Seat(where, queue, create, self._engine_timeout_s)
 
-    def _model_seat(self, queue: asyncio.Queue[Call]) -> Seat:
-        options = {"num_cpus": 0, "max_restarts": 0, **self._model_options}
-        actor = ray.remote(RewardModelWorker).options(**options)
-        return Seat("reward/model", queue, lambda: actor.remote(self._model), self._engine_timeout_s)
+    def _model_seat(self, index: int, model: str, slots: Slots | None) -> Seat:
+        names, where = self._models[model], f"reward/{model.removeprefix('reward_')}"
+        on = reward_device(self._device, slots.device if slots else "cpu")
+        options = reward_options(index, len(self._models), slots, on, environment(on)) | {"max_restarts": 0}
+        actor = ray.remote(RewardWorker).options(**options)
+        create = partial(actor.remote, where, [pack(self._functions[name]) for name in names], self._engine_timeout_s)
+        return Seat(where, self._queues[names[0]], create, self._engine_timeout_s)
 
 
-def _closed() -> EngineError:
-    return EngineError("the reward pool was closed while samples were waiting")
+def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunction]) -> dict[str, list[str]]:
+    """Model -> names of its entries: the labels of reward.model_path share one."""
+    models: dict[str, list[str]] = {}
+    for entry in entries:
+        if functions[entry.name].is_model:
+            models.setdefault(MODEL_PART if is_model(entry.path) else entry.name, []).append(entry.name)
+    return models
 
 
 def _check_numbers(num_workers: int, timeout_s: float) -> None:

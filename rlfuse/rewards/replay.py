@@ -104,22 +104,13 @@ async def scored(
     from rlfuse.config.schema import Config
     from rlfuse.rewards.pool import RewardPool
 
-    pool = RewardPool(
-        list(reward.functions),
-        list(reward.weights),
-        reward.model_path,
-        reward.num_workers,
-        reward.timeout_s,
-        reward.memory_mb,
-        prompt_key=prompt_key,
-        trust_remote_code=trusts,
-    )
+    pool = RewardPool.of(reward, trusts, prompt_key=prompt_key)
     pool.check_sources([sample.prompt.data_source for sample in samples])
     config = Config()
-    config.cluster.device = "cpu"
-    placement.start(config)
+    config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
+    slots = placement.start(config)
     try:
-        await pool.start()
+        await pool.start(slots)
         return await pool.score(samples)
     finally:
         await pool.close()

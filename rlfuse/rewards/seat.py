@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -59,6 +59,12 @@ class Call:
         return [Call(self.name, [i], [p], **rest) for i, p in zip(self.items, self.positions, strict=True)]
 
 
+class Queue(Protocol):
+    """What a seat's calls come from."""
+
+    async def get(self) -> Call: ...
+
+
 class Lost(Exception):
     """The process was killed for taking too long, or died of its own."""
 
@@ -71,7 +77,7 @@ class Lost(Exception):
 class Seat:
     """Serves the calls of a queue with one process at a time."""
 
-    def __init__(self, where: str, queue: asyncio.Queue[Call], create: Callable[[], Any], start_timeout_s: float):
+    def __init__(self, where: str, queue: Queue, create: Callable[[], Any], start_timeout_s: float):
         self.where = where
         self.recorder = Recorder(where)
         self._queue = queue
@@ -165,6 +171,11 @@ class Seat:
     async def _replacement(self, lost: Lost) -> None:
         with self.recorder.span("restart", cause=lost.failure.message):
             await self.start()
+
+
+def closed() -> EngineError:
+    """The answer to calls that nobody will serve."""
+    return EngineError("the reward pool was closed while samples were waiting")
 
 
 def _death(name: str, error: RayError) -> RewardFailure:

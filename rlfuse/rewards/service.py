@@ -1,4 +1,4 @@
-"""`rlfuse reward serve path/file.py:function`: a reward function behind HTTP, with OpenRLHF's payload (see `remote`).
+"""`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `remote`).
 
 Role: called by `command`; `application` is the service itself. The function is loaded as in a job, so that one file
 serves a notebook, a job and other trainers.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> None:
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise RewardError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    app = application(arguments.function, arguments.workers, arguments.timeout, arguments.memory_mb)
+    kwargs = _kwargs(arguments.kwargs)
+    app = application(arguments.function, arguments.workers, arguments.timeout, arguments.memory_mb, kwargs)
     where = f"http://{arguments.host}:{arguments.port}/get_reward"
     print(f"serving {arguments.function} at {where}\nin a job: reward.functions=[{where}]", flush=True)
     try:
@@ -60,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     serve = argparse.ArgumentParser(prog="rlfuse reward serve", description="A reward function as an HTTP service.")
-    serve.add_argument("function", help="path/file.py:function or package.module:function")
+    serve.add_argument("function", help="path/file.py:function, package.module:function or judge")
+    serve.add_argument("--kwargs", default="{}", help="its arguments, as in an entry's kwargs: a JSON object")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--workers", type=int, default=1, help="processes that run the function (%(default)s)")
@@ -69,11 +72,28 @@ def _parser() -> argparse.ArgumentParser:
     return serve
 
 
+def _kwargs(given: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(given)
+    except ValueError as error:
+        raise RewardError(f"--kwargs {given}: is no JSON ({error})") from None
+    if not isinstance(kwargs, dict):
+        raise RewardError(f'--kwargs {given}: has to be a JSON object, as {{"model": "my_judge"}}')
+    return kwargs
+
+
 def application(
-    function: Any, workers: int = 1, timeout_s: float = 30.0, memory_mb: int | None = None
+    function: Any,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    memory_mb: int | None = None,
+    kwargs: dict[str, Any] | None = None,
 ) -> web.Application:
-    """The service of one reward function, given as in reward.functions: POST scores, GET says what is served."""
-    loaded = load_function(function)
+    """The service of one reward function, given as in reward.functions: POST scores, GET says what is served.
+
+    A model is started by each worker, for which the first requests wait.
+    """
+    loaded = load_function(function, kwargs)
     heed_children()
     source = pack(loaded)
     context = multiprocessing.get_context("spawn")
@@ -181,6 +201,8 @@ def _begin(source: Source, memory_mb: int | None) -> None:
     global _function
     end_with_parent()
     _function = unpack(source)
+    if _function.start is not None:
+        _function.start()
     if memory_mb is not None:
         limit_memory(memory_mb)
 

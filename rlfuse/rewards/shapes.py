@@ -42,7 +42,8 @@ SHAPES = """\
   verl batch def f(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
   TRL        def f(prompts, completions, **columns) -> list of numbers or None, one for each completion
   OpenRLHF   def f(queries, prompts, labels, **kwargs) -> dict with "rewards"
-  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample"""
+  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample;
+             with start() too it is a model, which gets a process of its own and is started there"""
 
 # Parameters that only this shape has. TRL and OpenRLHF share `prompts`.
 TELLING = {
@@ -83,6 +84,14 @@ class RewardFunction:
     """Arguments given to it at each call, whatever columns there are."""
     made_by: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class or factory at `source` that made it."""
+    start: Callable[[], None] | None = None
+    """Of a model, an object with `start()` beside `score(samples)`: to be called before `score`, in the same process.
+    It may take long and hold much, so that models get a process each."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it has to be started, in a process of its own."""
+        return self.start is not None
 
     @property
     def batched(self) -> bool:
@@ -227,7 +236,9 @@ def adapt(
         raise RewardError(f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(named)}")
     called = (found, scores, type(found).__call__ if callable(found) else None)
     coroutine = any(map(inspect.iscoroutinefunction, called))
-    return RewardFunction(name, shape, call, source, named, takes_all, coroutine, dict(kwargs or {}))
+    begin = getattr(found, "start", None) if callable(scores) else None
+    start = begin if callable(begin) else None
+    return RewardFunction(name, shape, call, source, named, takes_all, coroutine, dict(kwargs or {}), start=start)
 
 
 def _shape(name: str, found: Any) -> str | None:
@@ -248,6 +259,8 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     """What a class or a factory makes."""
     try:
         made = factory(**kwargs)
+    except RewardError as error:
+        raise RewardError(f"reward function {name}: {error}") from error
     except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward function {name}: {name}(**{kwargs}) failed: {headline(error)}. Correct the entry's kwargs.\n"

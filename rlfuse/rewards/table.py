@@ -8,14 +8,12 @@ earlier steps, is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from rlfuse.config.rewards import Given, is_model
+from rlfuse.config.rewards import Given
 from rlfuse.rewards.compose import Outcomes, compose, view, wanted, waves
 from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.items import Item, RewardError, item_of_row
-from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
+from rlfuse.rewards.items import Item, item_of_row
 from rlfuse.rewards.shapes import RewardFunction
 from rlfuse.samples import Reward, RewardFailure
 
@@ -49,28 +47,18 @@ def score_items(
     `trust_remote_code`: run modelling code that ships with the model.
     """
     several = functions if isinstance(functions, list | tuple) else [functions]
-    entries, loaded = load_entries(several, weights, model_path)
-    scorers = {name: function.score for name, function in loaded.items()}
-    if model_path is not None:
-        asked = tuple(entry.name for entry in entries if is_model(entry.path))
-        worker = _model(ModelSpec(model_path, asked, trust_remote_code=trust_remote_code))
-        scorers |= {name: partial(worker.score, name) for name in asked}
+    entries, loaded = load_entries(several, weights, model_path, trust_remote_code=trust_remote_code)
+    for function in loaded.values():
+        if function.start is not None:
+            function.start()
     known: list[Outcomes] = [{} for _ in items]
     for wave in waves(entries):
         asked = [(entry, wanted(entry, items, known)) for entry in wave]
         for entry, positions in asked:
-            outcomes = scorers[entry.name]([view(entry, items[position]) for position in positions])
+            outcomes = loaded[entry.name].score([view(entry, items[position]) for position in positions])
             for position, outcome in zip(positions, outcomes, strict=True):
                 known[position][entry.name] = outcome
     return [compose(entries, item.data_source, outcomes) for item, outcomes in zip(items, known, strict=True)]
-
-
-def _model(spec: ModelSpec) -> RewardModelWorker:
-    check_model(spec)
-    worker = RewardModelWorker(spec)
-    if problem := worker.start():
-        raise RewardError(problem)
-    return worker
 
 
 def cells(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process that runs reward functions, so that a crash or a hang costs one sample and not the run.
+"""The process that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
 
 Role: `RewardWorker` is the class of a Ray actor with no CPU of its own; `RewardPool` creates several and feeds each one
 call at a time. It waits for nothing but the user's function, and is killed from outside when that takes too long.
@@ -48,9 +48,12 @@ class RewardWorker:
         heed_children()
 
     def start(self) -> str | None:
-        """Load all functions; the reason in words if that failed."""
+        """Load all functions and start what is a model; the reason in words if that failed."""
         try:
             self._functions = {source.name: unpack(source) for source in self._sources}
+            for function in self._functions.values():
+                if function.start is not None:
+                    function.start()
         except RewardError as error:
             return str(error)
         except (Exception, SystemExit) as error:

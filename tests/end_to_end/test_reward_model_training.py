@@ -19,7 +19,7 @@ from rlfuse.engines.reward_model_trainer import RewardModelTrainer
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.items import item_of_row
 from rlfuse.rewards.labels import ONLY_LABEL
-from rlfuse.rewards.model import ModelSpec, RewardModelWorker
+from rlfuse.rewards.model import Classifier
 from rlfuse.rewards.pool import RewardPool
 
 MODEL = "reward_model"
@@ -98,14 +98,13 @@ async def test_it_learns_resumes_and_is_what_the_reward_pool_loads(trainer, conf
     _, expected = direct(folder, sequences(pairs))
     np.testing.assert_allclose(scores.flatten(), [float(score.detach()) for score in expected], atol=1e-4)
     AutoTokenizer.from_pretrained(config.model.path).save_pretrained(folder)
-    worker = RewardModelWorker(ModelSpec(str(folder)))
-    assert worker.start() is None
+    model = Classifier(str(folder))
+    model.start()
     rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()]
     items = [
         item_of_row({"prompt": row["prompt"], "response": row[side]}) for row in rows for side in ("chosen", "rejected")
     ]
-    found = [score.value for score in worker.score(MODEL, items)]
-    np.testing.assert_allclose(found, scores.flatten(), atol=1e-4)
+    np.testing.assert_allclose(model.score(items), scores.flatten(), atol=1e-4)
     if stage == 1:
         await _gradients_are_plain_torchs(trainer, config, pairs[:7], folder)
 

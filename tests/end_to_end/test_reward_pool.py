@@ -24,7 +24,7 @@ from transformers import (
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.metrics import latency_metrics
 from rlfuse.rewards.items import RewardError, item_of_sample
-from rlfuse.rewards.model import ModelSpec, RewardModelWorker
+from rlfuse.rewards.model import Classifier
 from rlfuse.rewards.pool import RewardPool
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
@@ -339,11 +339,11 @@ def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
         "{% for m in messages %}{{ 'w100 ' if m.role == 'user' else 'w101 ' }}{{ m.content }} {% endfor %}"
     )
     tokenizer.save_pretrained(folder)
-    worker = RewardModelWorker(ModelSpec(str(folder)))
-    assert worker.start() is None
-    scores = worker.score("reward_model", [item_of_sample(one) for one in samples("w8 w9", "w10")])
+    model = Classifier(str(folder))
+    model.start()
+    scores = model.score([item_of_sample(one) for one in samples("w8 w9", "w10")])
     expected = direct_scores(folder, ["w100 w3 w101 w8 w9 ", "w100 w3 w101 w10 "])
-    np.testing.assert_allclose([score.value for score in scores], expected, atol=1e-5)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
@@ -352,6 +352,7 @@ async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_mode
     headless = tmp_path / "headless"
     shutil.copytree(tiny_model, headless)
     AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
-    assert "['score.weight'], which would be random" in RewardModelWorker(ModelSpec(str(headless))).start()
+    with pytest.raises(RewardError, match=r"\['score.weight'\], which would be random"):
+        Classifier(str(headless)).start()
     with pytest.raises(EngineError, match=r"reward/model could not start(.|\n)*2 labels, whose scores are no reward"):
         await RewardPool(model_path=str(tiny_model)).start()

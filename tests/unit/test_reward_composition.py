@@ -130,7 +130,8 @@ def test_strings_dictionaries_and_callables_are_entries():
         ([{"path": "a", "wieght": 2.0}], [], "functions.wieght: unknown key of an entry; did you mean weight?"),
         ([{"path": "a", "weight": "much"}], [], "functions.weight=much: needs a number"),
         ([{"path": "a", "gate": "maybe"}], [], "functions.gate=maybe: needs true or false"),
-        ([{"weight": 1.0}], [], "the entry has no path"),
+        ([{"weight": 1.0}], [], "an entry needs a path"),
+        ([{"path": "judge"}], [], "a judge needs its model"),
         ([{"path": "a", "clip": [1.0, 0.0]}], [], "clip=[1.0, 0.0]: must be [low, high]"),
         ([{"path": "a", "weight": math.inf}], [], "must be a finite number"),
         ([{"path": "a", "gate": True}], [], "has gates only"),
@@ -155,8 +156,9 @@ def test_given_names_are_kept_and_the_model_sees_answers_only(tmp_path):
     def f(solution_str):
         return 1.0
 
+    (tmp_path / "config.json").write_text("{}")
     entries, functions = load_entries([f, {"path": f, "name": "f"}, f], model_path=str(tmp_path))
     module = __name__.rpartition(".")[2]
     assert [e.name for e in entries] == [f"{module}.f", "f", f"{module}.f_2", "reward_model"]
-    assert list(functions) == [f"{module}.f", "f", f"{module}.f_2"]
+    assert list(functions) == [entry.name for entry in entries]
     assert [e.answer_only for e in entries] == [False, False, False, True]

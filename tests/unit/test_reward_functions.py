@@ -11,7 +11,8 @@ import pytest
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.functions import load_function
 from rlfuse.rewards.items import RewardError, Score, item_of_row, item_of_sample
-from rlfuse.rewards.model import ModelSpec, check_model
+from rlfuse.rewards.judge import Judge
+from rlfuse.rewards.model import Classifier
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
@@ -306,4 +307,8 @@ def test_score_table_shows_rewards_parts_and_failures():
 def test_a_missing_reward_model_is_named(tmp_path):
     for path, part in [(f"{tmp_path}/absent", "no folder"), (str(tmp_path), "no config.json")]:
         with pytest.raises(RewardError, match=part):
-            check_model(ModelSpec(path))
+            Classifier(path)
+        with pytest.raises(RewardError, match=r"no folder with a config\.json"):
+            Judge(path)
+    with pytest.raises(RewardError, match=r"reward\.model_backend is 'trt'"):
+        Classifier("owner/model", backend="trt")

@@ -19,7 +19,7 @@ from rlfuse.engines.reward_model_trainer import rows_of
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import RewardError, item_of_row
 from rlfuse.rewards.labels import columns, head_labels
-from rlfuse.rewards.model import ModelSpec, RewardModelWorker, check_model
+from rlfuse.rewards.model import Classifier
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 RIGHT, BRIEF = "reward_model/right", "reward_model/brief"
@@ -92,23 +92,26 @@ def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
         "reward_model": 0
     }
     with pytest.raises(RewardError, match=r"2 labels.*reward.functions=\[reward_model:right, reward_model:brief\]"):
-        check_model(ModelSpec(model))
+        Classifier(model)
     with pytest.raises(RewardError, match=r"reward_model:short: .* has no such label; it has right, brief"):
-        check_model(ModelSpec(model, ("reward_model/short",)))
+        Classifier(model, label="short")
 
 
 def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
-    worker = RewardModelWorker(ModelSpec(model, (RIGHT, BRIEF)))
-    assert worker.start() is None
+    labels = {name: Classifier(model, label=name) for name in ("right", "brief")}
+    for each in labels.values():
+        each.start()
+    loaded = labels["right"]._model
+    assert labels["brief"]._model is loaded
     items = [item_of_row({"prompt": "20 mod 6 =", "response": text}) for text in ("20 - 6 = 14 ; 14", "; 2", "; 2")]
-    passes, run = [], worker._forward
-    monkeypatch.setattr(worker, "_forward", lambda batch: passes.append(len(batch)) or run(batch))
-    found = {name: [score.value for score in worker.score(name, items)] for name in (BRIEF, RIGHT, BRIEF)}
+    passes, run = [], loaded._runner._forward
+    monkeypatch.setattr(loaded._runner, "_forward", lambda batch: passes.append(len(batch)) or run(batch))
+    found = {name: labels[name].score(items) for name in ("brief", "right", "brief")}
     assert sum(passes) == 2
     direct = Qwen2ForSequenceClassification.from_pretrained(model)
     for position, item in enumerate(items):
-        logits = direct(torch.tensor([worker._tokens(item)])).logits[0].tolist()
-        assert [found[RIGHT][position], found[BRIEF][position]] == pytest.approx(logits, abs=1e-5)
+        logits = direct(torch.tensor([loaded._tokens(item)])).logits[0].tolist()
+        assert [found["right"][position], found["brief"][position]] == pytest.approx(logits, abs=1e-5)
 
 
 def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
@@ -175,7 +178,7 @@ def test_a_class_of_ones_own_scores_in_its_head_alone(tmp_path):
     with pytest.raises(RewardError, match=r"brings a class of its own.*trust_remote_code=true"):
         head_labels(sound)
     with pytest.raises(RewardError, match=r"^reward.model_path: .*trust_remote_code=true"):
-        check_model(ModelSpec(sound))
+        Classifier(sound)
     assert head_labels(sound, trust_remote_code=True) == ["LABEL_0", "LABEL_1"]
     check_forward(load_reward_model(sound, settings, "cpu", ["right", "brief"]), sound)
     other = own_class(tmp_path / "other", CLASS + OWN_FORWARD)

@@ -1,0 +1,132 @@
+"""Batching of model calls by size and age, where models are placed, and what a judge's verdicts come to."""
+
+import asyncio
+import math
+
+import pytest
+
+from rlfuse.cluster.placement import ENCODER_SHARE, REWARD_SHARE, SHARE, reward_device, reward_options, reward_place
+from rlfuse.engines.protocols import EngineError
+from rlfuse.rewards.batches import Batches
+from rlfuse.rewards.judge import verdict
+from rlfuse.rewards.seat import Call
+from rlfuse.samples import RewardFailure
+
+HOUR = 3600.0
+
+
+def call(item):
+    return Call("judge", [item], [0], 1.0, 1.0, batched=True)
+
+
+async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
+    batches, calls = Batches(3, HOUR), [call(k) for k in range(5)]
+    for each in calls[:2]:
+        await batches.put(each)
+    waiting = asyncio.create_task(batches.get())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    for each in calls[2:]:
+        await batches.put(each)
+    whole = await waiting
+    assert whole.items == [0, 1, 2]
+    whole.answer.set_result(["a", "b", "c"])
+    assert [await each.answer for each in calls[:3]] == [["a"], ["b"], ["c"]]
+    for age in (0.0, 0.001):  # what is there by then; nobody waits for a third
+        batches = Batches(3, age)
+        pair = [call(k) for k in range(2)]
+        for each in pair:
+            await batches.put(each)
+        assert (await batches.get()).items == [0, 1]
+
+
+async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits_is_given_up():
+    async def batch(*calls):
+        batches = Batches(len(calls), HOUR)
+        for each in calls:
+            await batches.put(each)
+        return await batches.get()
+
+    one, two, left = call(1), call(2), call(3)
+    left.answer.cancel()
+    batches = Batches(3, HOUR)
+    for each in (left, one, two):
+        await batches.put(each)
+    whole = await batches.get()
+    assert whole.items == [1, 2]
+    whole.answer.set_result([10, 20])
+    assert (await one.answer, await two.answer) == ([10], [20])
+
+    one, two = call(1), call(2)
+    whole = await batch(one, two)
+    whole.fail(EngineError("the model is gone"))
+    for each in (one, two):
+        with pytest.raises(EngineError, match="gone"):
+            await each.answer
+
+    one, two = call(1), call(2)
+    whole = await batch(one, two)
+    one.answer.cancel()
+    await asyncio.sleep(0)
+    assert not whole.answer.done()
+    two.answer.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert whole.answer.cancelled()
+
+
+async def test_putting_waits_while_full_and_a_seat_that_closes_answers_what_it_took():
+    batches, first = Batches(2, HOUR), call(0)
+    await batches.put(first)
+    waiting = asyncio.create_task(batches.get())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(EngineError, match="closed"):
+        await first.answer
+    for k in range(4):
+        await batches.put(call(k))
+    full = asyncio.create_task(batches.put(call(4)))
+    await asyncio.sleep(0)
+    assert not full.done() and batches.get_nowait().items == [0]
+    await full
+
+
+def test_models_share_what_engines_and_ranks_leave_of_the_slots():
+    assert 2 * SHARE + ENCODER_SHARE + REWARD_SHARE <= 1 + 1e-9
+    assert reward_place(0, 1, 4) == (3, REWARD_SHARE)
+    places = [reward_place(i, 3, 2) for i in range(3)]
+    assert [slot for slot, _ in places] == [1, 0, 1]
+    for slot in (0, 1):
+        assert sum(share for where, share in places if where == slot) <= REWARD_SHARE
+    assert [reward_device("auto", slots) for slots in ("cpu", "cuda")] == ["cpu", "cuda"]
+    assert reward_device("cpu", "cuda") == "cpu"
+    with pytest.raises(EngineError, match=r"reward\.device=cuda"):
+        reward_device("cuda", "cpu")
+    options = reward_options(0, 1, None, "cpu", {"A": "b"})
+    assert options["num_cpus"] == 0 and "num_gpus" not in options
+    assert options["runtime_env"]["env_vars"].items() >= {"A": "b", "CUDA_VISIBLE_DEVICES": ""}.items()
+
+
+def logs(*probabilities):
+    return [math.log(p) for p in probabilities]
+
+
+def test_both_orders_are_averaged_so_that_a_place_is_worth_nothing():
+    clear = verdict(logs(0.72, 0.08), logs(0.1, 0.7))
+    assert clear.value == pytest.approx((0.9 + 0.875) / 2)
+    assert clear.parts == pytest.approx({"consistency": 1.0, "position": (0.9 + 0.125) / 2, "said": 0.8})
+    biased = verdict(logs(0.9, 0.1), logs(0.9, 0.1))
+    assert biased.value == pytest.approx(0.5) and biased.parts["consistency"] == 0
+    assert biased.parts["position"] == pytest.approx(0.9)
+    mirrored = [verdict(*pair).value for pair in ((logs(0.6, 0.2), logs(0.3, 0.5)), (logs(0.3, 0.5), logs(0.6, 0.2)))]
+    assert sum(mirrored) == pytest.approx(1)
+    extreme = verdict([0.0, -2000.0], [-2000.0, 0.0])
+    assert extreme.value == 1.0
+
+
+@pytest.mark.parametrize("odd", [[math.nan, -1.0], [-math.inf, -math.inf]])
+def test_what_is_no_probability_is_a_failure(odd):
+    failure = verdict(odd, logs(0.5, 0.5))
+    assert isinstance(failure, RewardFailure) and "log-probs of the verdicts" in failure.message

@@ -31,12 +31,15 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 
 def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Without times and versions, which would be a change in every commit; a cell's prints in one piece."""
+    """Without times, versions and what libraries say on stderr, which would be a change in every commit; a cell's
+    prints in one piece."""
     notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         outputs, cell["outputs"] = cell.get("outputs", []), []
         for output in outputs:
+            if output.get("name") == "stderr":
+                continue
             last = cell.outputs[-1] if cell.outputs else None
             if last is not None and output.output_type == "stream" and last.get("name") == output.name:
                 last.text += output.text

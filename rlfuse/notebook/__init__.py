@@ -12,6 +12,7 @@ its own; jobs, and `rlfuse reward replay`, have both.
 """
 
 from rlfuse.notebook.jobs import Job, JobError, start, train
+from rlfuse.notebook.judging import orders, plot_orders, plot_sureness
 from rlfuse.notebook.pictures import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
 from rlfuse.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
 from rlfuse.notebook.scoring import score
@@ -24,13 +25,16 @@ __all__ = [
     "JobError",
     "compare",
     "metrics",
+    "orders",
     "pairs",
     "plot_calibration",
     "plot_comparison",
     "plot_length_bias",
     "plot_metrics",
+    "plot_orders",
     "plot_rewards",
     "plot_step",
+    "plot_sureness",
     "plot_time",
     "samples",
     "score",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,23 +18,11 @@ from rlfuse.observe.summary import versions
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.rewards.labels import saved
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 PICTURE = "calibration.png"
 ACCURACY = f"val-core/{MODEL_PART}/acc"
-
-
-def draw_reliability(axes: Any, found: Calibration) -> None:
-    """How often it is right against how sure it is, on matplotlib's axes; under each bar its pairs."""
-    middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
-    axes.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
-    axes.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
-    axes.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
-    for middle, count in zip(middles, found.counts, strict=True):
-        axes.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
-    axes.set(xlabel="confidence, sigmoid(|gap|)", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
-    axes.set_title(
-        f"{found.counts.sum()} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}", fontsize=9
-    )
-    axes.legend(fontsize=7, loc="upper left")
 
 
 def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
@@ -44,11 +32,26 @@ def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_reliability(left, found)
+    left.set(xlabel="confidence, sigmoid(|gap|)")
     right.hist(gaps, bins=40, color="tab:blue", alpha=0.8)
     right.axvline(0, color="black", linestyle=":")
     right.set(xlabel="gap: score of chosen minus rejected", ylabel="pairs")
     right.set_title(f"mean gap {gaps.mean():.2f}", fontsize=9)
     figure.savefig(path, dpi=120)
+
+
+def draw_reliability(axes: Axes, found: Calibration) -> None:
+    """How often pairs are ordered rightly, by confidence; their numbers stand at the foot."""
+    middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
+    axes.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
+    axes.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
+    axes.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
+    for middle, count in zip(middles, found.counts, strict=True):
+        axes.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
+    axes.set(xlabel="confidence", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
+    pairs = f"{found.counts.sum()} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}"
+    axes.set_title(pairs, fontsize=9)
+    axes.legend(fontsize=7, loc="upper left")
 
 
 def summarise_pairs(folder: Path, seconds: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,8 +57,10 @@ def engine(settings: EngineSettings) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, value in environment(device).items():
         os.environ.setdefault(name, value)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with warnings.catch_warnings():  # vLLM's imports warn of other libraries' plans
+        warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     more = json.loads(settings.engine_kwargs)
     if unknown := set(more) - {field.name for field in fields(EngineArgs)}:

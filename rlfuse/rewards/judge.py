@@ -132,7 +132,7 @@ class Judge:
         )
 
     def _prompt(self, question: str, a: str, b: str) -> list[int]:
-        shown = {"{prompt}": question, "{a}": a, "{b}": b}
+        shown = {"{prompt}": question.strip(), "{a}": a.strip(), "{b}": b.strip()}
         text = re.sub(r"\{(prompt|a|b)\}", lambda place: shown[place[0]], self._template)
         if self._tokenizer.chat_template is None:
             return self._tokenizer(text).input_ids

@@ -28,7 +28,7 @@ from typing import Any
 
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
-from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, Labeller, Rows, WarmStart
+from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
 
 DEFAULT_ROOT = Path(".cache/rlfuse/remainder")
 """From the current directory; `conf/experiment/quickstart.yaml` names it too."""
@@ -36,6 +36,8 @@ CLIPS_ROOT = Path(".cache/rlfuse/clips")
 """The same for `conf/experiment/long_video.yaml`."""
 PREFERENCES_ROOT = Path(".cache/rlfuse/preferences")
 """The same for `conf/experiment/reward_model.yaml`."""
+JUDGE_ROOT = Path(".cache/rlfuse/judge")
+"""Rows with a reference answer each, and as `model` the judge; the policy is the quickstart's."""
 SETTINGS_FILE = "settings.json"
 
 
@@ -115,9 +117,25 @@ def prepare_preferences(
     return _kept(root, {"warm_start": asdict(settings), "labeller": asdict(labeller)}, build)
 
 
+def prepare_judge(
+    root: Path = JUDGE_ROOT, settings: JudgeTraining | None = None, rows: Rows | None = None
+) -> PreparedTask:
+    """Write rows of the quickstart's task with reference answers into `root`, and a judge that compares with them."""
+    settings, rows = settings or JudgeTraining(), rows or Rows()
+
+    def build(folder: Path) -> None:
+        from rlfuse.tasks.judging import train_judge, write_rows
+
+        write_rows(folder, rows)
+        train_judge(folder / "model", settings)
+
+    return _kept(root, {"judge": asdict(settings), "rows": asdict(rows)}, build)
+
+
 TASKS = {
     "quickstart": (DEFAULT_ROOT, prepare),
     "preferences": (PREFERENCES_ROOT, prepare_preferences),
+    "judge": (JUDGE_ROOT, prepare_judge),
     "long_video": (CLIPS_ROOT, prepare_clips),
 }
 """What experiments read: its folder, and what writes it."""

@@ -59,6 +59,22 @@ class Labeller:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeTraining:
+    """The judge of two answers, and the pairs that it learns from."""
+
+    seed: int = 1
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    pairs: int = 4096
+    first: float = 0.7
+    """Share of pairs whose better answer stands first."""
+    steps: int = 300
+    batch: int = 32
+    """Pairs of a step."""
+    lr: float = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
 class ClipWarmStart:
     """The same for the model that watches clips, and how it sees them."""
 

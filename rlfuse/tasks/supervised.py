@@ -2,7 +2,7 @@
 
 Role: what the warm starts share. `fit` is the loop; what a batch is, and its loss, is the caller's.
 Invariant: the process's random state and thread count are as before after the block.
-Callers: `warm_start`, `clip_warm_start`.
+Callers: `warm_start`, `clip_warm_start`, `judging`.
 """
 
 from __future__ import annotations

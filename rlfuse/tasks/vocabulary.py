@@ -5,7 +5,7 @@ Invariants: it is a `Qwen2Tokenizer`, because transformers 5 loads a Qwen2 folde
 saved there; words stand among its added tokens, since Qwen2's own rule would split 47 into 4 and 7; a word carries
 the space before it, as in any byte-level vocabulary, so text begins with a space (the chat template sees to that) and
 decoding gives it back as it was. The template trims, so that answers that were decoded read as they were written.
-Callers: `warm_start`, and tests that need a real tokenizer without a network.
+Callers: `warm_start`, `judging`, and tests that need a real tokenizer without a network.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer over the task's words; anything else is lost."""
+def build_tokenizer(more: tuple[str, ...] = ()) -> Qwen2Tokenizer:
+    """A tokenizer over the task's words, and `more`; anything else is lost."""
     tokenizer = Qwen2Tokenizer(
         vocab={PAD: 0, END: 1, UNKNOWN: 2},
         merges=[],
@@ -34,6 +34,6 @@ def build_tokenizer() -> Qwen2Tokenizer:
         chat_template=CHAT_TEMPLATE,
         model_max_length=1024,
     )
-    words = [*WORDS, *map(str, range(LARGEST_NUMBER + 1))]
+    words = [*WORDS, *map(str, range(LARGEST_NUMBER + 1)), *more]
     tokenizer.add_tokens([AddedToken(f" {word}", normalized=False) for word in words])
     return tokenizer

@@ -8,9 +8,11 @@ import pytest
 from rlfuse.cluster.placement import ENCODER_SHARE, REWARD_SHARE, SHARE, reward_device, reward_options, reward_place
 from rlfuse.engines.protocols import EngineError
 from rlfuse.rewards.batches import Batches
-from rlfuse.rewards.judge import verdict
+from rlfuse.rewards.items import RewardError
+from rlfuse.rewards.judge import Judge, verdict
 from rlfuse.rewards.seat import Call
 from rlfuse.samples import RewardFailure
+from rlfuse.tasks.vocabulary import build_tokenizer
 
 HOUR = 3600.0
 
@@ -107,6 +109,20 @@ def test_models_share_what_engines_and_ranks_leave_of_the_slots():
     options = reward_options(0, 1, None, "cpu", {"A": "b"})
     assert options["num_cpus"] == 0 and "num_gpus" not in options
     assert options["runtime_env"]["env_vars"].items() >= {"A": "b", "CUDA_VISIBLE_DEVICES": ""}.items()
+
+
+def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RewardError, match=r"template: lacks \{b\}"):
+        Judge(str(tmp_path), template="{prompt} {a}")
+    with pytest.raises(RewardError, match="two different texts"):
+        Judge(str(tmp_path), verdicts=["A", "A"])
+    judge = Judge(str(tmp_path))
+    judge._tokenizer = build_tokenizer(("A",))
+    assert judge._token(" A") > 0
+    for wrong in (" A A", " B"):
+        with pytest.raises(RewardError, match="has to be one that the judge knows"):
+            judge._token(wrong)
 
 
 def logs(*probabilities):

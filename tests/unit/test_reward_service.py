@@ -11,7 +11,7 @@ from aiohttp import web
 from rlfuse import cli
 from rlfuse.rewards import service
 from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import Score, item_of_row
+from rlfuse.rewards.items import RewardError, Score, item_of_row
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import RewardFailure
 
@@ -28,6 +28,17 @@ def grade(solution_str, ground_truth, data_source):
     if solution_str == "raise":
         raise KeyError("what the user wrote")
     return {"score": float(solution_str == ground_truth), "length": len(solution_str), "seen": data_source}
+"""
+
+
+MODEL = """
+class Longer:
+    def __init__(self, than):
+        self.than = than
+    def start(self):
+        self.ready = True
+    def score(self, samples):
+        return [float(self.ready and len(sample.response) > self.than) for sample in samples]
 """
 
 
@@ -62,6 +73,16 @@ def graded(tmp_path_factory):
     path = tmp_path_factory.mktemp("service") / "mine.py"
     path.write_text(textwrap.dedent(CODE))
     return f"{path}:grade"
+
+
+async def test_a_model_is_started_by_whoever_scores_with_it(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    path, kwargs = f"{tmp_path}/mine.py:Longer", {"than": 2}
+    async with Running(service.application(path, kwargs=kwargs)) as url:
+        assert [score.value for score in await outcomes(url, "abc", "a")] == [1.0, 0.0]
+    assert [row["reward"] for row in score_table({"path": path, "kwargs": kwargs}, rows("abc", "a"))] == [1.0, 0.0]
+    with pytest.raises(RewardError, match="--kwargs 3: has to be a JSON object"):
+        service.main([path, "--kwargs", "3"])
 
 
 async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mistakes_cost_their_request(graded):

@@ -18,6 +18,7 @@ from rlfuse.fusion.decisions import (
     Generate,
     Move,
     Score,
+    Settings,
     Snapshot,
     Step,
     Switch,
@@ -100,9 +101,15 @@ def call_back(view: Snapshot, rooms: list[Room]) -> list[Decision]:
 
 
 def rewards(view: Snapshot) -> list[Decision]:
-    """Rewards take what is finished, beside the slots."""
-    names = view.unscored.get(REWARD)
-    return [Score(REWARD, tuple(names))] if names and REWARD not in view.scoring and ripe(view, REWARD) else []
+    """Rewards take what is finished, beside the slots, and no sample waits for the reward of another.
+
+    Under a credit one call at a time: what waits behind it is what the credit counts.
+    """
+    names, free = view.unscored.get(REWARD), Settings()
+    credit = (view.settings.credit_samples, view.settings.credit_tokens) != (free.credit_samples, free.credit_tokens)
+    if not names or (credit and REWARD in view.scoring) or not ripe(view, REWARD):
+        return []
+    return [Score(REWARD, tuple(names))]
 
 
 def turn(view: Snapshot) -> list[Decision]:

@@ -340,7 +340,9 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     yield from problems
     served = (reward.model_path and reward.model_backend == "vllm") or any(entry.path == JUDGE for entry in entries)
     if reward.device == "cpu" and facts.cuda and served:
-        yield _problem(config, "reward.device", "vLLM serves judges and models on the GPUs here", "set auto")
+        yield _problem(
+            config, "reward.device", "vLLM serves judges and models on the GPUs here", "set reward.device=auto"
+        )
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):

@@ -2,7 +2,8 @@
 
 Role: `rlfuse prepare [TASK]`, also `python -m rlfuse.tasks.prepare [TASK] [--out FOLDER]`. The folder then holds
 `train.parquet`, `val.parquet`, `model/` and `settings.json`, for `long_video` also `clips/` and `val_blind.parquet`,
-under the names that the experiment of the same name reads (`preferences`: `reward_model`).
+under the names that the experiment of the same name reads (`preferences`: `reward_model`). `judge` needs
+`quickstart` beside it, whose policy it judges.
 Invariants:
 - `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
   others the folder is built again;

@@ -6,12 +6,18 @@ import math
 import pytest
 
 from rlfuse.cluster.placement import ENCODER_SHARE, REWARD_SHARE, SHARE, reward_device, reward_options, reward_place
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.facts import Facts
+from rlfuse.config.rewards import with_judges_at
 from rlfuse.engines.protocols import EngineError
 from rlfuse.rewards.batches import Batches
 from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.judge import Judge, verdict
 from rlfuse.rewards.seat import Call
 from rlfuse.samples import RewardFailure
+from rlfuse.tasks.judging import entry
+from rlfuse.tasks.prepare import JUDGE_ROOT
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 HOUR = 3600.0
@@ -123,6 +129,15 @@ def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
     for wrong in (" A A", " B"):
         with pytest.raises(RewardError, match="has to be one that the judge knows"):
             judge._token(wrong)
+
+
+def test_the_experiment_has_the_tasks_judge_and_where_it_runs_is_checked():
+    [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
+    assert judge == entry(JUDGE_ROOT / "model")
+    assert with_judges_at([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
+    for device, cuda in (("cpu", True), ("cuda", False)):
+        with pytest.raises(ConfigError, match=rf"reward\.device={device}.*set (reward\.device=)?auto"):
+            to_config(compose_job(["experiment=judge", f"reward.device={device}"]), lambda _, has=cuda: Facts(cuda=has))
 
 
 def logs(*probabilities):

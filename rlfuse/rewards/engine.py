@@ -57,10 +57,14 @@ def engine(settings: EngineSettings) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, value in environment(device).items():
         os.environ.setdefault(name, value)
-    with warnings.catch_warnings():  # vLLM's imports warn of other libraries' plans
+    with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
         warnings.simplefilter("ignore")
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        return _build(settings, device)
+
+
+def _build(settings: EngineSettings, device: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     more = json.loads(settings.engine_kwargs)
     if unknown := set(more) - {field.name for field in fields(EngineArgs)}:

@@ -52,6 +52,15 @@ def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
     assert f"every node has to see: {here}/data.jsonl, {here}/runs" in package.notes
 
 
+def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path):
+    (tmp_path / "package").mkdir()
+    given = "{path: mine/reward.py:score, weight: 0.5}, {path: judge, kwargs: {model: ./judge}}, 'http://host:80/get'"
+    package = pack(config_of(f"reward.functions=[{given}]"), tmp_path / "package", here)
+    code, judge, service = yaml.safe_load((package.folder / "job.yaml").read_text())["reward"]["functions"]
+    assert code == {"path": "mine/reward.py:score", "weight": 0.5} and service == "http://host:80/get"
+    assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder)
+
+
 def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (here / "model").mkdir()

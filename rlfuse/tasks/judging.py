@@ -38,7 +38,7 @@ REFERENCE = "reference"
 def entry(model: str | Path) -> dict[str, Any]:
     """The judge as an entry of reward.functions."""
     kwargs = {"model": str(model), "template": TEMPLATE, "verdicts": list(VERDICTS), "reference": REFERENCE}
-    return {"path": "judge", "kwargs": kwargs | {"max_model_len": 1024, "kv_cache_memory_mb": 32}}
+    return {"path": "judge", "kwargs": kwargs | {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_mb": 32}}
 
 
 def compare_rows(count: int, seed: int) -> list[dict[str, Any]]:

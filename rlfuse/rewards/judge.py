@@ -63,9 +63,11 @@ class Judge:
     ):
         """Looks at what can be seen without loading; RewardError for what is wrong.
 
-        `template`: what the judge reads, with {prompt}, {a} and {b}; as a user's message, where it has a chat template.
-        `verdicts`: what it says for a and for b, a token each. `reference`: the column with the answer to compare with,
-        shown as it is. `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype. `chat_template_kwargs`: for instance {enable_thinking: false}, as the first token counts.
+        `template`: what the judge reads, with {prompt}, {a} and {b}; as a user's message, where it has a chat template
+        (`chat_template_kwargs`, for instance {enable_thinking: false}: its first token is what counts).
+        `verdicts`: what it says for a and for b, a token each.
+        `reference`: the column with the answer to compare with, shown as it is.
+        `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype.
         `engine_kwargs`: more of vLLM's EngineArgs.
         """
         folder = Path(model).expanduser()

@@ -67,14 +67,12 @@ KEYS_BY_RANGE = {
     "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.val_kwargs.n "
     "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs reward.memory_mb "
     "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
-    "reward.batch_items "
-    "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
+    "reward.batch_items actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
     "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
     "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size "
     "video.max_tokens video.frames video.tokens_per_frame video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
-    "reward.batch_age_s "
-    "reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
+    "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
     "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
     "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation video.log_clips "
     "cluster.max_restarts",
@@ -340,9 +338,7 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     yield from problems
     served = (reward.model_path and reward.model_backend == "vllm") or any(entry.path == JUDGE for entry in entries)
     if reward.device == "cpu" and facts.cuda and served:
-        yield _problem(
-            config, "reward.device", "vLLM serves judges and models on the GPUs here", "set reward.device=auto"
-        )
+        yield _problem(config, "reward.device", "vLLM serves judges and models on the GPUs here", "set auto")
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):

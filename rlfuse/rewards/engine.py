@@ -3,8 +3,8 @@
 Role: called by `judge.Judge` and `model.Classifier` when they are started. The engine runs in the calling process, on
 its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
 Invariants: requests are token ids and come back in order; none is left in the engine, also when a step raises; the same
-settings give the same engine again, for as long as the process lives (vLLM's engines of a process share groups, which
-the end of one would take from the others).
+settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
+groups, which the end of one would take from the others).
 Not run on GPUs, for lack of one: there the KV cache is given outright too, so that vLLM's share of the device
 (`gpu_memory_utilization`) is only what it demands to find free at the start.
 """
@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from rlfuse.rewards.items import RewardError
@@ -49,9 +50,15 @@ def environment(device: str) -> dict[str, str]:
     return rollout_env(device) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-@functools.cache
 def engine(settings: EngineSettings) -> Any:
     """vLLM's LLMEngine; RewardError for arguments that it has not, or a model that it can't serve."""
+    files = Path(settings.model).glob("*") if Path(settings.model).is_dir() else ()
+    return _engine(settings, max((file.stat().st_mtime_ns for file in files), default=0))
+
+
+@functools.cache
+def _engine(settings: EngineSettings, written: int) -> Any:
+    """`written`: when the model's files were, as a notebook may train it again."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -75,7 +75,11 @@ def own_class(folder, code):
 def test_labels_are_entries_with_weights_of_their_own():
     given = ["reward_model:right", {"path": "reward_model:brief", "weight": 0.3, "normalise": True}]
     entries, functions = load_entries(given, (), "some/model")
-    assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)] and list(functions) == [RIGHT, BRIEF]
+    assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)]
+    assert list(functions) == [RIGHT, BRIEF]
+        RIGHT,
+        BRIEF,
+    ]
     assert all(entry.answer_only for entry in entries)
     for wrong, part in (
         (["reward_model:"], "names no label"),

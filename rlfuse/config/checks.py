@@ -64,23 +64,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Keys with named values; a list is judged entry by entry."""
 
 KEYS_BY_RANGE = {
-    "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n rollout.val_kwargs.n "
-    "rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs reward.memory_mb "
-    "rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon actor.ppo_mini_batch_size "
-    "reward.batch_items actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu actor.ppo_epochs trainer.nnodes "
-    "trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps trainer.max_ckpt_to_keep "
-    "fusion.credit_samples training.pipeline_parallel_size training.ulysses_sequence_parallel_size "
-    "video.max_tokens video.frames video.tokens_per_frame video.encoder_ranks video.cache_mb video.decode_workers",
+    "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n "
+    "rollout.val_kwargs.n rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs "
+    "reward.memory_mb rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon "
+    "actor.ppo_mini_batch_size reward.batch_items actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu "
+    "actor.ppo_epochs trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps "
+    "trainer.max_ckpt_to_keep fusion.credit_samples training.pipeline_parallel_size "
+    "training.ulysses_sequence_parallel_size video.max_tokens video.frames video.tokens_per_frame "
+    "video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
-    "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef algorithm.filter_groups.max_num_gen_batches "
-    "actor.grad_clip actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.entropy_coeff "
-    "actor.kl_loss_coef critic.optim.lr trainer.log_samples fusion.tail_speculation video.log_clips "
-    "cluster.max_restarts",
+    "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
+    "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
+    "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
+    "fusion.tail_speculation video.log_clips cluster.max_restarts",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
-    "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail "
-    "video.fps_motion video.decode_timeout_s alerts.ppo_kl alerts.kl trainer.preemption_grace_s "
-    "cluster.heartbeat_s",
+    "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail video.fps_motion "
+    "video.decode_timeout_s alerts.ppo_kl alerts.kl trainer.preemption_grace_s cluster.heartbeat_s",
     "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization alerts.reward_drop alerts.entropy_share",
     "0 or more and 1 or less": "reward.max_failure_rate video.max_failure_rate algorithm.gamma algorithm.lam "
     "alerts.zero_spread alerts.reward_failures alerts.idle_share",

@@ -77,9 +77,6 @@ def test_labels_are_entries_with_weights_of_their_own():
     entries, functions = load_entries(given, (), "some/model")
     assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)]
     assert list(functions) == [RIGHT, BRIEF]
-        RIGHT,
-        BRIEF,
-    ]
     assert all(entry.answer_only for entry in entries)
     for wrong, part in (
         (["reward_model:"], "names no label"),

@@ -177,7 +177,8 @@ async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster
     results, spans = await scored(RewardPool([f"{functions}:batched"]), "good", "raise", "crash", "fine")
     assert results[0] == results[3] == Reward(4.0, {"batched": 4.0}, None, {"batched": 4.0})
     assert "KeyError" in results[1].message and "ended" in results[2].message
-    assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1]
+    # The one that took its process with it has a second call: the process may have been killed from outside.
+    assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1, 1]
 
 
 async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cluster, functions):

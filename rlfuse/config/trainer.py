@@ -45,8 +45,8 @@ class TrainerConfig:
     """After SIGTERM the step under way may take so long to end and be saved; then the last checkpoint counts. Stay 15 s
     below what the scheduler leaves."""
     deterministic: bool = False
-    """Deterministic kernels, and nothing that goes by measured times (needs fusion.policy=serial). Two runs on CPUs
-    still differ in last bits (1e-7 of a loss)."""
+    """Two runs on the same machine give the same bits: deterministic kernels, and nothing that goes by measured times
+    (needs fusion.policy=serial)."""
     resume_mode: str = "auto"
     """auto (newest complete checkpoint of the run folder) | disable | the path of a global_step_N folder."""
     default_local_dir: str = "runs"

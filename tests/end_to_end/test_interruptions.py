@@ -65,32 +65,28 @@ def driven(tiny_model, disk):
     return json.loads(out.read_text()), words, workers
 
 
-def assert_close(found, expected):
-    for have, want in zip(found, expected, strict=True):
-        assert have == pytest.approx(want, rel=2e-4, abs=1e-5)
-
-
 def learned(rows):
     return [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
 
 
-def test_the_same_configuration_gives_the_same_figures(driven):
+def test_the_same_configuration_gives_the_same_bits(driven):
     rows = driven[0]["rows"]
     assert [row["step"] for row in rows["whole"]] == [1, 2, 3] and len(learned(rows["whole"])[1]) > 20
-    assert_close(learned(rows["again"]), learned(rows["whole"]))
+    assert learned(rows["again"]) == learned(rows["whole"])
 
 
-def test_a_run_killed_after_any_stage_goes_on_with_the_same_figures(driven):
+def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(driven):
     rows = driven[0]["rows"]
     expected = learned(rows["whole"])[1:]
     for case in set(rows) - {"whole", "again", "adaptive"}:
         shown = 1 if case == "save_checkpoint" else 2  # killed before the second step's row was written
-        assert_close(learned(rows[case])[-shown:], expected[-shown:])
+        assert learned(rows[case])[-shown:] == expected[-shown:], case
 
 
-def test_without_the_switch_sums_differ_in_their_last_bits(driven):
+def test_without_the_switch_sums_differ_in_their_last_bits_at_most(driven):
     rows = driven[0]["rows"]
-    assert_close(learned(rows["adaptive"]), learned(rows["whole"]))
+    for have, want in zip(learned(rows["adaptive"]), learned(rows["whole"]), strict=True):
+        assert have == pytest.approx(want, rel=2e-4, abs=1e-5)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(driven):
@@ -124,4 +120,5 @@ def test_nothing_outlives_a_driver_that_is_killed_and_the_same_command_goes_on(d
     text = finish(process, expected=130, timeout=60)
     assert "resumed from" in text and "the same command goes on" in text and not all_gone(workers)
     rows = learned(read_metrics(disk / "runs" / "rlfuse" / "killed" / "metrics.jsonl"))
-    assert_close(rows[:2], learned(found["rows"]["whole"])[1:])
+    for have, want in zip(rows[:2], learned(found["rows"]["whole"])[1:], strict=True):
+        assert have == pytest.approx(want, rel=1e-5, abs=1e-6)

@@ -25,6 +25,6 @@ only=${1:-}
 [ "$only" != unit ] || shift
 failed=0
 part unit -n auto --maxprocesses 4 "$@" || failed=$?
-# Two files at a time, each with a Ray of its own: starting leaves cores idle. In the order of names: the longest first.
+# Two files at a time, each with a Ray of its own: starting leaves cores idle. By name: files with few tests are long.
 [ "$only" = unit ] || part end_to_end -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 exit "$failed"

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.rewards.items import Item, RewardError
-from rlfuse.rewards.labels import check_trust, columns, read_config, saved
+from rlfuse.rewards.labels import check_trust, columns, head_labels, read_config, saved
 from rlfuse.rewards.results import failure, headline
 from rlfuse.samples import RewardFailure
 
@@ -96,7 +96,7 @@ class Classifier:
         """Load; RewardError for a model that is no reward model."""
         self._model = LOADED.get(self._settings)
         if self._model is None:
-            LOADED[self._settings] = self._model = Loaded(self._settings)
+            LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
         self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
@@ -108,9 +108,9 @@ class Classifier:
 
 
 class Loaded:
-    """A model with its tokenizer: all labels' logits of samples."""
+    """A model with its tokenizer: all labels' logits of samples. `first`: the label that is asked for."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, first: str):
         from transformers import AutoTokenizer
 
         path, trusts = settings.path, settings.trust_remote_code
@@ -121,6 +121,7 @@ class Loaded:
                 f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
             ) from error
         self.labels = list(config.id2label.values())
+        columns(path, self.labels, [first])  # before its weights are loaded
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
@@ -245,10 +246,9 @@ class Pooling:
     """The model as vLLM's pooling runs it, without its activation."""
 
     def __init__(self, settings: Settings):
-        from rlfuse.engines.models import has_score_head
         from rlfuse.rewards.engine import EngineSettings, context, engine
 
-        if not has_score_head(settings.path):
+        if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
                 f"reward.model_path: {settings.path} is no sequence classifier by the architectures of its "
                 "config.json; give a trained one, not a language model"

@@ -119,6 +119,12 @@ def test_nothing_outlives_a_driver_that_is_killed_and_the_same_command_goes_on(d
     process.send_signal(signal.SIGINT)
     text = finish(process, expected=130, timeout=60)
     assert "resumed from" in text and "the same command goes on" in text and not all_gone(workers)
-    rows = learned(read_metrics(disk / "runs" / "rlfuse" / "killed" / "metrics.jsonl"))
-    for have, want in zip(rows[:2], learned(found["rows"]["whole"])[1:], strict=True):
-        assert have == pytest.approx(want, rel=1e-5, abs=1e-6)
+    whole = {row["step"]: row for row in found["rows"]["whole"]}
+    rows = {row["step"]: row for row in read_metrics(disk / "runs" / "rlfuse" / "killed" / "metrics.jsonl")}
+    for step in (2, 3):
+        [have, want] = learned([rows[step], whole[step]])
+        shared = have.keys() & want.keys()  # the longer job validates at other steps
+        assert len(shared) > 20
+        assert {name: have[name] for name in shared} == pytest.approx(
+            {name: want[name] for name in shared}, rel=1e-5, abs=1e-6
+        )

@@ -24,7 +24,7 @@ def shown(notebook):
     """(text, number of pictures) of all outputs."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     data = [output.data for output in outputs if "data" in output]
-    text = "".join(output.get("text", "") for output in outputs) + "".join(each.get("text/plain", "") for each in data)
+    text = "\n".join([*(output.get("text", "") for output in outputs), *(each.get("text/plain", "") for each in data)])
     return text, sum("image/png" in each for each in data)
 
 

@@ -115,7 +115,7 @@ class _Work:
 
 async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     config, reward = work.config, work.reward
-    slots = placement.start(config)
+    slots = await placement.start(config, again=job.restart is not None)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots, journal)
     towers = _towers(config, work.video_model, slots.device) if work.video_model else None

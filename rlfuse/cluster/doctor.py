@@ -8,6 +8,7 @@ Waits for nothing but, with `--ray`, a small cluster of its own, bounded by that
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import netrc
 import os
@@ -242,7 +243,7 @@ def _ray() -> Finding:
     config = Config()
     config.cluster.device = "cpu"
     try:
-        placement.start(config)
+        asyncio.run(placement.start(config))
     except EngineError as error:
         return Finding("Ray", "problem", "does not start", str(error))
     finally:

@@ -2,14 +2,16 @@
 
 Role: `choose` (pure) gives `placement.start` the nodes in the order that `planning.placing` shows; `watched` does a
 run's work while it looks after the nodes. A node is lost when Ray says so, or when its port has refused or not
-answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went. Ray alone takes up to 30 s.
-Waits for the work, with a look at every other node each `LOOK_S`; the driver's own node is not looked at.
+answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went. Ray alone takes up to 30 s, in which
+`present` leaves it out. Waits for the work, with a look at every other node each `LOOK_S`; the driver's own node is
+not looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -49,8 +51,13 @@ def choose(
     return ordered[:count] if len(ordered) >= count else None
 
 
+def present() -> list[Node]:
+    """The cluster's nodes that answer, now."""
+    return [node for node in live() if answers(node)]
+
+
 def live() -> list[Node]:
-    """The cluster's nodes, now."""
+    """The cluster's nodes, as far as Ray knows."""
     free = ray._private.state.available_resources_per_node()  # no public function tells
     return [
         Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], free.get(each["NodeID"], {}))
@@ -121,17 +128,17 @@ async def _lost(nodes: Sequence[Node]) -> list[Node]:
 async def _look(nodes: Sequence[Node]) -> list[str]:
     """Of each node: `` (there), `silent` (its port does not answer), `dead` (Ray says so)."""
     alive = {each["NodeID"] for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}
-    answers = await asyncio.gather(*(_answers(node) for node in nodes))
+    answered = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
     return [
         "dead" if node.id not in alive else "" if answer else "silent"
-        for node, answer in zip(nodes, answers, strict=True)
+        for node, answer in zip(nodes, answered, strict=True)
     ]
 
 
-async def _answers(node: Node) -> bool:
+def answers(node: Node) -> bool:
+    """Whether somebody listens at its port."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(node.address, node.port), ANSWER_S)
-    except (OSError, TimeoutError):
+        socket.create_connection((node.address, node.port), ANSWER_S).close()
+    except OSError:
         return False
-    writer.close()
     return True

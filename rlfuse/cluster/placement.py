@@ -9,6 +9,7 @@ says; what lives on a slot lives on its node.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster.children import heed_children, own_sigterm
-from rlfuse.cluster.nodes import Node, choose, here, live
+from rlfuse.cluster.nodes import Node, choose, here, live, present
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
@@ -46,6 +47,10 @@ QUIET = {
 }
 
 LOOPBACK = "127.0.0.1"
+JOINING_S = 60.0
+"""For nodes to join a cluster, and others' jobs to leave it."""
+PLACING_S = 5.0
+"""For Ray to reserve what is free."""
 SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
 """Of a slot: its trainer rank and its rollout engine side by side, with clips a vision tower, and reward models."""
 
@@ -141,8 +146,11 @@ def worker_environment(device: str) -> dict[str, str]:
     return QUIET | (CPU_ENVIRONMENT if device == "cpu" else {}) | cache
 
 
-def start(config: Config) -> Slots:
-    """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out."""
+async def start(config: Config, again: bool = False) -> Slots:
+    """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out.
+
+    `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker.
+    """
     device = choose_device(config)
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     if device == "cpu":
@@ -158,24 +166,24 @@ def start(config: Config) -> Slots:
         else:
             _join_ray(config.cluster.ray_address)
     heed_children()
-    group, nodes = _reserve(config, device)
+    patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
+    group, nodes = await _reserve(config, device, config.cluster.timeout_s if again else patience)
     return Slots(group, config.slots, device, _cores(config, device), nodes)
 
 
-def _reserve(config: Config, device: str) -> tuple[PlacementGroup, tuple[Node, ...]]:
+async def _reserve(config: Config, device: str, patience: float) -> tuple[PlacementGroup, tuple[Node, ...]]:
     bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
-    patience = 10.0 if config.cluster.ray_address is None else min(60.0, config.cluster.timeout_s)
     until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
-    while (taken := choose(live(), config.trainer.nnodes, per_node, bundle, here())) is None:
+    while True:  # nodes may be joining
+        if taken := choose(present(), config.trainer.nnodes, per_node, bundle, here()):
+            selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
+            group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
+            if group.wait(PLACING_S):
+                return group, tuple(taken)
+            remove_placement_group(group)
         if time.monotonic() > until:
             raise _no_room(config, bundle)
-        time.sleep(0.2)  # nodes may be joining
-    selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
-    group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
-    if not group.wait(max(5.0, until - time.monotonic())):
-        remove_placement_group(group)
-        raise _no_room(config, bundle)
-    return group, tuple(taken)
+        await asyncio.sleep(0.2)
 
 
 def _no_room(config: Config, bundle: dict[str, float]) -> EngineError:

@@ -27,6 +27,8 @@ MEMORY = (
 )
 GONE = re.compile(r"can't allocate memory|out of memory|connection (closed|reset) by peer|timed out waiting", re.I)
 """What torch says where memory or a peer in a collective is gone."""
+RAISED = re.compile(r"[\w.]+(Error|Exception)\b")
+"""The last line of a traceback."""
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:
@@ -89,7 +91,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's own words on why an actor is gone, without its page of advice."""
+    """Ray's own words on why an actor is gone, without its page of advice and all but the end of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "OOM" in line]
-    return (telling or lines or ["no reason given"])[0].partition(" Some common causes")[0][:300]
+    reason = (telling or lines or ["no reason given"])[0].partition(" Some common causes")[0]
+    reason, traced, _ = reason.partition(" Traceback (most recent call last)")
+    raised = [line for line in lines if RAISED.match(line)] if traced else []
+    return " ".join([reason[:300], *raised[-1:]])

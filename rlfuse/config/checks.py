@@ -3,7 +3,7 @@
 Role: `check` is a pure function of the configuration and of `Facts`; compose.py raises `ConfigError` with all problems
 at once, so that a user mends them in one go. Invariants: every message gives the key, the value received, the valid
 range and what to change; a configuration without problems starts (what only the data can show is found by rlfuse.data).
-Single values are judged by the two tables at the top, combinations by the functions below them.
+Single values are judged by the tables of valid_values.py, combinations by the functions here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import CHOICES, RANGES, in_range
 
 
 class ConfigError(ValueError):
@@ -32,67 +33,6 @@ class ConfigError(ValueError):
             return f"The configuration has a problem:\n  {self.problems[0]}"
         numbered = (f"{number:>3}. {problem}" for number, problem in enumerate(self.problems, 1))
         return "\n".join([f"The configuration has {len(self.problems)} problems:", *numbered])
-
-
-KL_ESTIMATORS = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "left", "right", "middle"),
-    "model.dtype": ("float32", "bfloat16"),
-    "rollout.name": ("vllm",),
-    "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
-    "rollout.kv_transfer": ("auto", "shm", "nixl"),
-    "reward.model_backend": ("hf", "vllm"),
-    "reward.model_dtype": ("float32", "bfloat16", "float16"),
-    "reward.device": ("auto", "cpu", "cuda"),
-    "algorithm.adv_estimator": ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus"),
-    "algorithm.kl_penalty": KL_ESTIMATORS,
-    "algorithm.old_log_probs": ("trainer", "engine"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "actor.loss_mode": ("vanilla", "gspo"),
-    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    "actor.kl_loss_type": KL_ESTIMATORS,
-    "fusion.training": ("fused", "serial"),
-    "fusion.policy": ("serial", "stream", "rlhfuse", "adaptive"),
-    "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
-    "video.sampling": ("seed", "fixed"),
-    "video.task": ("general", "detail", "motion"),
-    "trainer.task": ("rl", "reward_model"),
-    "trainer.logger": ("console", "wandb", "tensorboard"),
-    "trainer.wandb_mode": ("offline", "online", "disabled"),
-    "cluster.device": ("auto", "cpu", "cuda"),
-}
-"""Keys with named values; a list is judged entry by entry."""
-
-KEYS_BY_RANGE = {
-    "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n "
-    "rollout.val_kwargs.n rollout.tensor_model_parallel_size rollout.kv_cache_memory_mb rollout.max_num_seqs "
-    "reward.memory_mb rollout.update_weights_bucket_mb reward.num_workers algorithm.kl_ctrl.horizon "
-    "actor.ppo_mini_batch_size reward.batch_items actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu "
-    "actor.ppo_epochs trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps "
-    "trainer.max_ckpt_to_keep fusion.credit_samples training.pipeline_parallel_size "
-    "training.ulysses_sequence_parallel_size video.max_tokens video.frames video.tokens_per_frame "
-    "video.encoder_ranks video.cache_mb video.decode_workers",
-    "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
-    "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
-    "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
-    "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
-    "fusion.tail_speculation video.log_clips cluster.max_restarts",
-    "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
-    "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
-    "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail video.fps_motion "
-    "video.decode_timeout_s alerts.ppo_kl alerts.kl trainer.preemption_grace_s cluster.heartbeat_s",
-    "above 0 and 1 or less": "rollout.top_p rollout.gpu_memory_utilization alerts.reward_drop alerts.entropy_share",
-    "0 or more and 1 or less": "reward.max_failure_rate video.max_failure_rate algorithm.gamma algorithm.lam "
-    "alerts.zero_spread alerts.reward_failures alerts.idle_share",
-    "0 or more and 3 or less": "actor.zero_stage",
-    "above 1": "actor.clip_ratio_c alerts.grad_norm_factor",
-    "-1 or 1 or more": "rollout.top_k trainer.test_freq",
-    "-1 or 0 or more": "trainer.save_freq trainer.timeline_freq",
-}
-RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in names.split()}
-"""Valid values of numbers, in the words of the message; `_in_range` reads the same words, so the two can't differ."""
-
-COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", operator.le))
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -111,19 +51,6 @@ def _problem(config: Config, name: str, valid: str, remedy: str) -> str:
     return f"{name}={as_typed(value_of(config, name))}: {valid}; {remedy}"
 
 
-def _in_range(value: float, words: str) -> bool:
-    """Whether `value` satisfies a phrase of RANGES."""
-    if not math.isfinite(value):
-        return False
-    if words.startswith("-1 or "):
-        return value == -1 or _in_range(value, words.removeprefix("-1 or "))
-    for part in words.split(" and "):
-        mark, compare = next((m, c) for m, c in COMPARISONS if m in part)
-        if not compare(value, float(part.replace(mark, ""))):
-            return False
-    return True
-
-
 def _values(config: Config, facts: Facts) -> Iterator[str]:
     """Each value by itself, in the schema's order."""
     for name, key in by_name().items():
@@ -135,7 +62,7 @@ def _values(config: Config, facts: Facts) -> Iterator[str]:
                     yield f"{name}={as_typed(value)}: `{given}` is not one of {', '.join(CHOICES[name])}" + (
                         near or "; take one of these"
                     )
-        elif name in RANGES and value is not None and not _in_range(value, RANGES[name]):
+        elif name in RANGES and value is not None and not in_range(value, RANGES[name]):
             null = ", or null" if key.type.endswith("| None") else ""
             yield f"{name}={as_typed(value)}: must be {RANGES[name]}{null}; {_remedy(name, key.default_text)}"
 

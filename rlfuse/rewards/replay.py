@@ -108,7 +108,7 @@ async def scored(
     pool.check_sources([sample.prompt.data_source for sample in samples])
     config = Config()
     config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
-    slots = placement.start(config)
+    slots = await placement.start(config)
     try:
         await pool.start(slots)
         return await pool.score(samples)

@@ -59,7 +59,7 @@ async def _run(
     journal: Journal,
     labels: Sequence[str],
 ) -> None:
-    slots = placement.start(job.config)
+    slots = await placement.start(job.config, again=job.restart is not None)
     living = slots.living()
     with starting(journal):
         padding = tokenizer.pad_token_id

@@ -132,7 +132,7 @@ async def main(options: argparse.Namespace) -> None:
     config.algorithm.adv_estimator, config.actor.use_kl_loss = "grpo", True
     config.actor.ppo_max_token_len_per_gpu = 2 * SEQUENCE
     config.training.pipeline_parallel_size = 2
-    slots = placement.start(config)
+    slots = await placement.start(config)
     head = ["seconds", "passes before training", "training", "its schedules planned", "their work in 1F1B", "step"]
     table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     table += await real(config, slots, options)

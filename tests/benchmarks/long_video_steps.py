@@ -342,7 +342,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options)
         try:
-            slots = placement.start(config)
+            slots = asyncio.run(placement.start(config))
             slots = replace(slots, cores=tuple(sorted(os.sched_getaffinity(0))[:RANKS]))
             found = asyncio.run(measure(bench, slots, options))
         finally:

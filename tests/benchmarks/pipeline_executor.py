@@ -186,7 +186,7 @@ async def main(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     config = Config()
     config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
-    slots, lines = placement.start(config), []
+    slots, lines = await placement.start(config), []
     for ranks in options.ranks:
         # Of 6 layers operations take tens of milliseconds on a core; where they sleep, any that has all stages will do.
         folder = model_folder(options.hidden, 6) if ranks == 2 else model_folder(32, ranks)

@@ -118,7 +118,7 @@ async def main(options: argparse.Namespace) -> None:
     config.training.ulysses_sequence_parallel_size = options.ranks
     config.model.dtype, config.actor.ppo_max_token_len_per_gpu = "float32", longest
     config.data.max_response_length = longest
-    slots = placement.start(config)
+    slots = await placement.start(config)
     print(f"{slots.device}, {len(os.sched_getaffinity(0))} cores, {options.ranks} ranks, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         config.model.path = model_folder(folder, longest)

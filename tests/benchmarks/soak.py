@@ -3,9 +3,9 @@
     python tests/benchmarks/soak.py --minutes 30 [--out jobs/soak.png] [--every 5] [key=value ...]
 
 PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
-pass in an hour; checkpoints every 200 steps. Memory is the proportional set size (shared pages count once over all
-processes). Growth is that of a straight line through what follows the warm-up, the first third; `+-` is twice its
-standard error.
+pass in an hour; checkpoints every 200 steps. Memory is the resident set, of which the private part (USS) tells leaks
+from pages that are shared: libraries, and Ray's object store, which is resident in the raylet. Growth is that of a
+straight line through what follows the warm-up, the first third; `+-` is twice its standard error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ REWARD = (
     "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 2)\n"
 )
 ROLES = ("RolloutWorker", "TrainerRank", "RewardWorker", "raylet", "gcs_server")
-SHOWN = ("process", "MiB at the end", "grew by, MiB", "MiB a 1,000 steps", "+-", "files open")
+SHOWN = (
+    "process",
+    "MiB at the end",
+    "MiB a 1,000 steps",
+    "+-",
+    "private at the end",
+    "MiB a 1,000 steps",
+    "+-",
+    "files open",
+)
 
 
 def command(folder: Path, overrides: list[str]) -> list[str]:
@@ -62,7 +71,6 @@ def command(folder: Path, overrides: list[str]) -> list[str]:
         "trainer.total_training_steps": 1_000_000,
         "trainer.save_freq": 200,
         "trainer.val_before_train": "false",
-        "trainer.logger": "[console]",
         "trainer.default_local_dir": folder / "runs",
     }
     return [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items()), *overrides]
@@ -75,13 +83,14 @@ def name_of(process: psutil.Process) -> str:
     return f"{role or line.split('/')[-1].split(' ')[0] or process.name()} {process.pid}"
 
 
-def sample(driver: psutil.Process) -> dict[str, tuple[float, int]]:
-    """MiB and open files of each process of the run, by name."""
+def sample(driver: psutil.Process) -> dict[str, tuple[float, float, int]]:
+    """MiB, private MiB and open files of each process of the run, by name."""
     found = {}
     for process in (driver, *driver.children(recursive=True)):
         try:
             name = "driver" if process == driver else name_of(process)
-            found[name] = process.memory_full_info().pss / MIB, process.num_fds()
+            memory = process.memory_full_info()
+            found[name] = memory.rss / MIB, memory.uss / MIB, process.num_fds()
         except psutil.Error:
             continue  # it has just ended
     return found
@@ -101,15 +110,15 @@ def last_step(metrics: Path) -> int | None:
 
 
 def watch(process: subprocess.Popen, metrics: Path, minutes: float, every: float) -> dict[str, list[tuple]]:
-    """Name -> (step, seconds, MiB, open files), from the first step on."""
+    """Name -> (step, seconds, MiB, private MiB, open files), from the first step on."""
     driver, began, seen = psutil.Process(process.pid), None, defaultdict(list)
     while began is None or time.time() - began < minutes * 60:
         if process.poll() is not None:
             raise SystemExit(f"the job ended with status {process.returncode}")
         if (step := last_step(metrics)) is not None:
             began = began or time.time()
-            for name, (size, files) in sample(driver).items():
-                seen[name].append((step, time.time() - began, size, files))
+            for name, figures in sample(driver).items():
+                seen[name].append((step, time.time() - began, *figures))
         time.sleep(every)
     return seen
 
@@ -121,15 +130,12 @@ def report(seen: dict[str, list[tuple]]) -> None:
     for name, rows in sorted(seen.items(), key=lambda item: -item[1][-1][2]):
         if len(rows) < longest - 1:
             continue
-        steps, _, sizes, files = np.array(rows[int(len(rows) * WARM_UP) :]).T
-        slope, error = growth(steps, sizes)
-        cells = (
-            sizes[-1],
-            slope * (steps[-1] - steps[0]),
-            slope * 1000,
-            error * 1000,
-            f"{files[0]:.0f} -> {files[-1]:.0f}",
-        )
+        steps, _, *sizes, files = np.array(rows[int(len(rows) * WARM_UP) :]).T
+        cells = []
+        for size in sizes:
+            slope, error = growth(steps, size)
+            cells += [size[-1], slope * 1000, error * 1000]
+        cells.append(f"{files[0]:.0f} -> {files[-1]:.0f}")
         print(f"{name:<24}" + "".join(f"{cell:>19}" if isinstance(cell, str) else f"{cell:>19.2f}" for cell in cells))
 
 
@@ -143,9 +149,9 @@ def draw(seen: dict[str, list[tuple]], path: Path) -> None:
     longest = max(map(len, seen.values()))
     for name, rows in seen.items():
         if len(rows) >= longest - 1:
-            steps, _, sizes, _ = np.array(rows).T
+            steps, _, sizes, *_ = np.array(rows).T
             axes.plot(steps, sizes, label=name.split()[0], linewidth=1)
-    axes.set(xlabel="step", ylabel="MiB (PSS)", yscale="log", title="memory of every process of a run")
+    axes.set(xlabel="step", ylabel="MiB resident", yscale="log", title="memory of every process of a run")
     axes.legend(fontsize=7, ncols=3)
     figure.savefig(path, dpi=120)
 

@@ -108,7 +108,7 @@ def main() -> None:
         folder = Path(name)
         model = write_small_video_llama3(folder / "model", MODEL)
         of_steps(model, arguments)
-        placement.start(config)
+        asyncio.run(placement.start(config))
         try:
             alone = None
             for ranks in arguments.ranks:

@@ -9,11 +9,11 @@ from rlfuse.config.schema import Config
 
 
 @pytest.fixture(scope="session")
-def slots():
+async def slots():
     """A Ray cluster for the whole session, with two slots reserved."""
     config = Config()
     config.trainer.n_gpus_per_node, config.cluster.device = 2, "cpu"
-    yield placement.start(config)
+    yield await placement.start(config)
     placement.stop()
 
 

@@ -1,4 +1,4 @@
-"""A job whose workers are killed and stopped in the middle of their work, and the same job undisturbed.
+"""A job whose workers are killed, stopped and starved in the middle of their work; before, the same job undisturbed.
 
 Run by test_faults.py as a process of its own: `python faulty_steps.py OUT.json key=value ...`.
 """
@@ -6,25 +6,33 @@ Run by test_faults.py as a process of its own: `python faulty_steps.py OUT.json 
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
 
 import psutil
+from interrupted_steps import Steps
 
+from rlfuse import run as running
 from rlfuse.config.compose import load
 from rlfuse.controller import Controller
-from rlfuse.run import run
 
 
-class Saboteur:
+class Saboteur(Steps):
     """Strikes once at each of its targets, over all attempts of the run."""
 
-    def __init__(self):
-        self.faults = [self.kill_an_engine, self.stop_all_engines, self.kill_a_rank]
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.faults = [self.kill_an_engine, self.stop_all_engines, self.starve_a_rank]
 
     async def drive(self, controller, step):
-        """The run, watched."""
+        """The run, watched; before its first attempt, on the same engines, the calm one."""
+        trainer, start = controller.engines.trainer, self.folder / "start"
+        if not start.exists():
+            await trainer.save(start)
+            assert await self.go_on("calm")
+            await trainer.load(start)
         self.controller, self.board = controller, None
         execution = controller.execution
 
@@ -41,8 +49,7 @@ class Saboteur:
 
     async def strike(self):
         while self.faults:
-            await self.faults[0]()
-            del self.faults[0]
+            await self.faults.pop(0)()  # the last ends this attempt, and with it the plot
 
     async def kill_an_engine(self):
         await self.generating(step=1, slots=[0])
@@ -57,10 +64,9 @@ class Saboteur:
         os.kill(core(second), signal.SIGSTOP)
         os.kill(worker, signal.SIGKILL)
 
-    async def kill_a_rank(self):
-        pid = await self.pid(self.controller.engines.trainer.ranks[1])
-        await self.until(3, lambda: any(span.kind == "old_log_prob" for span in self.open_spans()))
-        os.kill(pid, signal.SIGKILL)
+    async def starve_a_rank(self):
+        await self.generating(step=3, slots=[0, 1])
+        await self.controller.engines.trainer.ranks[1].__ray_call__.remote(starve)
 
     async def generating(self, step, slots):
         """Wait for samples on these engines, some of them begun."""
@@ -70,9 +76,6 @@ class Saboteur:
     async def until(self, step, condition):
         while not (self.board and self.step == step and self.board.purpose == "training" and condition()):
             await asyncio.sleep(0.002)
-
-    def open_spans(self):
-        return self.controller.recorder.open.values()
 
     def engine(self, slot):
         return self.controller.engines.rollout[slot].actor
@@ -86,12 +89,25 @@ def core(pid):
     return max(psutil.Process(pid).children(), key=lambda child: child.memory_info().rss).pid
 
 
+def starve(rank):
+    """This process gets no more memory from the system, and holds what it has."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, hard))
+    rank.ballast, size = [], 1 << 20
+    while size > 1 << 12:
+        try:
+            rank.ballast.append(bytearray(size))
+        except MemoryError:
+            size //= 2
+
+
 def main(out, overrides):
-    saboteur = Saboteur()
-    calm = run(load([*overrides, "trainer.experiment_name=calm"]))
-    faulty = run(load([*overrides, "trainer.experiment_name=faulty"]), saboteur.drive)
+    config = load([*overrides, "trainer.experiment_name=faulty"])
+    saboteur = Saboteur(config.run_folder.parent)
+    running._controller = saboteur.stand
+    faulty = running.run(config, saboteur.drive)
     assert not saboteur.faults
-    Path(out).write_text(json.dumps([str(calm), str(faulty)]))
+    Path(out).write_text(json.dumps([str(faulty.with_name("calm")), str(faulty)]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, and a lost node."""
+"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, a lost node."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,14 +22,20 @@ AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 
 @pytest.fixture(scope="module")
 def cluster():
-    """(address, the raylets' processes)."""
+    """(address, the raylets' processes, what adds a node and returns its raylet)."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=plain | AUTHENTICATED, start_new_session=True, **pipes)
     found = json.loads(process.stdout.readline())
     everyone = psutil.Process(process.pid).children(recursive=True)
-    yield found["address"], [psutil.Process(pid) for pid in found["raylets"]]
+
+    def add():
+        process.stdin.write("one more\n")
+        process.stdin.flush()
+        return psutil.Process(int(process.stdout.readline()))
+
+    yield found["address"], [psutil.Process(pid) for pid in found["raylets"]], add
     everyone += psutil.Process(process.pid).children(recursive=True)
     for each in (process, *everyone):
         with suppress(psutil.NoSuchProcess):
@@ -43,14 +50,15 @@ def inhabitants(raylet):
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
 
-def test_two_nodes_share_a_job_and_a_lost_one_is_named(cluster, tiny_model, tmp_path):
-    address, raylets = cluster
+def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster, tiny_model, tmp_path):
+    address, raylets, add = cluster
     settings = {
         "cluster.ray_address": address,
-        "cluster.max_restarts": 0,
+        "cluster.max_restarts": 1,
         "trainer.nnodes": 2,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 500,
+        "trainer.save_freq": 1,
         "trainer.logger": "[console]",
         "data.train_batch_size": 4,
         "actor.ppo_mini_batch_size": 4,
@@ -67,16 +75,28 @@ def test_two_nodes_share_a_job_and_a_lost_one_is_named(cluster, tiny_model, tmp_
     here, there = (inhabitants(raylet) for raylet in raylets)
     assert there == ["Depot", "RolloutWorker", "TrainerRank"]
     assert here == ["Depot", "RewardWorker", "RolloutWorker", "TrainerRank"], "reward functions are beside the driver"
-    gone = raylets[1].children(recursive=True)
-    for each in (raylets[1], *gone):
+
+    for each in (raylets[1], *raylets[1].children(recursive=True)):
         each.kill()
-    text = finish(process, expected=1, timeout=60)
+    successor = add()
+    until = time.monotonic() + 120
+    while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row["fault/restarts"]]):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "the run did not go on"
+        time.sleep(0.2)
+    wait_for_step(run, again[0]["step"] + 1, process)
+    assert inhabitants(successor) == ["Depot", "RolloutWorker", "TrainerRank"]
+    process.send_signal(signal.SIGINT)
+    text = finish(process, expected=130, timeout=60)
     assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
-    assert "Traceback" not in text and "cluster.max_restarts" in text
-    for row in read_metrics(run / "metrics.jsonl"):
+    assert re.search(r"The run goes on from global_step_\d+ \(restart 1 of at most 1\)", text)
+    assert "Traceback" not in text
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
     assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
     until = time.monotonic() + 10
-    while inhabitants(raylets[0]) and time.monotonic() < until:
+    while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert inhabitants(raylets[0]) == [], "the other node is free again"
+    assert left == [], "the nodes are free again"

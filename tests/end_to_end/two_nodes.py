@@ -1,6 +1,7 @@
-"""A Ray cluster of two nodes with two slots each on this machine, until its input ends.
+"""A Ray cluster of two nodes with two slots each on this machine, and of one more for each line of its input.
 
-Prints a line: its address and the process ids of both nodes' raylets.
+Prints a line: its address and the process ids of both nodes' raylets; then a line with that of each further node.
+Ends with its input.
 """
 
 import json
@@ -15,10 +16,15 @@ NODE = {
     "object_store_memory": 100 << 20,
 }
 
+
+def raylet(node):
+    return node.all_processes["raylet"][0].process.pid
+
+
 if __name__ == "__main__":
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
-    nodes = [cluster.head_node, cluster.add_node(**NODE)]
-    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+    raylets = [raylet(node) for node in (cluster.head_node, cluster.add_node(**NODE))]
     print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(raylet(cluster.add_node(**NODE)), flush=True)
     cluster.shutdown()

@@ -1,14 +1,15 @@
 """What goes wrong on a cluster, told in one message."""
 
 import shutil
+import socket
 from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rlfuse.cluster import placement
-from rlfuse.cluster.nodes import Node, choose, lost_message
+from rlfuse.cluster.nodes import Node, answers, choose, lost_message
 from rlfuse.cluster.remote import explain
 from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.facts import Facts
@@ -44,9 +45,18 @@ def test_an_engine_error_from_a_worker_is_passed_on_as_it_is():
     assert str(explain(RayTaskError("f", "tb", cause), "rollout/0", "generate", 5)) == str(cause)
 
 
+STARVED = """The actor is dead because its worker process has died. Worker exit detail: Worker exits with an exit code \
+None. Traceback (most recent call last):
+  File "ray.py", line 67, in wrapper
+    blocks.append(bytearray(1 << 20))
+MemoryError: no more
+Some common causes include: many"""
+
+
 @pytest.mark.parametrize(
     "error, words",
     [
+        (ActorUnavailableError(STARVED, None), ["exit code None. MemoryError: no more). Out of memory is the usual"]),
         (ActorDiedError(), ["trainer/0 died", "load", "Out of memory is the usual cause", "rollout.max_num_seqs"]),
         (TimeoutError(), ["trainer/0 did not load within 5 s", "cluster.timeout_s"]),
         (OSError("disk on fire"), ["trainer/0 failed to load: OSError: disk on fire"]),
@@ -80,6 +90,13 @@ def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
     assert [each.id for each in choose(nodes, 1, 4, bundle, "elsewhere")] == ["b"]
     assert choose(nodes, 4, 2, bundle, "d") is None
     assert choose(nodes, 1, 1, bundle | {"GPU": 1}, "d") is None
+
+
+def test_a_node_is_there_while_somebody_listens_at_its_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Node("a", "127.0.0.1", server.getsockname()[1], {})
+        assert answers(there)
+    assert not answers(there)
 
 
 def test_slots_and_those_who_live_there_are_where_the_plan_says():

@@ -2,9 +2,10 @@ import json
 
 import pytest
 
-from rlfuse.config.checks import RANGES, ConfigError, check
+from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import RANGES
 
 
 def sound(**changes):

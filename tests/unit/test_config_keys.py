@@ -4,10 +4,10 @@ import io
 import pytest
 
 from rlfuse.config import foreign
-from rlfuse.config.checks import CHOICES, RANGES
 from rlfuse.config.documentation import COLUMNS, by_name, help_text, keys, print_help
 from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import CHOICES, RANGES
 
 
 def test_every_key_is_documented_and_the_list_stays_short():

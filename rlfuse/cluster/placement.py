@@ -240,7 +240,8 @@ def _loopback() -> Iterator[None]:
 
 def _join_ray(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": watchdog.environment()})
+        environment = {"env_vars": watchdog.environment()}
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise EngineError(

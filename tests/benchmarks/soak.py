@@ -3,9 +3,8 @@
     python tests/benchmarks/soak.py --minutes 30 [--out jobs/soak.png] [--every 5] [key=value ...]
 
 PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
-pass in an hour; checkpoints every 200 steps. Memory is the resident set, of which the private part (USS) tells leaks
-from pages that are shared: libraries, and Ray's object store, which is resident in the raylet. Growth is that of a
-straight line through what follows the warm-up, the first third; `+-` is twice its standard error.
+pass in an hour; checkpoints every 200 steps. Memory is the resident set; Ray's object store is in the raylet's. Growth
+is that of a straight line through what follows the warm-up, the first third; `+-` is twice its standard error.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ MIB = 1 << 20
 REWARD = (
     "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 2)\n"
 )
-ROLES = ("RolloutWorker", "TrainerRank", "RewardWorker", "raylet", "gcs_server")
-SHOWN = (
-    "process",
-    "MiB at the end",
-    "MiB a 1,000 steps",
-    "+-",
-    "private at the end",
-    "MiB a 1,000 steps",
-    "+-",
-    "files open",
+ROLES = (
+    "RolloutWorker",
+    "EngineCore",
+    "TrainerRank",
+    "RewardWorker",
+    "DashboardAgent",
+    "RuntimeEnvAgent",
+    "log_monitor",
 )
+ROLES += ("dashboard", "monitor", "raylet", "gcs_server", "wandb-core")
+"""Looked for in this order in a process's title and command line."""
+SHOWN = ("process", "MiB at the end", "MiB a 1,000 steps", "+-", "files open")
 
 
 def command(folder: Path, overrides: list[str]) -> list[str]:
@@ -78,19 +78,17 @@ def command(folder: Path, overrides: list[str]) -> list[str]:
 
 def name_of(process: psutil.Process) -> str:
     """What people call it, with its pid where there are several."""
-    line = " ".join(process.cmdline())
-    role = next((role for role in ROLES if role in line), "")
-    return f"{role or line.split('/')[-1].split(' ')[0] or process.name()} {process.pid}"
+    title = f"{process.name()} {' '.join(process.cmdline())}"
+    return f"{next((role for role in ROLES if role in title), process.name())} {process.pid}"
 
 
-def sample(driver: psutil.Process) -> dict[str, tuple[float, float, int]]:
-    """MiB, private MiB and open files of each process of the run, by name."""
+def sample(driver: psutil.Process) -> dict[str, tuple[float, int]]:
+    """MiB and open files of each process of the run, by name."""
     found = {}
     for process in (driver, *driver.children(recursive=True)):
         try:
             name = "driver" if process == driver else name_of(process)
-            memory = process.memory_full_info()
-            found[name] = memory.rss / MIB, memory.uss / MIB, process.num_fds()
+            found[name] = process.memory_info().rss / MIB, process.num_fds()
         except psutil.Error:
             continue  # it has just ended
     return found
@@ -110,7 +108,7 @@ def last_step(metrics: Path) -> int | None:
 
 
 def watch(process: subprocess.Popen, metrics: Path, minutes: float, every: float) -> dict[str, list[tuple]]:
-    """Name -> (step, seconds, MiB, private MiB, open files), from the first step on."""
+    """Name -> (step, seconds, MiB, open files), from the first step on."""
     driver, began, seen = psutil.Process(process.pid), None, defaultdict(list)
     while began is None or time.time() - began < minutes * 60:
         if process.poll() is not None:
@@ -130,12 +128,9 @@ def report(seen: dict[str, list[tuple]]) -> None:
     for name, rows in sorted(seen.items(), key=lambda item: -item[1][-1][2]):
         if len(rows) < longest - 1:
             continue
-        steps, _, *sizes, files = np.array(rows[int(len(rows) * WARM_UP) :]).T
-        cells = []
-        for size in sizes:
-            slope, error = growth(steps, size)
-            cells += [size[-1], slope * 1000, error * 1000]
-        cells.append(f"{files[0]:.0f} -> {files[-1]:.0f}")
+        steps, _, sizes, files = np.array(rows[int(len(rows) * WARM_UP) :]).T
+        slope, error = growth(steps, sizes)
+        cells = (sizes[-1], slope * 1000, error * 1000, f"{files[0]:.0f} -> {files[-1]:.0f}")
         print(f"{name:<24}" + "".join(f"{cell:>19}" if isinstance(cell, str) else f"{cell:>19.2f}" for cell in cells))
 
 

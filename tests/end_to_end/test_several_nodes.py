@@ -79,8 +79,8 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
     for each in (raylets[1], *raylets[1].children(recursive=True)):
         each.kill()
     successor = add()
-    until = time.monotonic() + 120
-    while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row["fault/restarts"]]):
+    until = time.monotonic() + 240
+    while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until, "the run did not go on"
         time.sleep(0.2)

@@ -103,7 +103,12 @@ warm_deepspeed() {
     say "compiling DeepSpeed's communication extension and Python's bytecode once (about a minute and a half)"
     { # uv leaves no bytecode behind; what every process imports is cached from here on, and so is compiled search
         .venv/bin/python -c 'from rlfuse.fusion.schedules.search import warm_up; warm_up()'
-        .venv/bin/python -c 'import accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb'
+        local modules
+        for modules in "accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb" \
+            "vllm.v1.engine.core, vllm.v1.worker.cpu_worker" "rlfuse.run, rlfuse.engines.training" \
+            "ray.dashboard.dashboard, ray.dashboard.agent, ray._private.log_monitor, ray.autoscaler._private.monitor"; do
+            .venv/bin/python -c "import $modules" || true # only for speed
+        done
     } >/dev/null 2>&1 &
     if ! RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 timeout 600 .venv/bin/python \
         >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then

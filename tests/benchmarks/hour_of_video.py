@@ -116,7 +116,7 @@ def report(run: Path, peaks: dict[str, float]) -> None:
         f"({row['video/frames']:.0f} frames at level {row['video/level']:.0f})"
     )
     print(f"decode {row['video/decode_s']:.1f} s of work, encode {row['video/encode_s']:.1f} s of work on two ranks")
-    for kind in ("encode_clips", "gen", "old_log_prob", "update_actor", "step"):
+    for kind in ("encode_clips", "gen", "old_log_prob", "ref", "update_actor", "step"):
         mine = [span for span in spans[kind] if span.where == "driver"]
         print(f"{kind:<14} {covered(mine):8.1f} s")
     print(f"prefill on the engine {row['video/prefill_s']:.1f} s; encoded {row['video/encode_once_factor']:.2f} times")

@@ -7,8 +7,9 @@ Role: called by the journal to write and by the run to resume. Layout, in the ru
     global_step_N/COMPLETE          written last
     latest_checkpointed_iteration.txt
 
-Invariants: a checkpoint grows in `global_step_N.partial` and is renamed when it is whole, so a run killed at any moment
-resumes from the last folder that has its marker; older ones go only after that.
+Invariants: a checkpoint grows in `global_step_N.partial` and is renamed when it is whole and the step's rows are on
+disk, so a run killed at any moment resumes from the last folder that has its marker, without a gap; older ones go after
+that.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ LATEST = "latest_checkpointed_iteration.txt"
 MIB = 1 << 20
 
 
-async def write(
-    run: Path, step: int, state: dict[str, Any], fill: Callable[[Path], Awaitable[None]], keep: int | None
-) -> Path:
-    """Write one checkpoint, whole or not at all: `fill` writes the models; then older ones beyond `keep` go.
+async def write(run: Path, step: int, state: dict[str, Any], fill: Callable[[Path], Awaitable[None]]) -> None:
+    """Write one checkpoint, whole or not at all: `fill` writes the models. It counts once it is `publish`ed.
 
     NotSaved, with what it needs and what there is, where a file could not be written or there clearly is no room.
     """
-    final, partial = run / f"global_step_{step}", run / f"global_step_{step}.partial"
+    partial = run / f"global_step_{step}.partial"
     for left_over in run.glob("global_step_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     if _size(complete(run)[-1:]) > shutil.disk_usage(run).free:
@@ -51,12 +50,16 @@ async def write(
     finally:
         if not (partial / MARKER).exists():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish(run: Path, step: int, keep: int | None) -> None:
+    """From now on runs resume from what `write` wrote; older ones beyond `keep` go."""
+    final = run / f"global_step_{step}"
     shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+    final.with_name(f"{final.name}.partial").rename(final)
     for old in complete(run)[:-keep] if keep else []:
         shutil.rmtree(old)
     (run / LATEST).write_text(str(step))
-    return final
 
 
 def _size(folders: list[Path]) -> int:

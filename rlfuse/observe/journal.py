@@ -77,7 +77,8 @@ class Journal:
         self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
         self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
         self.preemption = Preemption(config.trainer.preemption_grace_s, self.say)
-        self._saved = start
+        self._saved, self._written = start, start
+        """The last step that runs resume from, and the last whose checkpoint is whole."""
 
     def attach(
         self,
@@ -137,20 +138,25 @@ class Journal:
             self._log(0, values)
 
     async def checkpoint(self, step: int) -> None:
-        """Write one, whole or not at all. Where that fails for want of room the run goes on and a person is called.
+        """Write one, whole or not at all; it counts once the step is closed, so that no row of it is missing.
 
-        NotSaved where no later one can make up for it: after the last step, or when told to leave.
+        Where that fails for want of room the run goes on and a person is called. NotSaved where no later one can make
+        up for it: after the last step, or when told to leave.
         """
         with self.recorder.span("save_checkpoint", step=step, cause="step"):
-            keep = self.config.trainer.max_ckpt_to_keep
             try:
-                await checkpoints.write(self.folder, step, self._state(), self._save, keep)
+                await checkpoints.write(self.folder, step, self._state(), self._save)
             except NotSaved as error:
                 if step == self.total_steps or self.leaving:
                     raise
                 self._call(step, Alert("no checkpoint", f"{error} The run goes on, and tries again at the next one."))
             else:
-                self._saved = step
+                self._written = step
+
+    def _publish(self) -> None:
+        if self._written != self._saved:
+            checkpoints.publish(self.folder, self._written, self.config.trainer.max_ckpt_to_keep)
+            self._saved = self._written
 
     @property
     def leaving(self) -> bool:
@@ -163,6 +169,7 @@ class Journal:
             return
         if self._saved != step:
             await self.checkpoint(step)
+            self._publish()
         raise Preempted(f"SIGTERM: the run left after step {step}, which is saved.")
 
     async def finish(self, step: int, board: Board) -> list[Span]:
@@ -176,6 +183,7 @@ class Journal:
         sheets = await self._sheets.draw(step, samples)
         shown = [sample_row(s, str(sheets[s.id].relative_to(self.folder)) if s.id in sheets else None) for s in samples]
         self._samples.write(step, *shown)
+        self._publish()
         drawn = due(self.config.trainer.timeline_freq, step, self.total_steps)
         picture = self._timeline(step, spans) if drawn else None
         for sink in self._sinks:
@@ -201,6 +209,7 @@ class Journal:
         values = values | figures.time_metrics(spans, {"step": tokens}, self.config.slots)
         values |= figures.memory_metrics(spans) | fault_metrics(self.faults)
         self._log(step, values)
+        self._publish()
         if self._terminal and step:
             self._terminal.log(step, values)
         for sink in self._sinks:

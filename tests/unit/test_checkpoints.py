@@ -12,9 +12,14 @@ async def fill(folder):
     (folder / "actor" / "weights").write_text("w")
 
 
+async def save(run, step, state, fill, keep):
+    await checkpoints.write(run, step, state, fill)
+    checkpoints.publish(run, step, keep)
+
+
 async def test_written_whole_found_and_pruned(tmp_path):
     for step in (2, 4, 10):
-        await checkpoints.write(tmp_path, step, {"kl": step / 10}, fill, keep=2)
+        await save(tmp_path, step, {"kl": step / 10}, fill, keep=2)
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_4", "global_step_10"]
     assert (tmp_path / checkpoints.LATEST).read_text() == "10"
     newest = checkpoints.find(tmp_path, "auto")
@@ -25,7 +30,7 @@ async def test_written_whole_found_and_pruned(tmp_path):
 
 
 async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
-    await checkpoints.write(tmp_path, 1, {}, fill, keep=None)
+    await save(tmp_path, 1, {}, fill, keep=None)
 
     async def fails(folder):
         await fill(folder)
@@ -33,10 +38,12 @@ async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
 
     told = r"step 2 .*disk full.* needs 0\.0 MiB, as global_step_1 has, and has .* MiB free.*_1 is still there"
     with pytest.raises(NotSaved, match=told):
-        await checkpoints.write(tmp_path, 2, {}, fails, keep=1)
+        await checkpoints.write(tmp_path, 2, {}, fails)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     (tmp_path / "global_step_7.partial").mkdir()  # of a run that was killed
-    await checkpoints.write(tmp_path, 2, {}, fill, keep=1)
+    await checkpoints.write(tmp_path, 2, {}, fill)
+    assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_1"], "until it is published"
+    checkpoints.publish(tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
 
 

@@ -17,7 +17,7 @@ class ClusterConfig:
     ray_address: str | None = None
     """A running Ray cluster (`auto` or host:port); null starts one for this run."""
     timeout_s: float = 1800.0
-    """Longest time that a worker's start or one remote call may take."""
+    """Longest time that a worker's start or one remote call may take, and a restarted run waits for lost nodes."""
     heartbeat_s: float = 60.0
     """A rollout engine that for so long does not answer, or stands still with samples at hand, is killed and replaced;
     one that computes may take longer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import textwrap
 import time
 from dataclasses import replace
@@ -330,6 +332,26 @@ async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_
         results[-1].function == "reward_model" and "129 tokens" in results[-1].message and "128" in results[-1].message
     )
     assert sorted(len(span.samples) for span in spans if span.where == "reward/model") == [9, 32]
+
+
+async def test_a_reward_model_that_is_killed_while_it_scores_is_replaced(ray_cluster, functions, reward_model):
+    texts = [f"w{3 + k % 190} w{3 + 7 * k % 190}" for k in range(400)]
+    pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
+    await pool.start()
+    try:
+        model = next(seat for seat in pool._seats if seat.where == "reward/model")
+        victim = await model._actor.__ray_call__.remote(lambda _: os.getpid())
+        scoring = asyncio.ensure_future(pool.score(samples(*texts)))
+        while not model.recorder.open:
+            await asyncio.sleep(0.001)
+        os.kill(victim, signal.SIGKILL)
+        results = await scoring
+        restarts = [span for span in await pool.drain() if span.kind == "restart"]
+    finally:
+        await pool.close()
+    assert [span.where for span in restarts] == ["reward/model"]
+    expected = direct_scores(reward_model, ["w3 w4 w5 " + text for text in texts])
+    np.testing.assert_allclose([result.parts["reward_model"] for result in results], expected, atol=1e-5)
 
 
 def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import time
 import types
 from datetime import datetime
 from pathlib import Path
@@ -183,7 +184,9 @@ def test_a_sweep_gives_each_job_its_folder_and_all_one_wandb_group(job, ran, mon
     sink = Wandb(ran[1], {}, tmp_path, resumed=False)
     sink.close(0)
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    group = names[0].partition("-algorithm")[0]
+    group, until = names[0].partition("-algorithm")[0], time.monotonic() + 20
+    while group.encode() not in record.read_bytes() and time.monotonic() < until:  # wandb's own process writes it
+        time.sleep(0.05)
     assert sink._run.group == group and group.encode() in record.read_bytes() and group not in names[1]
     assert len(train.sweep_name("a", [f"rollout.engine_kwargs.{i}={'x' * 30}" for i in range(9)])) <= train.LONGEST_NAME
 

@@ -87,9 +87,11 @@ set_up_interpreter() { # what each Python of .venv, Ray's workers included, need
     local site
     site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # DeepSpeed's compiled extension is found again, also when nobody activated .venv; loading it calls ninja from PATH.
+    # A fifth of what importing vLLM takes goes to looking for garbage among modules, at Python's default of 700.
     cat >"$site/rlfuse_environment.pth" <<'PTH'
 import os, sys; os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 import os, sys; b = os.path.join(sys.prefix, "bin"); p = os.environ.get("PATH", ""); os.environ["PATH"] = p if b in p.split(os.pathsep) else b + os.pathsep + p
+import gc; gc.set_threshold(10_000)
 PTH
     if .venv/bin/python -c 'import torchvision' 2>/dev/null; then return; fi
     say "torchvision does not load beside this torch: adding the definitions it misses"

@@ -1,5 +1,6 @@
 """Shared by the tests that run real engines: one Ray cluster and one tiny model for the session."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ from rlfuse.config.schema import Config
 
 
 @pytest.fixture(scope="session")
-async def slots():
+def slots():
     """A Ray cluster for the whole session, with two slots reserved."""
     config = Config()
     config.trainer.n_gpus_per_node, config.cluster.device = 2, "cpu"
-    yield await placement.start(config)
+    yield asyncio.run(placement.start(config))
     placement.stop()
 
 

@@ -27,10 +27,8 @@ same. Models with several groups of KV layers (sliding windows, state spaces) al
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +45,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_world_group
 
-ROOT = Path("/dev/shm")
+from rlfuse.engines import scratch
+
 PREFIX = "rlfuse-kv-"
 SAVE_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S = 30.0
@@ -87,11 +86,7 @@ class Shelf:
     """An engine's folder of KV caches. Made once per engine, closed with it."""
 
     def __init__(self) -> None:
-        sweep()
-        self._lock = None
-        while self._lock is None:  # one that sweeps may have taken the folder for a dead engine's
-            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=ROOT))
-            self._lock = lock(self.folder)
+        self.folder, self._lock = scratch.make(PREFIX)
         self._names = itertools.count()
         self._wanted: set[str] = set()
         self._coming: set[str] = set()
@@ -159,25 +154,6 @@ class Shelf:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
-
-
-def lock(folder: Path) -> Any:
-    """The folder's lock, held while the returned file is open and its process lives; None if another had it first."""
-    path = folder / "lock"
-    try:
-        file = path.open("w")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):
-        return None
-    return file if path.exists() else None
-
-
-def sweep() -> None:
-    """Remove the folders of engines that were killed."""
-    for folder in ROOT.glob(f"{PREFIX}*"):
-        if (folder / "lock").exists() and (held := lock(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
-            held.close()
 
 
 @dataclass

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlfuse.cluster import nodes
 from rlfuse.cluster.placement import Slots, worker_environment
 from rlfuse.cluster.remote import call
+from rlfuse.engines import scratch
 from rlfuse.engines.protocols import EngineError
-
-SHARED_MEMORY = Path("/dev/shm")
+from rlfuse.engines.scratch import SHARED_MEMORY
 
 
 def free_bytes(folder: Path) -> int:
@@ -45,7 +44,7 @@ class Depot:
 
     def open(self) -> str:
         """Make the folder; its path."""
-        self.folder = Path(tempfile.mkdtemp(prefix="rlfuse-weights-", dir=self.root))
+        self.folder, self._lock = scratch.make("rlfuse-weights-", self.root)
         return str(self.folder)
 
     def free(self) -> int:
@@ -76,6 +75,7 @@ class Depot:
     def close(self) -> None:
         """Remove the folder with what is left in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
 
 class DepotHandle:

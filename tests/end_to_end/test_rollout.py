@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from leftovers import weights_left
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
@@ -255,7 +256,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
     restored = await collect(engine, samples)
     assert [restored[s.id].token_ids.tolist() for s in samples] == [before[s.id].token_ids.tolist() for s in samples]
     assert {response.weight_version for response in restored.values()} == {2}
-    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+    assert not weights_left()
     updates = await drained(engine, "update_weights")
     assert [span.attributes["version"] for span in updates] == [1, 2]
 
@@ -342,7 +343,7 @@ async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, m
     assert await engine.version() == 4
     assert len(await collect(engine, [sample(0)])) == 1  # no bucket had arrived: the engine goes on as it was
     await sync.push(5)
-    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+    assert not weights_left()
 
 
 def children(pid: int) -> list[int]:

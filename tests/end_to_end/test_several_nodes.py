@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from driven_job import settings_of
+from leftovers import weights_left
 from test_job import finish, wait_for_step
 
 from rlfuse.observe.tracking import read_metrics
@@ -95,7 +96,7 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
-    assert not list(Path("/dev/shm").glob("rlfuse-weights-*"))
+    assert not weights_left()
     until = time.monotonic() + 10
     while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)

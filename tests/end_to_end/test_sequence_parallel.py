@@ -78,7 +78,8 @@ async def everything(group, rows):
 def assert_same(found, expected, rows):
     for have, want in zip(found[0], expected[0], strict=True):
         assert [len(each) for each in have] == lengths(rows)
-        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=0)
+        # Log-probs of -10 have steps of 1e-6 in float32: a few of these are no difference.
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
     for have, want in zip(found[2], expected[2], strict=True):
         assert distance(have, want) < 1e-5
@@ -164,7 +165,8 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
     await group.take(cut(folder, budget=20))
     scored = [[await group.log_probs("ref", each), await group.values(each)] for each in (shown, rows)]
     for have, want in zip(*scored, strict=True):
-        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=0)
+        # Log-probs of -10 have steps of 1e-6 in float32: a few of these are no difference.
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
     results = []
     for largest in (1, 4):
         await group.take(cut(folder, 20, largest))

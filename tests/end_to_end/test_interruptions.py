@@ -1,7 +1,6 @@
 """Jobs that are killed anywhere, on full disks, with workers that hang: what is lost is known, and nothing else is."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -9,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from driven_job import settings_of
-from test_job import all_gone, descendants, finish, start, wait_for_step
-
-from rlfuse.observe.tracking import read_metrics
+from test_job import all_gone, descendants
 
 LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")
 
@@ -29,7 +26,7 @@ def disk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driven(tiny_model, disk):
-    """What interrupted_steps.py found; the settings of its job; the processes that were left when it was killed."""
+    """What interrupted_steps.py found, and the processes that were there when it was killed."""
     settings = settings_of(disk, tiny_model) | {
         "algorithm": "ppo",
         "data.val_files": f"[{disk}/train.jsonl]",
@@ -62,7 +59,7 @@ def driven(tiny_model, disk):
         time.sleep(0.1)
     workers = [each for each in descendants(process) if "Agent" not in each.name()]  # Ray's stay for a minute
     process.kill()
-    return json.loads(out.read_text()), words, workers
+    return json.loads(out.read_text()), workers
 
 
 def learned(rows):
@@ -107,22 +104,6 @@ def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(driven)
     assert "no answer" not in whole and "interrupted_steps.py" in whole and "waiting for trainer/0" in hung
 
 
-def test_nothing_outlives_a_driver_that_is_killed_and_the_same_command_goes_on(driven, disk):
-    found, words, workers = driven
+def test_nothing_outlives_a_driver_that_is_killed(driven):
+    _, workers = driven
     assert len(workers) > 8 and not all_gone(workers, timeout=30)
-    command = [sys.executable, "-m", "rlfuse.train", *words, "trainer.total_training_steps=500"]
-    process = start(command, "killed", "trainer.logger=[console]")
-    wait_for_step(disk / "runs" / "rlfuse" / "killed", 3, process)
-    workers = descendants(process)
-    process.send_signal(signal.SIGINT)
-    text = finish(process, expected=130, timeout=60)
-    assert "resumed from" in text and "the same command goes on" in text and not all_gone(workers)
-    whole = {row["step"]: row for row in found["rows"]["whole"]}
-    rows = {row["step"]: row for row in read_metrics(disk / "runs" / "rlfuse" / "killed" / "metrics.jsonl")}
-    for step in (2, 3):
-        [have, want] = learned([rows[step], whole[step]])
-        shared = have.keys() & want.keys()  # the longer job validates at other steps
-        assert len(shared) > 20
-        assert {name: have[name] for name in shared} == pytest.approx(
-            {name: want[name] for name in shared}, rel=1e-5, abs=1e-6
-        )

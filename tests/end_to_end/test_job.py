@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlfuse import train
 from rlfuse.cli import main as rlfuse
 from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
@@ -32,7 +33,7 @@ def half_flat(data_source, solution_str, ground_truth, extra_info=None):
         raise RuntimeError("unlucky")
     return 0.5 if int(ground_truth) % 2 else sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
 '''
-STEPS = 4
+STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 SECRETS = "kwargs: {api_key: marked-secret-1, judge: ${oc.env:JUDGE_TOKEN}}"
 
 
@@ -66,6 +67,7 @@ def job(tiny_model, tmp_path_factory):
         "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 2,
+        "trainer.test_freq": STEPS,
         "trainer.default_local_dir": folder / "runs",
         "cluster.timeout_s": 300,
     }
@@ -89,14 +91,20 @@ def finish(process, expected, timeout=400):
     return text
 
 
-def wait_for_step(folder, step, process, timeout=300):
+def wait_for(condition, what, process, timeout=300):
     deadline = time.time() + timeout
     while time.time() < deadline:
         assert process.poll() is None, process.communicate()[0]
-        if any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")):
+        if condition():
             return
         time.sleep(0.2)
-    raise AssertionError(f"step {step} was not reached within {timeout} s")
+    raise AssertionError(f"{what} did not come within {timeout} s")
+
+
+def wait_for_step(folder, step, process):
+    wait_for(
+        lambda: any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")), f"step {step}", process
+    )
 
 
 def descendants(process):
@@ -224,7 +232,7 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, _ = serial
-    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert (run / LATEST).read_text() == str(STEPS)
     assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_2", f"global_step_{STEPS}"]
     folder = run / f"global_step_{STEPS}" / "actor" / "huggingface"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -232,7 +240,7 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200
 
 
-def test_preempted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial):
+def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial):
     """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened.
 
     Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
@@ -241,21 +249,21 @@ def test_preempted_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(
     run = folder / "runs" / "rlfuse" / "adaptive"
     process = start(command, "adaptive", "fusion=adaptive")
     wait_for_step(run, 1, process)
-    workers = descendants(process)
+    workers = [each for each in descendants(process) if "Agent" not in each.name()]  # Ray's stay for a minute
     assert heard_beyond_this_machine([process, *workers]) == []
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
-    process.send_signal(signal.SIGTERM)
-    text = finish(process, expected=75, timeout=60)
-    left = read_metrics(run / "metrics.jsonl")[-1]["step"]
-    assert f"the run left after step {left}, which is saved" in text and f"global_step_{left}; the same command" in text
-    assert not all_gone(workers)
+    wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
+    process.kill()
+    assert len(workers) > 8 and not all_gone(workers, timeout=30)
     text = finish(start(command, "adaptive", "fusion=adaptive"), expected=0)
     assert "resumed from" in text
     assert_same_curves(serial[0], run)
 
 
 def assert_same_curves(serial, run, steps=range(STEPS + 1)):
+    """`run`, which may have gone on for longer, learned what `serial` did."""
     expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial, run))
+    found = found[: len(expected)]
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(steps)
     for want, have in zip(expected, found, strict=True):
         for name, value in want.items():
@@ -263,12 +271,31 @@ def assert_same_curves(serial, run, steps=range(STEPS + 1)):
                 assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
 
 
-def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(job, serial):
+@pytest.fixture(scope="module")
+def preempted(job):
+    """A longer job in fused pipelines that was told to leave: (folder, its text)."""
     folder, command = job
-    pipelines = ("training.pipeline_parallel_size=2", "training.split_backward=true")
-    text = finish(start(command, "pipelines", *pipelines), expected=0)
-    assert "training wait for all responses: training.pipeline_parallel_size=2" in text
     run = folder / "runs" / "rlfuse" / "pipelines"
+    pipelines = ("training.pipeline_parallel_size=2", "training.split_backward=true")
+    process = start(command, "pipelines", *pipelines, "trainer.total_training_steps=500")
+    wait_for_step(run, STEPS, process)
+    workers = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    text = finish(process, expected=75, timeout=60)
+    assert not all_gone(workers)
+    return run, text
+
+
+def test_a_preempted_job_saves_where_it_is_and_leaves(preempted):
+    run, text = preempted
+    left = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert f"the run left after step {left}, which is saved" in text and f"global_step_{left}; the same command" in text
+    assert (run / LATEST).read_text() == str(left)
+
+
+def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(preempted, serial):
+    run, text = preempted
+    assert "training wait for all responses: training.pipeline_parallel_size=2" in text
     assert_same_curves(serial[0], run)
     spans = read_events(run / "events.jsonl")
     last = [span for span in spans if span.step == STEPS]
@@ -281,7 +308,7 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     assert all(s.attributes["planned"][0] < s.attributes["planned"][1] for s in last if s.kind == "weight_gradients")
     made = read_metrics(run / "metrics.jsonl")[-1]
     assert 0 < made["fusion/train_makespan_planned"] <= made["fusion/train_makespan_serial"]
-    assert (run / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
+    assert (run / f"global_step_{made['step']}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -326,8 +353,9 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
         assert "unlucky" in text and 0 < failed <= len(failures)
 
 
-def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):
-    _, command = job
+def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path, capsys, monkeypatch):
+    _, (_, _, _, *words) = job
+    monkeypatch.setenv("JUDGE_TOKEN", "marked-secret-2")
     (tmp_path / "broken.py").write_text("def even(solution_str:\n    return 1\n")
     (tmp_path / "columns.jsonl").write_text('{"question": "w5"}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 40}) + "\n")
@@ -339,11 +367,13 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path):
         "actor.ppo_mini_batch_sise=4": ["actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size"],
         "actor_rollout_ref.actor.ppo_mini_batch_size=4": ["actor.ppo_mini_batch_size"],
     }
-    processes = {override: start(command, "bad", override) for override in cases}
-    for override, words in cases.items():
-        text = finish(processes[override], expected=2, timeout=120)
+    children = psutil.Process().children(recursive=True)
+    for override, named in cases.items():
+        assert train.main([*words, "trainer.experiment_name=bad", override]) == train.USER_ERROR, override
+        text = capsys.readouterr().err
         assert "Traceback" not in text, text
-        assert all(word in text for word in words), (override, text)
+        assert all(word in text for word in named), (override, text)
+    assert psutil.Process().children(recursive=True) == children
 
 
 def test_used_run_folder_is_refused_when_there_is_nothing_to_resume(job, serial):

@@ -3,10 +3,16 @@
 import time
 from pathlib import Path
 
+from rlfuse.engines import scratch
+
 
 def weights_left(timeout=10):
-    """Folders of pushes. Those of jobs that other tests run come and go: waits for a moment without any."""
+    """Folders of pushes, but for those of killed drivers, which the next push removes.
+
+    Those of jobs that other tests run come and go: waits for a moment without any.
+    """
     until = time.monotonic() + timeout
+    scratch.sweep("rlfuse-weights-")
     while (left := list(Path("/dev/shm").glob("rlfuse-weights-*"))) and time.monotonic() < until:
         time.sleep(0.005)
     return left

@@ -50,6 +50,15 @@ async def engine(ray_cluster, tiny_model):
     yield handle
 
 
+@pytest.fixture(scope="module")
+async def drafting(ray_cluster):
+    """An engine that is yet to be started, and then drafts."""
+    handle = new_handle(9)
+    yield handle
+    await handle.stop()
+    ray.kill(handle.actor)
+
+
 def sample(index: int, sibling: int = 0, length: int = 40, step: int = 1) -> Sample:
     ids = np.random.default_rng(index).integers(3, 200, length).astype(np.int32)
     prompt = Prompt(index, ids, "", (), "test", None)
@@ -298,39 +307,33 @@ def test_tail_speculation_drafts_below_its_threshold_only(tiny_model):
         arguments(2, engine_kwargs={"speculative_config": {"method": "suffix"}})
 
 
-async def test_tail_speculation_keeps_greedy_tokens(engine, tiny_model):
-    drafting = new_handle(9)
+async def test_a_failed_start_says_why(drafting, tiny_model, tmp_path):
+    with pytest.raises(EngineError, match=r"rollout/9 could not start vLLM for .*nothing\.\n.*'.*/nothing'"):
+        await drafting.start(model_config(tmp_path / "nothing"), settings(), 64, "cpu")
+    with pytest.raises(
+        EngineError, match=r"rollout/9 could not start vLLM for (.|\n)*ValueError: .*KV cache"
+    ) as failure:
+        await drafting.start(model_config(tiny_model), settings(kv_cache_memory_mb=1), 1024, "cpu")
+    assert "root cause" not in str(failure.value).splitlines()[-1]
+    with pytest.raises(EngineError, match=r"rollout/9 could not start(.|\n)*rollout.engine_kwargs"):
+        await drafting.start(model_config(tiny_model), settings(engine_kwargs={"blocksize": 16}), 64, "cpu")
+
+
+async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model):
+    """In the process where starts have failed, too."""
     await drafting.start(model_config(tiny_model), settings(), 512, "cpu", tail_speculation=2)
-    try:
-        samples = [sample(80 + i) for i in range(4)]
-        greedy = Sampling(0.0, 1.0, -1, 60)
-        expected, tail = await collect(engine, samples, greedy), await collect(drafting, samples[:2], greedy)
-        crowd = await collect(drafting, samples, WARM)
-        assert {key: value.token_ids.tolist() for key, value in tail.items()} == {
-            one.id: expected[one.id].token_ids.tolist() for one in samples[:2]
-        }
-        undrafted = await collect(engine, samples, WARM)  # four are too many to draft: drawn tokens are the same too
-        assert all(crowd[key].token_ids.tolist() == undrafted[key].token_ids.tolist() for key in undrafted)
-    finally:
-        await drafting.stop()
-        ray.kill(drafting.actor)
+    samples = [sample(80 + i) for i in range(4)]
+    greedy = Sampling(0.0, 1.0, -1, 60)
+    expected, tail = await collect(engine, samples, greedy), await collect(drafting, samples[:2], greedy)
+    crowd = await collect(drafting, samples, WARM)
+    assert {key: value.token_ids.tolist() for key, value in tail.items()} == {
+        one.id: expected[one.id].token_ids.tolist() for one in samples[:2]
+    }
+    undrafted = await collect(engine, samples, WARM)  # four are too many to draft: drawn tokens are the same too
+    assert all(crowd[key].token_ids.tolist() == undrafted[key].token_ids.tolist() for key in undrafted)
 
 
 # Failures --------------------------------------------------------------------------------------------------------
-
-
-async def test_a_failed_start_says_why(ray_cluster, tiny_model, tmp_path):
-    handle = new_handle(8)
-    with pytest.raises(EngineError, match=r"rollout/8 could not start vLLM for .*nothing\.\n.*'.*/nothing'"):
-        await handle.start(model_config(tmp_path / "nothing"), settings(), 64, "cpu")
-    with pytest.raises(
-        EngineError, match=r"rollout/8 could not start vLLM for (.|\n)*ValueError: .*KV cache"
-    ) as failure:
-        await handle.start(model_config(tiny_model), settings(kv_cache_memory_mb=1), 1024, "cpu")
-    assert "root cause" not in str(failure.value).splitlines()[-1]
-    with pytest.raises(EngineError, match=r"rollout/8 could not start(.|\n)*rollout.engine_kwargs"):
-        await handle.start(model_config(tiny_model), settings(engine_kwargs={"blocksize": 16}), 64, "cpu")
-    ray.kill(handle.actor)
 
 
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):

@@ -63,6 +63,7 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
         "trainer.logger": "[console]",
         "data.train_batch_size": 4,
         "actor.ppo_mini_batch_size": 4,
+        "actor.zero_stage": 3,
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
     }

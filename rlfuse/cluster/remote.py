@@ -65,9 +65,7 @@ def _dead(error: BaseException | None) -> bool:
 
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
     """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
-    if isinstance(error, EngineError | asyncio.CancelledError):
-        return error
-    if isinstance(error, RayTaskError):
+    if isinstance(error, RayTaskError):  # first: Ray raises a worker's error as one of both types, with its own text
         cause = error.cause or error
         if isinstance(cause, EngineError):  # says all already
             return type(cause)(str(cause))
@@ -76,6 +74,8 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
         if isinstance(cause, MemoryError) or GONE.search(str(cause)):
             return WorkerLost(f"{text}. {MEMORY}\n{tail.rstrip()}")
         return EngineError(f"{text}\n{tail.rstrip()}")
+    if isinstance(error, EngineError | asyncio.CancelledError):
+        return error
     if isinstance(error, ActorDiedError | ActorUnavailableError):
         return WorkerLost(f"{worker} died while it was asked to {action} ({_reason(error)}). {MEMORY}")
     if isinstance(error, TimeoutError | GetTimeoutError):

@@ -46,10 +46,9 @@ async def engines(request, ray_cluster, tiny_model):
         handles[0].start(model_config(tiny_model), plain, 512, "cpu"),
         handles[1].start(model_config(tiny_model), chunks, 512, "cpu", core=LAST_CORE),
     )
-    told = (
-        call(each.actor.__ray_call__.remote(lambda self: self._shelf.folder), each.name, "", 30) for each in handles
-    )
-    OWN[:] = await asyncio.gather(*told)
+    for handle in handles:
+        folder = handle.actor.__ray_call__.remote(lambda self: self._shelf.folder)
+        OWN.append(await call(folder, handle.name, "name its shelf", 30))
     assert len(shelves()) == 2
     yield handles
     for handle in handles:

@@ -14,7 +14,7 @@ from rlfuse.cluster.remote import explain
 from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.protocols import EngineError, EngineLost
 from rlfuse.job import open_job
 from rlfuse.planning.placing import places
 
@@ -41,8 +41,11 @@ def test_a_users_exception_keeps_its_type_message_and_place():
 
 
 def test_an_engine_error_from_a_worker_is_passed_on_as_it_is():
-    cause = raised(EngineError("rollout/0: out of memory; lower rollout.max_num_seqs"))
-    assert str(explain(RayTaskError("f", "tb", cause), "rollout/0", "generate", 5)) == str(cause)
+    """Ray raises a worker's error as a type of its own that is both, with a traceback for a text."""
+    cause = raised(EngineLost("rollout/0: out of memory; lower rollout.max_num_seqs"))
+    for error in (RayTaskError("f", "tb", cause), RayTaskError("f", "tb", cause).as_instanceof_cause()):
+        explained = explain(error, "rollout/0", "generate", 5)
+        assert type(explained) is EngineLost and str(explained) == str(cause)
 
 
 STARVED = """The actor is dead because its worker process has died. Worker exit detail: Worker exits with an exit code \

@@ -36,7 +36,7 @@ from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout_start import resolve_kv_transfer, rollout_env
+from rlfuse.engines.rollout_start import rollout_env
 from rlfuse.engines.trained_tower import TowerSettings
 from rlfuse.engines.trainer import TrainerGroup
 from rlfuse.engines.weights import WeightPush, resolve_transfer
@@ -66,9 +66,6 @@ from rlfuse.video.video_model import VideoModel
 
 TOKEN_BYTES = 8
 """A finished sample holds its token and the engine's log-prob of it."""
-NIXL_BYTES_PER_S = 1e10
-"""Until a run has measured it: less than any link between GPUs of a host."""
-
 
 Drive = Callable[[Controller, int], Awaitable[None]]
 
@@ -229,9 +226,8 @@ def _link_speed(config: Config, device: str) -> float:
     """Bytes per second between engines of one host; 0: KV caches do not travel."""
     if config.trainer.nnodes > 1:
         return 0.0
-    if resolve_kv_transfer(config.rollout.kv_transfer, device) == "nixl":
-        return NIXL_BYTES_PER_S
-    return placement.shared_memory_speed() if device == "cpu" else 0.0
+    speed = placement.shared_memory_speed()
+    return speed if device == "cpu" else speed / 2  # from and to the device besides: a guess, not measured
 
 
 def _settings(config: Config, trainer: TrainerGroup | PipelineTrainer) -> Settings:

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterator
 
 from rlfuse.config.documentation import as_typed, by_name
-from rlfuse.config.facts import Facts, reward_file
+from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
@@ -186,7 +186,9 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
     if config.rollout.weight_transfer in ("nccl", "ipc") and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
-    if config.rollout.kv_transfer == "nixl" and facts.nixl is False:
+    if config.rollout.kv_transfer == "nixl" and facts.cuda:
+        yield _problem(config, "rollout.kv_transfer", NIXL_NEEDS_MEMORY_THAT_STAYS, "set rollout.kv_transfer=auto")
+    elif config.rollout.kv_transfer == "nixl" and facts.nixl is False:
         remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
         yield _problem(config, "rollout.kv_transfer", "needs the package nixl, which is not installed", remedy)
 

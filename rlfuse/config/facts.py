@@ -17,6 +17,12 @@ from typing import Any
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
 
+NIXL_NEEDS_MEMORY_THAT_STAYS = (
+    "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
+    "registers again"
+)
+"""Why KV caches don't travel through NIXL there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

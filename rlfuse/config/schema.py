@@ -96,7 +96,7 @@ class RolloutConfig:
     weight_transfer: str = "auto"
     """How new weights reach the engines: auto (shm on CPU hosts, ipc on GPUs) | shm | nccl | ipc."""
     kv_transfer: str = "auto"
-    """How a moved sample's KV cache reaches its engine: auto (nixl on GPUs that have it, else shm) | shm | nixl."""
+    """How a moved sample's KV cache reaches its engine: auto (which is shm) | shm | nixl (CPU hosts only)."""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

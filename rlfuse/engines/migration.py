@@ -19,9 +19,10 @@ Invariants:
 - nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
   one starts (it is locked while its engine lives).
 
-`migration_nixl` is the other connector, `rollout.kv_transfer` chooses: it reads from GPU to GPU without a copy on the
-host, but the engine that is left pins the blocks until they were read. Places, keys and when they are void are the
-same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+On GPUs too: ranks copy between device and file on the stream on which the model runs, so what was computed before is
+there and what comes after finds it. Nothing but the caches' addresses is kept, which an engine that sleeps has again
+when it wakes. `migration_nixl` is the other connector, for CPU hosts; `rollout.kv_transfer` chooses. Places, keys and
+when they are void are the same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
     def _room(self, blocks: int, file: Path) -> bool:
         """Whether shared memory has room for so many blocks, and as much again for others."""
         cache = self._kv_cache_config
-        block = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks * self._ranks
+        block = cache.kv_cache_tensors[0].size // cache.num_blocks * self._ranks  # each tensor names the whole of them
         return shutil.disk_usage(file.parent).free > 2 * blocks * block
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfer:
@@ -292,10 +293,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         path.unlink(missing_ok=True)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
-        """The layer's cache with the scheduler's blocks as first dimension; wherever the backend keeps that one."""
-        count = self._kv_cache_config.num_blocks
-        dimension = next(i for i, size in enumerate(cache.shape) if size >= count and size % count == 0)
-        return cache.movedim(dimension, 0).unflatten(0, (count, -1))
+        """The layer's cache by the scheduler's blocks, each of which is one of the attention's blocks or several."""
+        return cache.unflatten(0, (self._kv_cache_config.num_blocks, -1))
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, None]:
         saved, self._saved = self._saved, set()

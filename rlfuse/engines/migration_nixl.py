@@ -19,6 +19,8 @@ Invariants:
 - what can't be read is prefilled: the source has died, a transfer fails, there is another reason to start anew.
 Holding isn't free: vLLM steps the source's scheduler every millisecond until the blocks are read, and NIXL's progress
 thread keeps 0.4 of a core busy in every rank. That, and the first handshake of two engines, is why CPU hosts use shm.
+GPUs can't have it: NIXL registers the KV cache once, and an engine that sleeps unmaps it and wakes with other memory at
+the same addresses, of which vLLM's connector is not told.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlfuse.config.facts import nixl_installed
+from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines import speculation
 from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
@@ -99,11 +99,13 @@ def engine_arguments(
         "disable_log_stats": True,
         "worker_extension_cls": "rlfuse.engines.generators.WorkerExtension",
     }
+    if rollout.tensor_model_parallel_size > 1:
+        # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but
+        # would choose them inside of a placement group: there they are processes of the engine's own.
+        arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
-        if rollout.tensor_model_parallel_size > 1:  # its workers are Ray actors in our bundles, see placement
-            arguments["distributed_executor_backend"] = "ray"
     else:
         arguments |= {
             "enforce_eager": True,
@@ -136,9 +138,11 @@ def token_bytes(vllm_config: Any) -> int:
 def resolve_kv_transfer(setting: str, device: str) -> str:
     """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
     if setting == "auto":
-        return "nixl" if device == "cuda" and nixl_installed() else "shm"
+        return "shm"
     if setting not in ("shm", "nixl"):
         raise ValueError(f"rollout.kv_transfer={setting!r}: choose auto, shm or nixl")
+    if setting == "nixl" and device == "cuda":
+        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_NEEDS_MEMORY_THAT_STAYS}; choose auto or shm")
     if setting == "nixl" and not nixl_installed():
         raise ValueError("rollout.kv_transfer=nixl: the package nixl is not installed; install it, or choose shm")
     return setting

@@ -1,0 +1,102 @@
+"""KV caches out of one engine's blocks and into another's, in every layout that vLLM gives them on CPUs and GPUs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.engines.migration import MigrationConnector, Transfer, connector_arguments
+from rlfuse.engines.rollout_start import resolve_kv_transfer
+
+LAYERS, BLOCK, BLOCKS = ["layer.0", "layer.1", "layer.2"], 32, 12
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory):
+    """A rank writes its part under its number."""
+    store = tmp_path_factory.mktemp("store") / "world"
+    parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+    yield
+    parallel_state.destroy_distributed_environment()
+
+
+class Engine:
+    """A rank's KV cache as the engine lays it out, and the connector beside it."""
+
+    def __init__(self, layout: KVCacheLayout, kernel_block: int, seed: int):
+        config = VllmConfig(
+            cache_config=CacheConfig(block_size=BLOCK),
+            parallel_config=ParallelConfig(),
+            scheduler_config=SchedulerConfig(max_model_len=512, is_encoder_decoder=False),
+            kv_transfer_config=KVTransferConfig(**connector_arguments("shm")),
+        )
+        config.cache_config.kv_cache_layout = layout.name
+        groups = [KVCacheGroupSpec(LAYERS, SPEC)]
+        memory = BLOCKS * len(LAYERS) * SPEC.page_size_bytes
+        self.config = get_kv_cache_config_from_groups(config, groups, memory)
+        assert self.config.num_blocks == BLOCKS
+        self.caches = allocate_kv_cache(self.config, torch.device("cpu"), layout, [kernel_block])
+        torch.manual_seed(seed)
+        for cache in self.caches.values():
+            cache.copy_(torch.randn(cache.shape))
+        self.connector = MigrationConnector(config, KVConnectorRole.WORKER, self.config)
+        self.connector.register_kv_caches(self.caches)
+
+    def step(self, **transfer) -> None:
+        self.connector.bind_connector_metadata(Transfer(**transfer))
+        self.connector.start_load_kv(None)
+
+    def block(self, layer: str, index: int) -> torch.Tensor:
+        """A block's keys and values, whichever way they lie."""
+        rows = self.caches[layer].shape[0] // BLOCKS
+        return self.caches[layer][index * rows : (index + 1) * rows]
+
+
+LAYOUTS = [(layout, BLOCK) for layout in KVCacheLayout]
+LAYOUTS += [(each, BLOCK // 2) for each in KVCacheLayout if each.is_layer_compact and each.is_block_compact]
+"""Attention may have smaller blocks than the scheduler where nothing lies between two of those."""
+
+
+@pytest.mark.parametrize("layout, kernel", LAYOUTS, ids=lambda value: getattr(value, "name", str(value)))
+def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, layout, kernel):
+    source, target = Engine(layout, kernel, 1), Engine(layout, kernel, 2)
+    before = {layer: cache.clone() for layer, cache in target.caches.items()}
+    base = str(tmp_path / "7")
+    source.step(saves=[("request", base, [3, 9, 4])])
+    assert source.connector.get_finished([]) == ({"request"}, None)
+    target.step(loads=[(base, [11, 2], 1)])  # its own prefix cache has the first
+    assert not target.connector.get_block_ids_with_load_errors()
+    for layer in LAYERS:
+        for here, there in ((11, 9), (2, 4)):
+            assert torch.equal(target.block(layer, here), source.block(layer, there))
+        changed = (target.caches[layer] != before[layer]).flatten(1).any(1).unflatten(0, (BLOCKS, -1)).any(1)
+        assert changed.nonzero().flatten().tolist() == [2, 11]
+    assert not list(tmp_path.iterdir())
+
+
+def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path):
+    connector = Engine(next(iter(KVCacheLayout)), BLOCK, 0).connector
+    block, free = len(LAYERS) * SPEC.page_size_bytes, 1 << 40
+    assert connector._room(10, tmp_path) is True
+    assert connector._room(free // block, tmp_path) is False
+
+
+def test_nixl_is_refused_where_engines_sleep():
+    assert resolve_kv_transfer("auto", "cuda") == resolve_kv_transfer("auto", "cpu") == "shm"
+    with pytest.raises(ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*choose auto or shm"):
+        resolve_kv_transfer("nixl", "cuda")
+    config = Config()
+    config.rollout.kv_transfer = "nixl"
+    [problem] = [line for line in check(config, Facts(cuda=True, nixl=True)) if "kv_transfer" in line]
+    assert "gives up the memory that NIXL registered" in problem and "set rollout.kv_transfer=auto" in problem
+    assert not [line for line in check(config, Facts(cuda=False, nixl=True)) if "kv_transfer" in line]

@@ -11,7 +11,6 @@ Waits: for executions and weight pushes, both bounded by the engines' own limits
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -63,7 +62,7 @@ class Controller:
             step += 1
             with self.recorder.span("step", step=step):
                 board = await self.learn(step)
-                await self.sync(step, board.trainers)
+                await self.sync(step)
             if due(self.config.trainer.test_freq, step, self.total_steps) and not self.journal.leaving:
                 await self.validate(step)
             if due(self.config.trainer.save_freq, step, self.total_steps):
@@ -156,12 +155,9 @@ class Controller:
                 board.extend([group for group in groups if group.samples[0].id not in board.samples], self.clock())
         return board.all_scored and bool(board.kept())
 
-    async def sync(self, step: int, trainers: Sequence[int] = ()) -> None:
-        """What the engines generate from now on carries version `step`; slots in role `trainer` are engines again."""
-        rollout, trainer = self.engines.rollout, self.engines.trainer
+    async def sync(self, step: int) -> None:
+        """What the engines generate from now on carries version `step`; they have the devices."""
         with self.recorder.span("update_weights", step=step, cause="optimizer"):
-            await asyncio.gather(*(trainer.leave_device(slot) for slot in trainers))
-            await asyncio.gather(*(rollout[slot].wake() for slot in trainers))
             await self.engines.weights.push(version=step)
 
     def fleet(self) -> Fleet:

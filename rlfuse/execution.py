@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 
+from rlfuse.engines.colocation import to_engine, to_ranks
 from rlfuse.engines.protocols import EngineLost, Engines, Sampling, WorkerLost
 from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.fusion.board import Board
@@ -122,8 +123,6 @@ class Execution:
                 "the weights that the step's samples are drawn from."
             )
         with self.recorder.span("renew", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
-            if self.board.fleet.slots[slot].role == "trainer":
-                await self.engines.trainer.leave_device(slot)
             await self.engines.weights.renew(slot)
         self.board.fleet.revive(slot)
         self._renewing = False
@@ -151,15 +150,10 @@ class Execution:
             await self._evict(decision.source, decision.samples, decision.carry)
 
     async def _switch(self, decision: Switch) -> None:
-        slot, engine, trainer = decision.slot, self.engines.rollout[decision.slot], self.engines.trainer
-        attributes = {"slot": slot, "to": decision.role}
+        slot, attributes = decision.slot, {"slot": decision.slot, "to": decision.role}
+        give = to_ranks if decision.role == "trainer" else to_engine
         with self.recorder.span("switch", step=self.step, cause=self.board.purpose, attributes=attributes):
-            if decision.role == "trainer":
-                await engine.sleep()
-                await trainer.take_device(slot)
-            else:
-                await trainer.leave_device(slot)
-                await engine.wake()
+            await give(self.engines.rollout[slot], self.engines.trainer, slot)
         self.board.switched(slot, decision.role)
         self._changed.set()
 

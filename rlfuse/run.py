@@ -1,12 +1,15 @@
 """One job from configuration to summary: loads data, starts engines, runs the controller, always cleans up.
 
 Role: called by `rlfuse.train` with a checked configuration (and by notebooks). What can fail without Ray fails before
-Ray starts. Waits for engines to start, all at once, then for the controller; on any end, Ctrl-C included, it stops
-every process it started and says how to go on.
+Ray starts. Waits for everything to start, then for the controller; on any end, Ctrl-C included, it stops every process
+it started and says how to go on.
 
-    data, tokenizer -> Ray, slots -> rollout engines | trainer ranks | reward workers   (started side by side)
+    data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
           ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
           +---- recovery: a worker is lost that the step can't do without ----+
+
+On CPU hosts all start side by side. On GPUs one after the other: vLLM takes a share of the device, refuses where less
+is free and fails where somebody gives memory back meanwhile, so ranks have loaded and left before an engine starts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from rlfuse.controller import Controller
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines import determinism
+from rlfuse.engines import colocation, determinism
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
@@ -110,9 +113,32 @@ class _Work:
     """Steps."""
 
 
+Start = Callable[[], Awaitable[Any]]
+"""Begins to start something."""
+
+
+async def start_parts(
+    device: str, ranks: Start, towers: Start | None, engines: Sequence[Start], rewards: Start
+) -> tuple[Any, list[Any]]:
+    """What `ranks` and `engines` return, all started, and all else with them; see the top of this file for the order.
+
+    On GPUs the engines have the devices when this returns, and no rank is on one.
+    """
+    beside = [towers] if towers else []
+    if device == "cpu":
+        ready, *others = await _together(*(start() for start in (ranks, *engines, rewards, *beside)))
+        return ready, others[: len(engines)]
+    ready, *_ = await _together(*(start() for start in (ranks, *beside)))
+    trainer, _ = ready
+    await _together(*(trainer.leave_device(slot) for slot in range(len(engines))))
+    facts = await _together(*(start() for start in engines))
+    await rewards()  # models share what engines leave
+    return ready, facts
+
+
 async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
-    config, reward = work.config, work.reward
-    slots = await placement.start(config, again=job.restart is not None)
+    reward, slots = work.reward, await placement.start(work.config, again=job.restart is not None)
+    config = _with_transfer(work.config, slots.device)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots, journal)
     towers = _towers(config, work.video_model, slots.device) if work.video_model else None
@@ -123,16 +149,11 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
         with starting(journal):
             nodes = depots(rollouts, slots, config.cluster.timeout_s)
             await _together(*(each.need(journal.folder.absolute(), "trainer.default_local_dir") for each in nodes))
-            parts = _together(
-                trainer_of(config).start(config, slots, work.total * passes, slots.cores, *trained),
-                asyncio.sleep(0) if slots.device == "cuda" else reward.start(slots),
-                clips.start() if clips else asyncio.sleep(0),
-                *(_start_engine(handle, config, slots, index) for index, handle in enumerate(rollouts)),
-            )
-            (trainer, facts), _, _, *engine_facts = await watched(parts, living)
-            if slots.device == "cuda":  # an engine takes what is free of a device as it starts: models share the rest
-                await reward.start(slots)
-        transfer = resolve_transfer(config.rollout.weight_transfer, slots.device)
+            ranks = partial(trainer_of(config).start, config, slots, work.total * passes, slots.cores, *trained)
+            starts = [partial(_start_engine, handle, config, slots, index) for index, handle in enumerate(rollouts)]
+            parts = start_parts(slots.device, ranks, clips and clips.start, starts, partial(reward.start, slots))
+            (trainer, facts), engine_facts = await watched(parts, living)
+        transfer = config.rollout.weight_transfer
         weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
         if trained:
             weights = TowerPush(weights, trainer, clips.encoder, journal.folder)
@@ -157,7 +178,7 @@ async def _controller(
     kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": lengths}
     kept["rewards"] = experience.normaliser
     if job.checkpoint is not None:
-        await trainer.load(job.checkpoint)
+        await colocation.load(engines, job.checkpoint)
         for name, part in kept.items():
             part.load_state_dict(job.state[name])
         journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
@@ -165,7 +186,7 @@ async def _controller(
         journal.say(why)
 
     async def save(folder: Path) -> None:
-        await trainer.save(folder)
+        await colocation.save(engines, folder)
         work.tokenizer.save_pretrained(folder / "actor" / "huggingface")
         if work.video_model is not None:
             await asyncio.to_thread(work.video_model.complete, folder / "actor" / "huggingface")
@@ -183,6 +204,13 @@ def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:
     return PipelineTrainer if config.training.pipeline_parallel_size > 1 else TrainerGroup
 
 
+def _with_transfer(config: Config, device: str) -> Config:
+    """With the one way that weights take in this run, for both ends of it."""
+    stages = config.training.pipeline_parallel_size
+    transfer = resolve_transfer(config.rollout.weight_transfer, device, stages)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, weight_transfer=transfer))
+
+
 def _rollout_handles(config: Config, slots: placement.Slots, journal: Journal) -> list[RolloutHandle]:
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
@@ -198,7 +226,6 @@ def _rollout_handles(config: Config, slots: placement.Slots, journal: Journal) -
             partial(create, first),
             f"rollout/{first // width}",
             cluster.timeout_s,
-            width,
             cluster.heartbeat_s,
             cluster.max_restarts,
             beside=slots.device == "cpu",

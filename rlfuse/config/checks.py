@@ -18,7 +18,7 @@ from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, RANGES, in_range
+from rlfuse.config.valid_values import CHOICES, RANGES, WHY_NOT, in_range
 
 
 class ConfigError(ValueError):
@@ -57,7 +57,9 @@ def _values(config: Config, facts: Facts) -> Iterator[str]:
         value = value_of(config, name)
         if name in CHOICES:
             for given in value if isinstance(value, list) else [value]:
-                if given not in CHOICES[name]:
+                if why := WHY_NOT.get((name, given)):
+                    yield f"{name}={as_typed(value)}: {why}; take one of {', '.join(CHOICES[name])}"
+                elif given not in CHOICES[name]:
                     near = did_you_mean(given, CHOICES[name])
                     yield f"{name}={as_typed(value)}: `{given}` is not one of {', '.join(CHOICES[name])}" + (
                         near or "; take one of these"
@@ -184,7 +186,7 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     if config.actor.offload_optimizer and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
-    if config.rollout.weight_transfer in ("nccl", "ipc") and facts.cuda is False:
+    if config.rollout.weight_transfer == "ipc" and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
     if config.rollout.kv_transfer == "nixl" and facts.cuda:
         yield _problem(config, "rollout.kv_transfer", NIXL_NEEDS_MEMORY_THAT_STAYS, "set rollout.kv_transfer=auto")
@@ -204,9 +206,9 @@ def _pipelines(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, name, valid, f"set {name}={facts.layers} or less")
     if config.actor.zero_stage != 1:
         yield _problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
-    if facts.cuda and config.rollout.weight_transfer != "shm":
-        valid = "stages hand their weights over through shared memory"
-        yield _problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=shm")
+    if config.rollout.weight_transfer == "ipc":
+        valid = "stages hand their weights over through shared memory: a stage's GPU is not every engine's"
+        yield _problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=auto")
 
 
 def _slices(config: Config, facts: Facts) -> Iterator[str]:

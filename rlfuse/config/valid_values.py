@@ -14,7 +14,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.name": ("vllm",),
-    "rollout.weight_transfer": ("auto", "shm", "nccl", "ipc"),
+    "rollout.weight_transfer": ("auto", "shm", "ipc"),
     "rollout.kv_transfer": ("auto", "shm", "nixl"),
     "reward.model_backend": ("hf", "vllm"),
     "reward.model_dtype": ("float32", "bfloat16", "float16"),
@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus"),
     "algorithm.kl_penalty": KL_ESTIMATORS,
     "algorithm.old_log_probs": ("trainer", "engine"),
+    "actor.grad_accum_dtype": ("float32", "bfloat16"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "actor.loss_mode": ("vanilla", "gspo"),
     "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
@@ -37,6 +38,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 """Keys with named values; a list is judged entry by entry."""
+
+WHY_NOT = {
+    ("rollout.weight_transfer", "nccl"): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"
+}
+"""(key, value) that other trainers know -> why there is none of it here."""
 
 KEYS_BY_RANGE = {
     "1 or more": "data.max_prompt_length data.max_response_length data.train_batch_size rollout.n "

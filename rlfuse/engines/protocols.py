@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from rlfuse.observe.events import Span
 from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Row, Sample
+
+Part = Literal["weights", "kv_cache"]
+"""Of what a rollout engine holds on its device."""
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class EngineError(RuntimeError):
@@ -82,11 +86,15 @@ class RolloutEngine(Recorded, Protocol):
     async def sleep(self) -> None:
         """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
 
-        As `wake`, of no effect on an engine that is lost; that shows when something is to be generated.
+        As `wake`, of no effect on an engine that is lost, or that has done so already; a loss shows when something is
+        to be generated.
         """
 
-    async def wake(self) -> None:
-        """Take the device back; until then nothing may be generated. Weights are pushed only to engines awake."""
+    async def wake(self, part: Part | None = None) -> None:
+        """Take the device back, or only for the `part` given: weights are pushed to an engine without its KV cache.
+
+        Nothing may be generated before it is all awake.
+        """
 
 
 class RewardScorer(Recorded, Protocol):
@@ -125,10 +133,10 @@ class Trainer(Recorded, Protocol):
         """
 
     async def take_device(self, slot: int) -> None:
-        """The slot's ranks get their models onto the device (role `trainer`)."""
+        """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""
 
     async def leave_device(self, slot: int) -> None:
-        """The slot's ranks give the device up (role `rollout`)."""
+        """The slot's ranks give the device up (role `rollout`), unless they have."""
 
     async def save(self, folder: Path) -> None:
         """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
@@ -140,13 +148,16 @@ class WeightSync(Protocol):
     """From the trainer's actor to every rollout engine."""
 
     async def push(self, version: int) -> None:
-        """All engines hold the actor's present weights as `version` when this returns; caches are reset.
+        """All engines hold the actor's present weights as `version` when this returns, and their devices.
 
-        Lost engines are replaced first.
+        Whoever had these before. Caches are reset; lost engines are replaced first.
         """
 
     async def renew(self, slot: int) -> None:
-        """The slot has another engine, with the actor's present weights under the version of the last push."""
+        """The slot has another engine, with the actor's present weights under the version of the last push.
+
+        It is asked for where all engines are lost; it gets the slot's device, whoever had that before.
+        """
 
 
 class Clips(Recorded, Protocol):

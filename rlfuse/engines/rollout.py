@@ -33,7 +33,7 @@ import psutil
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.liveness import Liveness, Pulse, children_cpu
-from rlfuse.engines.protocols import EngineError, Load, Sampling
+from rlfuse.engines.protocols import PARTS, EngineError, Load, Part, Sampling
 from rlfuse.engines.rollout_start import (
     ErrorOutput,
     Request,
@@ -72,7 +72,8 @@ class RolloutWorker:
         self._shelf: Any = None
         self._meter: StepMeter | None = None
         self._liveness: Liveness | None = None
-        self._asleep = self._frozen = False
+        self._asleep: set[Part] = set()
+        self._frozen = False
         self._asked = 0
         """Calls of the engine under way, but for those that generate."""
         self._calls = 0
@@ -269,21 +270,23 @@ class RolloutWorker:
         return await self._shelf.collect(place, self._version)
 
     async def sleep(self) -> None:
-        """Give the device's memory up; refused while samples are active."""
+        """Give the device's memory up, unless that is done; refused while samples are active or a part wakes."""
         if count := len(self._active):
             raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
+        if len(self._asleep) == 1:
+            raise RuntimeError(f"{self.name} can't sleep while it wakes: its {', '.join(self._asleep)} is asleep still")
         if self._device == "cuda" and not self._asleep:  # on CPU hosts there is no memory to give up
             with self._engine_alive():
                 await self._engine.sleep(level=1)
-        self._asleep = True
+        self._asleep = set(PARTS)
 
-    async def wake(self) -> None:
-        """Take it back, with the weights of before and without any KV cache."""
-        if self._device == "cuda" and self._asleep:
+    async def wake(self, part: Part | None = None) -> None:
+        """Take it back, or only a part, unless that is done: the weights as they were, no KV cache of anything."""
+        waking = self._asleep & ({part} if part else self._asleep)
+        if self._device == "cuda" and waking:
             with self._engine_alive():
-                await self._engine.wake_up()
-                await self._engine.reset_prefix_cache()
-        self._asleep = False
+                await self._engine.wake_up(tags=[part] if part else None)  # a tag that is awake would stop the others
+        self._asleep -= waking
 
     async def load(self) -> Load:
         """As of vLLM's last step; nothing when no sample is active."""
@@ -298,15 +301,10 @@ class RolloutWorker:
 
     # Weights -------------------------------------------------------------------------------------------------------
 
-    async def join_transfer(self, info: dict[str, Any]) -> None:
-        """Join the trainer's process group (nccl)."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        with self._engine_alive():
-            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-
     async def begin_update(self) -> None:
         """Freeze requests in flight, forget everything computed with the old weights, expect buckets."""
+        if "weights" in self._asleep:
+            raise RuntimeError(f"{self.name} has its weights asleep: wake them before new ones are pushed")
         with self._asking("a pause for new weights"):
             self._frozen = True
             self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
@@ -330,7 +328,7 @@ class RolloutWorker:
             await self._engine.reset_prefix_cache()
             await self._engine.reset_encoder_cache()
             self._meter.pause()
-            await self._engine.resume_generation()
+            await self._engine.resume_generation()  # of nothing, where the KV cache is asleep: `_admit` sees to that
         self._version, self._frozen = version, False
         if self._update is not None:
             self._update.end, self._update.attributes["version"] = time.time(), version

@@ -27,7 +27,7 @@ import ray
 from rlfuse.cluster.remote import call, explain
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.liveness import Pulse
-from rlfuse.engines.protocols import EngineError, EngineLost, Load, Sampling, WorkerLost
+from rlfuse.engines.protocols import EngineError, EngineLost, Load, Part, Sampling, WorkerLost
 from rlfuse.engines.rollout_start import NOTHING, Request
 from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
@@ -35,7 +35,7 @@ from rlfuse.samples import Partial, Response, Sample
 
 
 class RolloutHandle:
-    """The driver's side of one engine; `create` makes an actor for it, `devices`: how many it spans (tensor parallel).
+    """The driver's side of one engine; `create` makes an actor for it.
 
     `max_restarts`: times that the engine is replaced; `beside`: whether its slot has memory for an engine to start
     while the rank works, else the next one starts with the push of weights. `recorder` takes spans of what was lost and
@@ -47,14 +47,13 @@ class RolloutHandle:
         create: Callable[[], ray.actor.ActorHandle],
         name: str,
         timeout_s: float,
-        devices: int = 1,
         heartbeat_s: float = 60.0,
         max_restarts: int = 0,
         beside: bool = True,
         recorder: Recorder | None = None,
         say: Callable[[str], None] = lambda _: None,
     ):
-        self.name, self.timeout_s, self.devices, self.heartbeat_s = name, timeout_s, devices, heartbeat_s
+        self.name, self.timeout_s, self.heartbeat_s = name, timeout_s, heartbeat_s
         self.actor = create()
         self.restarts = 0
         self._create, self._max_restarts, self._beside = create, max_restarts, beside
@@ -169,26 +168,21 @@ class RolloutHandle:
 
     async def sleep(self) -> None:
         """Give the device up; `EngineError` while samples are active."""
-        with suppress(EngineLost):
-            self._check()
-            await self._call("sleep", "give its device up")
+        if self._standing:
+            with suppress(EngineLost):
+                await self._call("sleep", "give its device up")
 
-    async def wake(self) -> None:
-        """Take the device back; nothing may be generated before."""
-        with suppress(EngineLost):
-            self._check()
-            await self._call("wake", "take its device back")
+    async def wake(self, part: Part | None = None) -> None:
+        """Take the device back, or only for that part; nothing may be generated before all is awake."""
+        if self._standing:
+            with suppress(EngineLost):
+                await self._call("wake", f"take its device back{f' for its {part}' if part else ''}", part)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
-    async def join_transfer(self, info: dict[str, Any]) -> None:
-        """Join the trainer's process group (nccl)."""
-        await self._call("join_transfer", "join the trainer's process group", info)
-
     async def begin_update(self) -> None:
         """Pause and clear caches."""
-        standing = self._restart is None or self._restart.done()
-        self._served = self.actor if standing else None
+        self._served = self.actor if self._standing else None
         await self._serve("begin_update", "pause for new weights")
 
     async def receive(self, info: dict[str, Any]) -> None:
@@ -225,6 +219,16 @@ class RolloutHandle:
             raise self._judged(error, actor) from error
 
     # Loss and replacement --------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has to be replaced, or its successor has no weights yet."""
+        return self._lost is not None
+
+    @property
+    def _standing(self) -> bool:
+        """Whether there is an engine: the first one, or its successor once that has started."""
+        return self._lost is None or (self._restart is not None and self._restart.done())
 
     async def stand(self) -> None:
         """Return when there is an engine to push weights to, another one where it was lost.

@@ -198,22 +198,6 @@ class TrainerGroup:
 
     # `DeviceWeightExporter`: not run without GPUs
 
-    async def nccl_address(self) -> tuple[str, int]:
-        """Where rank 0 waits for the engines."""
-        return (await self._all("address", "name an address"))[0]
-
-    async def open_nccl(self, host: str, port: int, world_size: int) -> None:
-        """Rank 0 joins the engines' process group."""
-        await self._all("open_nccl", "join the engines' process group", host, port, world_size)
-
-    async def describe(self, names: list[str]) -> dict[str, Any]:
-        """Names, dtypes and shapes of a bucket."""
-        return (await self._all("describe", "describe a bucket", names))[0]
-
-    async def send_nccl(self, names: list[str]) -> None:
-        """Rank 0 broadcasts a bucket."""
-        await self._all("send_nccl", "broadcast a bucket", names)
-
     async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
         """Handles of a bucket from every rank."""
         return await self._all("share_ipc", "share a bucket", names)
@@ -316,7 +300,7 @@ async def start_ranks(
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
     remote, bound, limit = ray.remote(kind), cores or [None] * slots.count, config.cluster.timeout_s
-    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else {})
+    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else kind.environment)
     ranks = [
         remote.options(**slots.options(rank, SHARE, variables)).remote(config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), bound, strict=True)

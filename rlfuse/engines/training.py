@@ -48,7 +48,7 @@ from rlfuse.engines.optimizing import (
 )
 from rlfuse.engines.passes import OBJECTIVES, log_probs
 from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.ranks import Rank
+from rlfuse.engines.ranks import Rank, needs_models
 from rlfuse.engines.saving import writing
 from rlfuse.engines.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trained_tower import ShownClip, TowerSettings, TrainedTower
@@ -131,6 +131,7 @@ class TrainerRank(Rank):
         if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
             raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
 
+    @needs_models
     def measure(self) -> Costs:
         """What sequence parallelism costs here; every rank calls."""
         largest = self.config.training.ulysses_sequence_parallel_size
@@ -149,6 +150,7 @@ class TrainerRank(Rank):
 
     # Passes without gradients ------------------------------------------------------------------------------------
 
+    @needs_models
     def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature.
 
@@ -157,6 +159,7 @@ class TrainerRank(Rank):
         kind = "old_log_prob" if model == "actor" else "ref"
         return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch)[0])
 
+    @needs_models
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch: the critic's value before each response token."""
         return self._score("values", "critic", micro_batches, response_values)
@@ -183,6 +186,7 @@ class TrainerRank(Rank):
 
     # Updates -----------------------------------------------------------------------------------------------------
 
+    @needs_models
     def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs."""
         engine, objective = self.engines[model], OBJECTIVES[model]
@@ -210,6 +214,7 @@ class TrainerRank(Rank):
             return self.tower.graded(micro_batch.rows)
         return self.tower.rows_of(model, micro_batch.rows), []
 
+    @needs_models
     def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
 
@@ -234,10 +239,12 @@ class TrainerRank(Rank):
         """(name, bytes) of the model's tensors."""
         return self.exporters[model].sizes()
 
+    @needs_models
     def export_bucket(self, names: list[str], path: Path) -> None:
         """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
         self.exporters["actor"].write(names, path)
 
+    @needs_models
     def save_tower(self, path: Path) -> int:
         """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
         if self.rank == 0:
@@ -245,33 +252,22 @@ class TrainerRank(Rank):
         self.tower.shown = self.tower.updates
         return self.tower.updates
 
-    # Device transfers, rank 0's end unless said otherwise; not run without GPUs (see weights_device)
+    # Not run without GPUs, see weights_device
 
-    def open_nccl(self, host: str, port: int, world_size: int) -> None:
-        """Join the engines' process group."""
-        if self.rank == 0:
-            self.communicator = weights_device.open_nccl(host, port, world_size)
-
-    def describe(self, names: list[str]) -> dict[str, Any]:
-        """Names, dtypes and shapes of a bucket; every rank calls."""
-        with self.exporters["actor"].gathered(names) as tensors:
-            return weights_device.describe(tensors)
-
-    def send_nccl(self, names: list[str]) -> None:
-        """Broadcast a bucket; every rank calls."""
-        with self.exporters["actor"].gathered(names) as tensors:
-            if self.rank == 0:
-                weights_device.send_nccl(self.communicator, tensors)
-
+    @needs_models
     def share_ipc(self, names: list[str]) -> dict[str, Any]:
-        """Handles of a bucket for the engine on this rank's GPU; the tensors live until `release_ipc`."""
+        """Handles of a bucket for the engine on this rank's GPU; every rank calls. Its copies live until `release_ipc`.
+
+        EngineError if the models are not on the GPU: there are no handles of host memory.
+        """
         with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
             handles, self.shared = weights_device.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
         return handles
 
     def release_ipc(self) -> None:
-        """Let go of what `share_ipc` kept."""
+        """Let go of what `share_ipc` kept; the engine has loaded it."""
         self.shared = []
+        weights_device.collect()
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
         """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.
@@ -287,6 +283,7 @@ class TrainerRank(Rank):
                 files.write(tower, lambda: self.tower.write(tower))
         return files.problem
 
+    @needs_models
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule of every trained model, as `save` left them."""
         for name in self.exporters:

@@ -3,10 +3,19 @@
 Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and moves no tensor itself: it tells the
 trainer which bucket to hand over and the engines where to find it.
 
-    trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
-                  at most two buckets exist on a node: one being written (and copied there), one being loaded
+    shm  trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
+                 at most two buckets exist on a node: one being written (and copied there), one being loaded
+    ipc  trainer (every rank gathers on its GPU) --CUDA IPC handles of bucket i--> the engine on the same GPU
+
+A slot's device goes through three hands. CUDA IPC opens memory of the device only, so the ranks leave after the push:
+
+    engines asleep, ranks on all devices -> engines' weights awake -> buckets -> ranks leave -> KV caches awake
 
 Invariants:
+- whoever has a slot's device when a push begins, its engine has it at the end; an engine that is started in place of a
+  lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
+- whatever the engine builds one layer of comes in one bucket, because it may hold parts back until it has them all, and
+  memory that was shared by IPC is gone with its bucket;
 - engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
   the versions that they then report are compared with the one asked for;
 - a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
@@ -21,19 +30,21 @@ slowest engine per bucket, for the trainer's next bucket and for engines that st
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from itertools import accumulate
+from itertools import groupby
 from typing import Any, Protocol
 
+from rlfuse.engines.colocation import Ranks, Sleeper, to_engine, to_ranks
 from rlfuse.engines.protocols import EngineError, EngineLost
 from rlfuse.engines.weights_depot import Depot, DepotHandle
-from rlfuse.engines.weights_device import merge_ipc, nccl_join
+from rlfuse.engines.weights_device import merge_ipc
 
 MIB = 1 << 20
 
 
-class WeightExporter(Protocol):
+class WeightExporter(Ranks, Protocol):
     """The trainer's side, all ranks as one. Every method is bounded in time and raises `EngineError`."""
 
     async def bucket_plan(self) -> list[list[str]]:
@@ -48,19 +59,7 @@ class WeightExporter(Protocol):
 
 
 class DeviceWeightExporter(WeightExporter, Protocol):
-    """What `nccl` and `ipc` need besides, each a thin call of `weights_device` on the ranks' own devices."""
-
-    async def nccl_address(self) -> tuple[str, int]:
-        """Where rank 0 can wait for the engines: its host and a free port."""
-
-    async def open_nccl(self, host: str, port: int, world_size: int) -> None:
-        """`open_nccl` on rank 0."""
-
-    async def describe(self, names: list[str]) -> dict[str, Any]:
-        """`describe` on rank 0."""
-
-    async def send_nccl(self, names: list[str]) -> None:
-        """`send_nccl` on rank 0; every rank enters to gather."""
+    """What `ipc` needs besides, a thin call of `weights_device` on the ranks' own devices."""
 
     async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
         """`share_ipc` of every rank that shares a GPU with an engine; the ranks keep the tensors."""
@@ -69,13 +68,12 @@ class DeviceWeightExporter(WeightExporter, Protocol):
         """The ranks let go of what `share_ipc` kept."""
 
 
-class WeightReceiver(Protocol):
+class WeightReceiver(Sleeper, Protocol):
     """A rollout engine as weight sync sees it, implemented by `rollout.RolloutHandle`."""
 
     name: str
-    devices: int
-    restarts: int
-    """Times that it was replaced."""
+    lost: bool
+    """Whether it has to be replaced, or its successor has no weights yet."""
 
     async def stand(self) -> None:
         """Wait for the engine that takes the place of a lost one. Whatever else is asked of one raises EngineLost."""
@@ -88,29 +86,37 @@ class WeightReceiver(Protocol):
 
     async def version(self) -> int: ...
 
-    async def join_transfer(self, info: dict[str, Any]) -> None: ...
-
 
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
-    """Names in their order, cut into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    """Names in their order, cut into buckets of at most `bucket_bytes`.
+
+    A decoder layer stays whole, and one that is larger, or another tensor that is, gets a bucket of its own.
+    """
     buckets: list[list[str]] = []
     room = -1
-    for name, size in sizes:
-        if size > room:
+    for _, group in groupby(sizes, key=lambda each: layer_of(each[0])):
+        names, bytes_ = zip(*group, strict=True)
+        if sum(bytes_) > room:
             buckets.append([])
             room = bucket_bytes
-        buckets[-1].append(name)
-        room -= size
+        buckets[-1] += names
+        room -= sum(bytes_)
     return buckets
 
 
-def resolve_transfer(setting: str, device: str) -> str:
-    """`rollout.weight_transfer` with auto resolved for the device: `cpu` or `cuda`."""
+def layer_of(name: str) -> str:
+    """What of a tensor's name says which decoder layer it is part of; the whole name of one that is in none."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
+
+
+def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
+    """`rollout.weight_transfer` with auto resolved for the device, `cpu` or `cuda`, and a pipeline's `stages`."""
     if setting == "auto":
-        # A slot's trainer rank and engine share a GPU: NCCL refuses two ranks on one device, CUDA IPC is made for it.
-        return "ipc" if device == "cuda" else "shm"
-    if setting not in ("shm", "nccl", "ipc"):
-        raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm, nccl or ipc")
+        # CUDA IPC is made for two processes on one GPU, but a stage's GPU is not that of every engine that needs it.
+        return "ipc" if device == "cuda" and stages == 1 else "shm"
+    if setting not in ("shm", "ipc"):
+        raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm or ipc")
     if device != "cuda" and setting != "shm":
         raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, this run's device is {device}: choose shm")
     return setting
@@ -132,29 +138,48 @@ class WeightPush:
         self.depots = list(depots) or [DepotHandle(engines, Depot())]
         self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
         self._version = 0
-        self._joined: list[tuple[str, int]] = []
 
     async def push(self, version: int) -> None:
-        """All engines hold the trainer's present weights as `version` when this returns."""
+        """All engines hold the trainer's present weights as `version` and have their devices when this returns."""
         self._version = version
-        await self._push(self.engines)
+        await self._push(range(len(self.engines)))
 
     async def renew(self, slot: int) -> None:
-        """The slot's engine, another one if it is lost, holds the present weights as the version of the last push."""
-        await self._push([self.engines[slot]])
+        """The slot's engine, another one if it is lost, holds the present weights as the version of the last push.
 
-    async def _push(self, engines: list[WeightReceiver]) -> None:
+        All engines are lost: the other ranks take their devices, too, as some gather weights together.
+        """
+        others = [other for other in range(len(self.engines)) if other != slot]
+        await asyncio.gather(*(to_ranks(self.engines[other], self.exporter, other) for other in others))
+        await self._push([slot])
+
+    async def _push(self, slots: Sequence[int]) -> None:
+        left = slots
+        while left:
+            await asyncio.gather(*(self._prepare(slot) for slot in left))
+            served = await self._serve([self.engines[slot] for slot in left])
+            left = [slot for slot in left if self.engines[slot] not in served]
+        await asyncio.gather(*(to_engine(self.engines[slot], self.exporter, slot) for slot in slots))
+
+    async def _prepare(self, slot: int) -> None:
+        """The slot's ranks and its engine's weights share the device when this returns."""
+        engine = self.engines[slot]
+        if engine.lost:
+            await self.exporter.leave_device(slot)
+            await engine.stand()
+        await to_ranks(engine, self.exporter, slot)
+        await engine.wake("weights")
+
+    async def _serve(self, engines: list[WeightReceiver]) -> list[WeightReceiver]:
+        """Those that have the weights when this returns; the others were lost in the course of it."""
         plan = await self.exporter.bucket_plan()
         if not plan:
             raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
-        move = {"shm": self._through_memory, "nccl": self._through_nccl, "ipc": self._through_ipc}[self.transfer]
-        while engines:
-            await asyncio.gather(*(engine.stand() for engine in engines))
-            audience = _Audience(engines)
-            await move(plan, audience)
-            await audience.each(lambda engine: engine.finish_update(self._version))
-            self._check(await audience.each(lambda engine: engine.version()))
-            engines = [engine for engine in engines if engine not in audience.engines]
+        audience = _Audience(engines)
+        await {"shm": self._through_memory, "ipc": self._through_ipc}[self.transfer](plan, audience)
+        await audience.each(lambda engine: engine.finish_update(self._version))
+        self._check(await audience.each(lambda engine: engine.version()))
+        return audience.engines
 
     def _check(self, held: dict[str, int]) -> None:
         wrong = [f"{name} has {version}" for name, version in held.items() if version != self._version]
@@ -225,26 +250,6 @@ class WeightPush:
         )
 
     # Devices: not run without GPUs, see weights_device -------------------------------------------------------------
-
-    async def _through_nccl(self, plan: list[list[str]], audience: _Audience) -> None:
-        members = [(engine.name, engine.restarts) for engine in audience.engines]
-        if self._joined != members:
-            await self._join(audience.engines)
-            self._joined = members
-        await audience.each(lambda engine: engine.begin_update())
-        for names in plan:
-            update = await self.exporter.describe(names)
-            receiving = audience.each(lambda engine, update=update: engine.receive(update))
-            await asyncio.gather(self.exporter.send_nccl(names), receiving)
-
-    async def _join(self, engines: Sequence[WeightReceiver]) -> None:
-        host, port = await self.exporter.nccl_address()
-        *offsets, world = accumulate((engine.devices for engine in engines), initial=1)  # 0 is the trainer
-        joins = [
-            engine.join_transfer(nccl_join(host, port, offset, world))
-            for engine, offset in zip(engines, offsets, strict=True)
-        ]
-        await asyncio.gather(self.exporter.open_nccl(host, port, world), *joins)
 
     async def _through_ipc(self, plan: list[list[str]], audience: _Audience) -> None:
         await audience.each(lambda engine: engine.begin_update())

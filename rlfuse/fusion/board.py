@@ -359,11 +359,6 @@ class Board:
         return self._open == 0 and not left and not self._backlog.under_way(self.needed)
 
     @property
-    def trainers(self) -> list[int]:
-        """Slots in role `trainer`."""
-        return [place.index for place in self.fleet.slots if place.role == "trainer"]
-
-    @property
     def quiet(self) -> bool:
         """Nothing is under way."""
         return not self.fleet.flying and not self.fleet.busy and not self._backlog.under_way()

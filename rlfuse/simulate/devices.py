@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlfuse.engines.colocation import to_engine
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.events import Span
 from rlfuse.samples import Reward, Row, Sample
@@ -113,6 +114,8 @@ class SimulatedTrainer:
         await self._switch(self.devices[slot], "trainer", "rollout")
 
     async def _switch(self, device: Device, before: str, after: str) -> None:
+        if device.role == after:
+            return
         awake = after == "trainer" and not device.asleep
         if device.role != before or device.held or device.work or awake:
             raise SimulationError(
@@ -155,18 +158,22 @@ class SimulatedReward:
 
 
 class SimulatedWeights:
-    """Weights reach all engines in what a step costs beside its work."""
+    """Weights reach all engines in what a step costs beside its work, once their ranks have left."""
 
-    def __init__(self, rollouts: Sequence[SimulatedRollout], seconds: float, restart_s: float):
-        self._rollouts, self._seconds, self._restart_s = rollouts, seconds, restart_s
+    def __init__(
+        self, rollouts: Sequence[SimulatedRollout], trainer: SimulatedTrainer, seconds: float, restart_s: float
+    ):
+        self._rollouts, self._trainer, self._seconds, self._restart_s = rollouts, trainer, seconds, restart_s
 
     async def push(self, version: int) -> None:
         """The engines answer with `version` from now on."""
+        await asyncio.gather(*(to_engine(each, self._trainer, slot) for slot, each in enumerate(self._rollouts)))
         await asyncio.sleep(self._seconds)
         for rollout in self._rollouts:
             rollout.version = version
 
     async def renew(self, slot: int) -> None:
         """Another engine stands after `restart_s`; it is asked for where all are lost, and its weights are the last."""
+        await self._trainer.leave_device(slot)
         await asyncio.sleep(self._restart_s)
         self._rollouts[slot].replace()

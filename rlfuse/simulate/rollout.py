@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlfuse.engines.protocols import EngineLost, Load, Sampling
+from rlfuse.engines.protocols import EngineLost, Load, Part, Sampling
 from rlfuse.observe.events import Span
 from rlfuse.samples import Partial, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
@@ -147,8 +147,8 @@ class SimulatedRollout:
             raise SimulationError(f"{self.name} is told to sleep while it holds {self.device.held} samples")
         self.device.asleep = True
 
-    async def wake(self) -> None:
-        """Free, as `sleep`. It can take weights while its slot is still a trainer, but not generate."""
+    async def wake(self, part: Part | None = None) -> None:
+        """Free, as `sleep`; of all at once, whatever the part."""
         self.device.asleep = self.lost
 
     async def drain(self) -> list[Span]:

@@ -135,7 +135,7 @@ class Machine:
             for device in devices
         ]
         self.trainer, self.reward = SimulatedTrainer(devices, self.costs, zeros), SimulatedReward()
-        weights = SimulatedWeights(self.rollouts, workload.step_s, workload.restart_s)
+        weights = SimulatedWeights(self.rollouts, self.trainer, workload.step_s, workload.restart_s)
         self.engines = Engines(self.rollouts, self.reward, self.trainer, weights)
 
     def _length_of(self, sample: Sample) -> int:

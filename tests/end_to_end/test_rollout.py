@@ -28,10 +28,10 @@ from rlfuse.samples import Partial, Prompt, Sample, sample_seed
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
 
 
-def new_handle(slot: int, devices: int = 1) -> RolloutHandle:
+def new_handle(slot: int) -> RolloutHandle:
     options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
     create = partial(ray.remote(RolloutWorker).options(**options).remote, slot)
-    return RolloutHandle(create, f"rollout/{slot}", timeout_s=280, devices=devices)
+    return RolloutHandle(create, f"rollout/{slot}", timeout_s=280)
 
 
 def settings(**changes) -> RolloutConfig:

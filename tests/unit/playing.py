@@ -18,6 +18,7 @@ from scenes import Scene
 from rlfuse.algorithms.experience import Experience
 from rlfuse.controller import Controller
 from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.colocation import all_to, to_engine
 from rlfuse.engines.protocols import Engines
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
@@ -67,7 +68,7 @@ class World:
         for slot, when in enumerate(self.scene.lost):
             loop.call_later(when, self.rollouts[slot].fail)
         self.controller = Watching(
-            self.scene.config(),
+            self.config(),
             Engines(self.rollouts, self, self.trainer, self),
             self.policy,
             self.experience,
@@ -80,6 +81,10 @@ class World:
             clock=loop.time,
         )
         await self.controller.run(0)
+
+    def config(self):
+        """Of the job."""
+        return self.scene.config()
 
     async def pass_time(self) -> None:
         await asyncio.sleep(self.rng.exponential(0.1))
@@ -96,14 +101,14 @@ class World:
         ]
 
     async def push(self, version: int) -> None:
+        await all_to(to_engine, self.rollouts, self.trainer)
         for rollout in self.rollouts:
-            assert rollout.role == "rollout" and not rollout.held
-            rollout.version, rollout.lost = version, False
+            assert not rollout.held
+            rollout.weight_version, rollout.lost = version, False
 
     async def renew(self, slot: int) -> None:
         assert all(rollout.lost for rollout in self.rollouts) and not self.trainer.steps["actor"]
-        await self.pass_time()
-        assert self.rollouts[slot].role == "rollout"
+        await self.trainer.leave_device(slot)
         self.rollouts[slot].lost = False
         self.renewed += 1
 

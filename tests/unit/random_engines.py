@@ -28,7 +28,7 @@ class Rollout:
     """An engine whose samples end in any order; it also knows whose device its slot is."""
 
     def __init__(self, world: World, index: int):
-        self.world, self.index, self.version = world, index, -1
+        self.world, self.index, self.weight_version = world, index, -1
         self.role, self.work, self.lost = "rollout", "", False
         self.held: dict[str, tuple] = {}
 
@@ -59,7 +59,7 @@ class Rollout:
         had = world.has.pop(sample.id, None)
         assert came_with is had, "it goes on with what it had, wherever that was"
         world.first.setdefault(sample.id, self.index)
-        started = came_with or partial(0, self.version)
+        started = came_with or partial(0, self.weight_version)
         total = 1 + sample.seed % world.scene.costs.max_tokens
         timer = asyncio.get_running_loop().call_later(world.rng.exponential(0.3), self._finish, sample.id, total)
         self.held[sample.id] = (sample, started, total, timer, results)
@@ -87,9 +87,9 @@ class Rollout:
         self.held.clear()
 
     async def sleep(self) -> None:
-        assert self.role == "rollout" and not self.held
+        assert not self.held
 
-    async def wake(self) -> None:
+    async def wake(self, part=None) -> None:
         assert self.role == "rollout"
 
 
@@ -159,6 +159,8 @@ class Trainer:
 
     async def _switch(self, slot, before, after) -> None:
         device = self.world.rollouts[slot]
+        if device.role == after:
+            return
         assert device.role == before and not device.held and not device.work
         device.role = "switching"
         await self.world.pass_time()

@@ -79,7 +79,8 @@ def test_the_defaults_are_sound():
         ({"data__train_files": []}, ["data.train_files: is required"]),
         ({"model__path": ""}, ["model.path: is required"]),
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
-        ({"rollout__weight_transfer": "nccl"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
+        ({"rollout__weight_transfer": "ipc"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
+        ({"rollout__weight_transfer": "nccl"}, ["NCCL refuses two ranks on one GPU", "take one of auto, shm, ipc"]),
         ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
         (
             {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
@@ -166,7 +167,7 @@ def test_all_problems_are_reported_together_and_numbered():
 
 
 def test_nothing_is_claimed_of_what_is_not_known():
-    config = sound(actor__offload_optimizer=True, rollout__weight_transfer="nccl", data__max_prompt_length=10**6)
+    config = sound(actor__offload_optimizer=True, rollout__weight_transfer="ipc", data__max_prompt_length=10**6)
     assert check(config, Facts()) == []
 
 

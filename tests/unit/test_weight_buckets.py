@@ -24,29 +24,53 @@ def test_an_exact_fit_and_nothing_at_all():
     assert plan_buckets([], 10) == []
 
 
+def test_a_decoder_layer_stays_in_one_bucket():
+    """The engine makes one tensor of several of a layer, and holds the first back until it has the last."""
+    attention = [(f"model.layers.{i}.self_attn.{part}_proj.weight", 3) for i in range(3) for part in "qkv"]
+    sizes = [("model.embed_tokens.weight", 5), *attention, ("model.norm.weight", 1), ("lm_head.weight", 5)]
+    buckets = plan_buckets(sizes, 10)
+    assert [name for bucket in buckets for name in bucket] == [name for name, _ in sizes]
+    assert [len(bucket) for bucket in buckets] == [1, 3, 3, 4, 1]
+    assert [len(bucket) for bucket in plan_buckets(sizes, 8)] == [1, 3, 3, 3, 2]
+
+
 def test_transfer_follows_the_device():
     assert resolve_transfer("auto", "cpu") == "shm"
     assert resolve_transfer("auto", "cuda") == "ipc"
     assert resolve_transfer("shm", "cuda") == "shm"
+    assert resolve_transfer("auto", "cuda", stages=2) == "shm"
     with pytest.raises(ValueError, match="needs GPUs"):
-        resolve_transfer("nccl", "cpu")
-    with pytest.raises(ValueError, match="choose auto, shm, nccl or ipc"):
+        resolve_transfer("ipc", "cpu")
+    with pytest.raises(ValueError, match="choose auto, shm or ipc"):
         resolve_transfer("rdma", "cuda")
 
 
 class Recording:
     """An exporter and an engine in one, writing down what happens."""
 
-    name, devices, restarts = "rollout/0", 2, 0
+    name = "rollout/0"
 
-    def __init__(self, buckets, held=None):
-        self.buckets, self.events, self.held, self.alive = buckets, [], held, 0
+    def __init__(self, buckets, held=None, lost=False):
+        self.buckets, self.events, self.held, self.lost = buckets, [], held, lost
 
     async def bucket_plan(self):
         return self.buckets
 
     async def stand(self):
         self.events.append("stand")
+        self.lost = False
+
+    async def sleep(self):
+        self.events.append("sleep")
+
+    async def wake(self, part=None):
+        self.events.append(f"wake {part or 'all'}")
+
+    async def take_device(self, slot):
+        self.events.append("take")
+
+    async def leave_device(self, slot):
+        self.events.append("leave")
 
     async def export_bucket(self, names, path):
         with open(path, "wb") as file:
@@ -76,9 +100,9 @@ def push(recording, tmp_path):
 async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
     recording = Recording([["a"], ["b"], ["c"]])
     await push(recording, tmp_path).push(3)
-    assert recording.events[:3] == ["stand", "write a", "begin"]
-    assert sorted(recording.events[3:-1]) == ["receive", "receive", "receive", "write b", "write c"]
-    assert recording.events[-1] == "finish"
+    assert recording.events[:5] == ["sleep", "take", "wake weights", "write a", "begin"]
+    assert sorted(recording.events[5:-3]) == ["receive", "receive", "receive", "write b", "write c"]
+    assert recording.events[-3:] == ["finish", "leave", "wake all"]
     assert not list(tmp_path.iterdir())
 
 
@@ -122,50 +146,29 @@ async def test_an_engine_that_is_lost_in_a_push_is_replaced_and_served_alone(tmp
 
         async def receive(self, info):
             await super().receive(info)
-            if self.events.count("stand") == 1:
+            if "stand" not in self.events:
+                self.lost = True
                 raise EngineLost("rollout/1 died")
 
     first, second = Recording([["a"], ["b"]]), Mortal([])
     await WeightPush(first, [first, second], bucket_mb=1, depots=[DepotHandle([first, second], Depot(tmp_path))]).push(
         4
     )
-    assert [event for event in first.events if "write" not in event] == ["stand", "begin", *["receive"] * 2, "finish"]
-    assert second.events == ["stand", "begin", "receive", "stand", "begin", "receive", "receive", "finish"]
+    engine = [event for event in first.events if event not in ("take", "leave") and "write" not in event]
+    assert engine == ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
+    again = ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
+    assert second.events == ["sleep", "wake weights", "begin", "receive", "stand", *again]
+    assert first.events.count("leave") == 3, "before the new engine starts, and both at the end"
     assert first.held == second.held == 4 and not list(tmp_path.iterdir())
 
 
-async def test_nccl_gives_each_engine_its_ranks_and_joins_once(tmp_path):
-    joined, sent = [], []
+def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
+    import torch
 
-    class Device(Recording):
-        async def nccl_address(self):
-            return "10.0.0.1", 4000
+    from rlfuse.engines.weights_device import share_ipc
 
-        async def open_nccl(self, host, port, world_size):
-            joined.append((host, port, 0, world_size))
-
-        async def join_transfer(self, info):
-            joined.append((info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]))
-
-        async def describe(self, names):
-            return {"names": names}
-
-        async def send_nccl(self, names):
-            sent.append(names)
-
-        async def receive(self, info):
-            self.events.append(info["names"])
-
-    first, second = Device([["a"], ["b"]]), Device([])
-    sync = WeightPush(first, [first, second], bucket_mb=1, transfer="nccl")
-    await sync.push(1)
-    await sync.push(1)
-    assert joined == [("10.0.0.1", 4000, rank, 5) for rank in (0, 1, 3)]
-    assert sent == [["a"], ["b"]] * 2
-    assert second.events == ["stand", "begin", ["a"], ["b"], "finish"] * 2
-    first.restarts += 1
-    await sync.renew(0)
-    assert joined[3:] == [("10.0.0.1", 4000, rank, 3) for rank in (0, 1)]
+    with pytest.raises(EngineError, match=r"lie in host memory \(a, 2 of 2 in all\): the trainer's ranks have to take"):
+        share_ipc({"a": torch.zeros(2), "b": torch.zeros(2)})
 
 
 def test_ipc_handles_of_all_gpus_are_merged():

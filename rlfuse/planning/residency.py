@@ -1,0 +1,180 @@
+"""What lies on a slot's device when: a ledger of the calls that move something, pure and without a GPU.
+
+Role: `contents` tells `rlfuse plan` what to add up in each phase; tests replay the calls of the real controller on a
+`Ledger`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read CALLS: a
+phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
+
+One slot's life, as `engines.colocation` and `run.start_parts` have it (#: there, +: while the phase lasts):
+
+                     loading   generating   training   weight sync   saving
+    parameters          #                      #            #           #       of actor and critic
+    reference           #                      #            #           #       and a trained tower's copies
+    optimizer           #                      #            #           #       masters and moments
+    gradients                                  #                                of ZeRO 2 and 3 see `engines.moves`
+    activations                                +
+    engine weights                 #                        #
+    KV cache                       #
+    buckets                                                 +           +       weights on their way
+    residents           #          #           #            #           #       encoder ranks, reward models, contexts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "weight sync", "saving"
+PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)
+"""In the order in which they happen; the first weight sync comes before anything is generated."""
+
+
+class Item(StrEnum):
+    """Something that lies on a device."""
+
+    PARAMETERS = "parameters"
+    REFERENCE = "reference"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    ENGINE_WEIGHTS = "engine weights"
+    KV_CACHE = "KV cache"
+    BUCKETS = "buckets"
+    RESIDENTS = "residents"
+
+
+MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})
+"""What trainer ranks load, and move when their slot changes hands; gradients, where there are some, with them."""
+ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one kind of call needs and does on the device of its slot."""
+
+    phase: str | None = None
+    """None: it only moves; what it leaves behind is of the phase that follows."""
+    needs: frozenset[Item] = frozenset()
+    apart_from: frozenset[Item] = frozenset()
+    """Must have left, but for what stays under the ZeRO stage."""
+    brings: frozenset[Item] = frozenset()
+    during: frozenset[Item] = frozenset()
+    """On the device only while the call lasts."""
+    takes: frozenset[Item] = frozenset()
+
+
+def _items(*items: Item) -> frozenset[Item]:
+    return frozenset(items)
+
+
+CALLS = {
+    "start_ranks": Call(LOADING, apart_from=ENGINE, brings=MODELS | {Item.RESIDENTS}),
+    "start_engine": Call(apart_from=MODELS | {Item.GRADIENTS}, brings=ENGINE),
+    "take_device": Call(apart_from=ENGINE, brings=MODELS),
+    "leave_device": Call(takes=MODELS | {Item.GRADIENTS}),
+    "sleep": Call(needs=ENGINE, takes=ENGINE),
+    "wake(weights)": Call(brings=_items(Item.ENGINE_WEIGHTS)),
+    "wake(kv_cache)": Call(apart_from=MODELS | {Item.GRADIENTS}, brings=_items(Item.KV_CACHE)),
+    "generate": Call(GENERATING, needs=ENGINE, apart_from=MODELS | {Item.GRADIENTS}),
+    "score": Call(
+        TRAINING, needs=_items(Item.PARAMETERS, Item.REFERENCE), apart_from=ENGINE, during=_items(Item.ACTIVATIONS)
+    ),
+    "accumulate": Call(
+        TRAINING,
+        needs=_items(Item.PARAMETERS),
+        apart_from=ENGINE,
+        brings=_items(Item.GRADIENTS),
+        during=_items(Item.ACTIVATIONS),
+    ),
+    "step": Call(
+        TRAINING, needs=_items(Item.PARAMETERS, Item.OPTIMIZER), apart_from=ENGINE, takes=_items(Item.GRADIENTS)
+    ),
+    "push": Call(
+        SYNC,
+        needs=_items(Item.PARAMETERS, Item.ENGINE_WEIGHTS),
+        apart_from=_items(Item.KV_CACHE),
+        during=_items(Item.BUCKETS),
+    ),
+    "export": Call(SYNC, needs=_items(Item.PARAMETERS), apart_from=_items(Item.KV_CACHE), during=_items(Item.BUCKETS)),
+    "save": Call(SAVING, needs=MODELS, apart_from=ENGINE, during=_items(Item.BUCKETS)),
+    "load": Call(SAVING, needs=MODELS, apart_from=ENGINE),
+}
+"""`push` is a bucket between a slot's ranks and its engine, `export` one of ranks whose own engine takes no part."""
+
+STEP = (
+    *("start_ranks", "leave_device", "start_engine"),
+    *("sleep", "take_device", "load", "wake(weights)", "push", "leave_device", "wake(kv_cache)", "generate"),
+    *("sleep", "take_device", "score", "accumulate", "score", "step", "export"),
+    *("wake(weights)", "push", "leave_device", "wake(kv_cache)", "generate"),
+    *("sleep", "take_device", "save", "leave_device", "wake(weights)", "wake(kv_cache)"),
+)
+"""A slot from its start over one step to a checkpoint, with everything that may be there in a phase."""
+
+
+class ResidencyError(RuntimeError):
+    """Something would be used where it does not lie, or two would have a device at a time."""
+
+
+class Ledger:
+    """The devices of `slots` slots. `stays`: what `leave_device` can't move, see `engines.moves.stays_on_device`."""
+
+    def __init__(self, slots: int, stays: frozenset[Item] = frozenset()):
+        self.held: list[set[Item]] = [set() for _ in range(slots)]
+        self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
+        """What lay on any device in each phase."""
+        self._stays = stays
+        self._last = ["nothing"] * slots
+        self._under_way: list[list[str]] = [[] for _ in range(slots)]
+
+    @contextmanager
+    def doing(self, name: str, *slots: int) -> Iterator[None]:
+        """The call `name` lasts as long as the block, on these slots. ResidencyError if it can't be."""
+        for slot in slots:
+            self._begin(name, slot)
+        try:
+            yield
+        finally:
+            for slot in slots:
+                self._end(name, slot)
+
+    def lose_engine(self, slot: int) -> None:
+        """The slot's engine died, and what it held with it."""
+        self.held[slot] -= ENGINE
+        self._last[slot] = "the loss of its engine"
+
+    def _begin(self, name: str, slot: int) -> None:
+        call, here = CALLS[name], self.held[slot]
+        if missing := call.needs - here:
+            raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
+        if beside := (call.apart_from - self._stays) & here:
+            raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
+        exclusive = call.phase is None or name == "start_ranks"
+        if others := [other for other in self._under_way[slot] if exclusive or CALLS[other].phase is None]:
+            raise self._refusal(name, slot, f"begins while {others[0]} is under way")
+        self._under_way[slot].append(name)
+        here |= call.brings
+        if call.phase is not None:
+            self.seen[call.phase] |= here | call.during
+
+    def _end(self, name: str, slot: int) -> None:
+        self._under_way[slot].remove(name)
+        self._last[slot] = name
+        self.held[slot] -= CALLS[name].takes - (self._stays if name == "leave_device" else frozenset())
+
+    def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
+        there = _listed(self.held[slot]) or "nothing"
+        return ResidencyError(f"slot {slot}: {name} {why}, where {there} lies; the last call was {self._last[slot]}")
+
+
+def _listed(items: Sequence[Item] | set[Item] | frozenset[Item]) -> str:
+    return ", ".join(item for item in Item if item in items)
+
+
+def contents(stays: frozenset[Item] = frozenset()) -> dict[str, frozenset[Item]]:
+    """What may lie on a device in each phase."""
+    ledger = Ledger(1, stays)
+    for name in STEP:
+        with ledger.doing(name, 0):
+            pass
+    return {phase: frozenset(items) for phase, items in ledger.seen.items()}

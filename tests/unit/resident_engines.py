@@ -1,0 +1,254 @@
+"""Engines and ranks that write every call into a residency ledger, and a job that is played on them from its start.
+
+Role: `ResidentWorld` is `playing.World` on devices as GPUs are: the real controller, execution, weight push, order of
+start, saving and loading call engines that move nothing but the ledger's items. A call whose things lie elsewhere ends
+the test.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from playing import World
+from random_engines import Rollout, Trainer
+
+from rlfuse.engines import colocation
+from rlfuse.engines.protocols import PARTS, EngineLost
+from rlfuse.engines.weights import WeightPush
+from rlfuse.observe.journal import due
+from rlfuse.planning.residency import Ledger
+from rlfuse.preemption import Preempted
+from rlfuse.run import start_parts
+from rlfuse.video.tower_push import TowerPush
+
+BUCKETS = [["embedding"], ["layer"]]
+
+
+class ResidentRollout(Rollout):
+    """An engine with weights and a KV cache, each of which can be asleep; it can be lost, also in a push."""
+
+    name = "an engine"
+
+    def __init__(self, world, index):
+        super().__init__(world, index)
+        self.asleep: set[str] = set()
+        self.standing, self.dies_in_push = True, False
+
+    def doing(self, name):
+        return self.world.ledger.doing(name, self.index)
+
+    async def start(self):
+        with self.doing("start_engine"):
+            await self.world.pass_time()
+        self.asleep, self.standing = set(), True
+
+    async def generate(self, samples, sampling, partials=None):
+        with nullcontext() if self.lost else self.doing("generate"):
+            async for result in super().generate(samples, sampling, partials):
+                yield result
+
+    def fail(self):
+        if self.standing:
+            super().fail()
+            self.standing = False
+            self.world.ledger.lose_engine(self.index)
+
+    async def sleep(self):
+        await super().sleep()
+        if self.standing and not self.asleep:
+            with self.doing("sleep"):
+                await self.world.pass_time()
+            self.asleep = set(PARTS)
+        assert not self.standing or len(self.asleep) == 2, "vLLM does not put a part to sleep"
+
+    async def wake(self, part=None):
+        for each in sorted(self.asleep & {part or "weights", part or "kv_cache"}, reverse=True):
+            if self.standing:
+                with self.doing(f"wake({each})"):
+                    await self.world.pass_time()
+                self.asleep.discard(each)
+
+    # As the weight push sees it
+
+    async def stand(self):
+        if not self.standing:
+            await self.start()
+
+    async def begin_update(self):
+        self._check_standing()
+
+    async def receive(self, info):
+        self._check_standing()
+        with self.doing("push"):
+            await self.world.pass_time()
+        if self.dies_in_push:
+            self.dies_in_push = False
+            self.fail()
+            self._check_standing()
+
+    async def finish_update(self, version):
+        self._check_standing()
+        self.arriving, self.lost = version, False
+
+    async def version(self):
+        self._check_standing()
+        return self.arriving
+
+    def _check_standing(self):
+        if not self.standing:
+            raise EngineLost("lost")
+
+
+class ResidentTrainer(Trainer):
+    """Ranks whose models are on the device or on the host."""
+
+    def __init__(self, world):
+        super().__init__(world)
+        self.there: set[int] = set()
+        self.towers = 0
+
+    def doing(self, name, slot=None):
+        slots = range(len(self.world.rollouts)) if slot is None else (slot,)
+        return self.world.ledger.doing(name, *slots)
+
+    async def start(self):
+        with self.doing("start_ranks"):
+            await self.world.pass_time()
+        self.there = set(range(len(self.world.rollouts)))
+        return self, {}
+
+    async def take_device(self, slot):
+        if slot not in self.there:
+            with self.doing("take_device", slot):
+                await self.world.pass_time()
+            self.there.add(slot)
+        self.world.rollouts[slot].role = "trainer"
+
+    async def leave_device(self, slot):
+        if slot in self.there:
+            with self.doing("leave_device", slot):
+                await self.world.pass_time()
+            self.there.discard(slot)
+        self.world.rollouts[slot].role = "rollout"
+
+    async def log_probs(self, model, rows, slot=None):
+        with self.doing("score", slot):
+            return await super().log_probs(model, rows, slot)
+
+    async def values(self, rows, slot=None):
+        with self.doing("score", slot):
+            return await super().values(rows, slot)
+
+    async def accumulate(self, model, rows, slot=None):
+        with self.doing("accumulate", slot):
+            await super().accumulate(model, rows, slot)
+
+    async def train(self, rows, scored):
+        with self.doing("accumulate"):
+            return await super().train(rows, scored)
+
+    async def step(self, model, lengths):
+        with self.doing("step"):
+            return await super().step(model, lengths)
+
+    async def save(self, folder):
+        with self.doing("save"):
+            await self.world.pass_time()
+
+    async def load(self, folder):
+        with self.doing("load"):
+            await self.world.pass_time()
+
+    # As the weight push sees it
+
+    async def bucket_plan(self):
+        return BUCKETS
+
+    async def share_ipc(self, names):
+        with self.doing("export"):
+            await self.world.pass_time()
+        return [{"names": names, "ipc_handles": [{} for _ in names]}]
+
+    async def release_ipc(self):
+        pass
+
+    async def save_tower(self, path):
+        Path(path).touch()
+        self.towers += 1
+        return self.towers
+
+
+class Encoder:
+    """Encoder ranks have a share of the device of their own, and keep it."""
+
+    def __init__(self):
+        self.updated = []
+
+    async def update_tower(self, path, updates):
+        self.updated.append(updates)
+
+
+class ResidentWorld(World):
+    """`stays`: of `Ledger`; `tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
+
+    `resumed`: the job goes on from a checkpoint. Every step ends with a validation and a checkpoint.
+    """
+
+    def __init__(self, scene, stays=frozenset(), tower=None, told=0, resumed=False):
+        super().__init__(scene)
+        self.ledger = Ledger(scene.slots, stays)
+        self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
+        self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
+        self.weights, self.encoder = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc"), Encoder()
+        if tower:
+            self.weights = TowerPush(self.weights, self.trainer, self.encoder, tower)
+        self.saved: list[int] = []
+        self.now = 0
+
+    async def run(self):
+        starts = [rollout.start for rollout in self.rollouts]
+        await start_parts("cuda", self.trainer.start, None, starts, self.pass_time)
+        if self.resumed:
+            await colocation.load(self.engines(), Path("checkpoint"))
+        await super().run()
+
+    def engines(self):
+        return type("Engines", (), {"rollout": self.rollouts, "trainer": self.trainer})
+
+    def config(self):
+        config = self.scene.config()
+        config.trainer.val_before_train, config.trainer.test_freq, config.trainer.save_freq = True, 1, 1
+        return config
+
+    async def push(self, version):
+        await self.weights.push(version)
+        for rollout in self.rollouts:
+            assert not rollout.held
+            assert rollout.lost or (not rollout.asleep and rollout.arriving == version)
+            rollout.weight_version = version
+
+    async def renew(self, slot):
+        assert all(rollout.lost for rollout in self.rollouts)
+        await self.weights.renew(slot)
+        self.renewed += 1
+
+    # The journal
+
+    @property
+    def leaving(self):
+        return 0 < self.told <= self.now
+
+    async def checkpoint(self, step):
+        await colocation.save(self.engines(), Path(f"global_step_{step}"))
+        self.saved.append(step)
+
+    async def finish(self, step, board):
+        self.now = step
+        return await super().finish(step, board)
+
+    async def leave_if_told(self, step):
+        if self.leaving and not due(0, step, self.scene.steps):
+            if step not in self.saved:
+                await self.checkpoint(step)
+            raise Preempted(f"step {step}")

@@ -1,0 +1,128 @@
+"""What lies on a device when: the real controller's calls on a ledger, for every policy and kind of trainer."""
+
+import pytest
+from hypothesis import Phase, given, settings
+from resident_engines import ResidentWorld
+from scenes import Scene, scenes
+
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
+from rlfuse.preemption import Preempted
+from rlfuse.simulate.clock import run_virtual
+
+ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
+exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+
+
+def scene_of(policy, estimator, zero, **more):
+    kinds = Settings(lockstep=zero >= 3, lockstep_backward=zero >= 2, pipelined=zero == 4)
+    return Scene(policy=policy, estimator=estimator, settings=kinds, slots=3, batch=6, steps=2, reference=True, **more)
+
+
+def replay(world):
+    run_virtual(world.run())
+    planned = contents()
+    for phase, items in world.ledger.seen.items():
+        assert items <= planned[phase], phase
+    return world
+
+
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero):
+    world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero])))
+    assert world.saved == [1, 2] and len(world.learned) == 2
+    assert all(world.ledger.seen.values())
+
+
+@exploring
+@given(scene=scenes(steps=2))
+def test_nor_where_engines_are_lost_at_any_time(scene):
+    world = replay(ResidentWorld(scene))
+    assert len(world.learned) == 2 and not any(rollout.lost for rollout in world.rollouts)
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_an_engine_that_replaces_the_last_one_starts_on_a_device_that_the_ranks_have_left(zero):
+    renewed = 0
+    for when in (2.0, 2.5, 3.0, 3.5):
+        world = replay(ResidentWorld(scene_of("stream", "grpo", ZERO[zero], lost=(when, when + 0.1, when + 0.2))))
+        renewed += world.renewed
+    assert renewed
+
+
+def test_nor_does_one_that_is_lost_in_a_push():
+    world = ResidentWorld(scene_of("adaptive", "grpo", 1))
+    world.rollouts[1].dies_in_push = True
+    assert len(replay(world).learned) == 2 and not world.rollouts[1].lost
+
+
+def test_a_trained_tower_goes_to_the_encoders_after_every_step(tmp_path):
+    world = replay(ResidentWorld(scene_of("adaptive", "grpo", 1), tower=tmp_path))
+    assert world.encoder.updated == [1, 2, 3]
+
+
+def test_a_resumed_job_loads_before_it_generates():
+    assert len(replay(ResidentWorld(scene_of("adaptive", "gae", 1), resumed=True)).learned) == 2
+
+
+def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
+    world = ResidentWorld(scene_of("adaptive", "gae", 3), told=1)
+    with pytest.raises(Preempted):
+        replay(world)
+    assert world.saved == [1]
+
+
+# The ledger ----------------------------------------------------------------------------------------------------------
+
+
+def listed(*names):
+    ledger = Ledger(1)
+    for name in names:
+        with ledger.doing(name, 0):
+            pass
+    return ledger
+
+
+STARTED = ("start_ranks", "leave_device", "start_engine")
+WRONG = {
+    "a push after the ranks left": (
+        (*STARTED, "sleep", "take_device", "step", "leave_device", "wake(weights)", "wake(kv_cache)", "push"),
+        "slot 0: push needs parameters on the device, where engine weights, KV cache, residents lies",
+    ),
+    "an engine that starts beside the ranks": (("start_ranks", "start_engine"), "start_engine finds parameters"),
+    "ranks that take a device while the engine is awake": ((*STARTED, "take_device"), "finds engine weights, KV cache"),
+    "a KV cache that wakes beside the ranks": (
+        (*STARTED, "sleep", "take_device", "wake(weights)", "push", "wake(kv_cache)"),
+        "wake(kv_cache) finds parameters, reference, optimizer on the device",
+    ),
+    "a checkpoint of ranks that are away": ((*STARTED, "save"), "save needs parameters, reference, optimizer"),
+    "generation without a KV cache": (
+        (*STARTED, "sleep", "take_device", "wake(weights)", "push", "leave_device", "generate"),
+        "generate needs KV cache on the device, where engine weights, residents lies; the last call was leave_device",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_order_is_told(case):
+    calls, message = WRONG[case]
+    with pytest.raises(ResidencyError) as told:
+        listed(*calls)
+    assert message in str(told.value)
+
+
+def test_nobody_moves_while_somebody_works():
+    ledger = listed(*STARTED)
+    with ledger.doing("generate", 0), pytest.raises(ResidencyError, match="sleep begins while generate is under way"):
+        ledger._begin("sleep", 0)
+
+
+def test_what_stays_is_in_every_later_phase():
+    stays = frozenset({Item.OPTIMIZER})
+    with_it, without = contents(stays), contents()
+    assert {phase for phase in with_it if with_it[phase] != without[phase]} == {"generating"}
+    assert with_it["generating"] - without["generating"] == stays
+    assert listed(*STEP).held == [{Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}]

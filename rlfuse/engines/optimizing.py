@@ -1,27 +1,24 @@
-"""DeepSpeed engines from our configuration: ZeRO stage, optimizer, schedule, clipping; their step and their moves.
+"""DeepSpeed engines from our configuration: ZeRO stage, optimizer, schedule, clipping, and their step.
 
 Role: used by a trainer rank. What is DeepSpeed's own way of doing things is here. Between steps an engine holds sums:
 gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be accumulated before
-anyone knows how many there will be.
+anyone knows how many there will be. `moves.gradient_bytes` says what the sums cost.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig, OptimConfig
+from rlfuse.engines.moves import REDUCED
 
 
 def trainable(
@@ -45,7 +42,27 @@ def trainable(
             engine._global_grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
 
         optimizer.register_step_pre_hook(clip)
+    if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
+        _sum_in_float32(engine)
     return engine
+
+
+def _sum_in_float32(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Under ZeRO 0 and 1, which reduce in the step, parameters of any dtype accumulate float32 gradients.
+
+    Asked for that, DeepSpeed refuses stage 0, and keeps another copy of all gradients for good under stage 1; autograd
+    does it by itself, and the optimizer only has to be told what it finds. It reads both for gradients alone.
+    """
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    if engine.zero_optimization_stage() == 1:
+        engine.optimizer.dtype = engine.optimizer.gradient_accumulation_dtype = torch.float32
+
+
+def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
+    """What gradients of weights of this dtype are added up in, over micro-batches and ranks."""
+    return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
 def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
@@ -94,57 +111,6 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
     return float(engine.get_global_grad_norm())
 
 
-def to_host(model: Any) -> None:
-    """Give the device up: what the model keeps there lies in pinned host memory after this. See `_movable`."""
-    accelerator = get_accelerator()
-    if states := _movable(model):
-        model.offload_states(include=states, pin_memory=True)
-    _move(model, lambda tensor: accelerator.pin_empty_like(tensor, device="cpu").copy_(tensor, non_blocking=True))
-    accelerator.empty_cache()
-
-
-def to_device(model: Any, device: str) -> None:
-    """Undo `to_host`."""
-    if _movable(model):
-        model.reload_states(non_blocking=True)
-    _move(model, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _movable(model: Any) -> list[OffloadStateTypeEnum]:
-    """What DeepSpeed moves of a model itself; the rest of it is `_loose`.
-
-    Under ZeRO 2 and 3 gradients that wait for a step stay on the device; under ZeRO 3 so do frozen models, master
-    weights and optimizer state (of the latter two DeepSpeed moves only its FusedAdam's). All this ran on CPU hosts,
-    where both ends of a move are host memory; it did not run on a GPU.
-    """
-    kind, stage = OffloadStateTypeEnum, _stage(model)
-    if stage == 0 or isinstance(model.optimizer, DeepSpeedZeRoOffload):
-        return []
-    return [kind.lp_params, kind.contiguous_grad_buffer] if stage == 3 else list(kind)
-
-
-def _loose(model: Any) -> Iterator[torch.Tensor]:
-    module = getattr(model, "module", model)
-    yield from module.buffers()
-    yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
-    if _stage(model) == 0:
-        yield from module.parameters()
-        if module is not model:
-            yield from (tensor for group in model.optimizer.param_groups for tensor in group["params"])
-            states = [value for state in model.optimizer.state.values() for value in state.values()]
-            yield from filter(torch.is_tensor, states)
-
-
-def _move(model: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for tensor in {id(tensor): tensor for tensor in _loose(model)}.values():  # masters may be the weights themselves
-        tensor.data = place(tensor.data)
-    get_accelerator().synchronize()
-
-
-def _stage(model: Any) -> int:
-    return model.zero_optimization_stage() if isinstance(model, deepspeed.DeepSpeedEngine) else 0
-
-
 @contextmanager
 def sharded_loading(settings: ActorConfig, device: str) -> AbstractContextManager:
     """Under ZeRO-3 models are sharded while they load, so no rank ever holds a whole one."""
@@ -153,12 +119,17 @@ def sharded_loading(settings: ActorConfig, device: str) -> AbstractContextManage
 
 
 def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False}
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False, "reduce_bucket_size": REDUCED}
     if settings.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    return {
+    summed: dict[str, Any] = {}
+    if _sums(settings, dtype) != dtype:
+        summed["communication_data_type"] = "fp32"
+        if settings.zero_stage > 1:  # reduced micro-batch by micro-batch, so DeepSpeed adds them up
+            summed["data_types"] = {"grad_accum_dtype": "fp32"}
+    return summed | {
         "train_micro_batch_size_per_gpu": 1,  # nominal: micro-batches are ours, and vary
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # step() is the boundary, however many backward() came before

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, ClassVar
 
 import deepspeed
 import psutil
@@ -23,7 +25,8 @@ from torch.distributed import distributed_c10d
 from rlfuse.config.schema import Config
 from rlfuse.engines.determinism import hold
 from rlfuse.engines.extensions import wait_for_extensions
-from rlfuse.engines.optimizing import to_device, to_host
+from rlfuse.engines.offloading import to_device, to_host
+from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
 
@@ -31,8 +34,25 @@ OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address
 """What DeepSpeed's optimizer states hold beside tensors and plain data."""
 
 
+def needs_models(method: Callable) -> Callable:
+    """A rank's call that reads or changes models: an EngineError while they are away from the device."""
+
+    @wraps(method)
+    def checked(self: Rank, *arguments: Any, **named: Any) -> Any:
+        if self.away:
+            raise EngineError(
+                f"trainer/{self.rank} can't {method.__name__}: its models have left the device; let it take that first"
+            )
+        return method(self, *arguments, **named)
+
+    return checked
+
+
 class Rank:
     """One of `world` processes, bound to `core` if given: `join` meets the others."""
+
+    environment: ClassVar[Mapping[str, str]] = {}
+    """What its process needs on a GPU from its start on."""
 
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device
@@ -43,6 +63,7 @@ class Rank:
         hold(config)
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
+        self.away = False
         if core is not None:
             for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
                 os.sched_setaffinity(int(thread), {core})
@@ -81,10 +102,15 @@ class Rank:
         deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there
 
     def switch(self, role: str) -> None:
-        """Take the device (`trainer`) or leave it (`rollout`). On CPU hosts there is nothing to move."""
+        """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move."""
+        away = role != "trainer" and self.device != "cpu"
         with self.recorder.span("switch", cause="role", attributes={"to": role}):
-            for model in (*self.engines.values(), *self.beside) if self.device != "cpu" else ():
-                to_device(model, self.device) if role == "trainer" else to_host(model)
+            if away == self.away:
+                return
+            self.away = True  # also where a move fails halfway
+            for model in (*self.engines.values(), *self.beside):
+                (to_host if away else to_device)(model)
+            self.away = away
 
     def drain(self) -> list[Span]:
         """Spans since the last call."""

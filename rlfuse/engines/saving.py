@@ -8,11 +8,13 @@ way is entered as before: a rank that left one would make its peers wait, and en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
+
+from rlfuse.engines.offloading import on_device
 
 
 class Writing:
@@ -32,17 +34,27 @@ class Writing:
 
 @contextmanager
 def writing(engines: Iterable[DeepSpeedEngine] = ()) -> Iterator[Writing]:
-    """Of one checkpoint; files of these engines' `save_checkpoint` are written through it."""
+    """Of one checkpoint of these engines, which are on the device for its length.
+
+    Files of their `save_checkpoint` are written through it.
+    """
     files, engines = Writing(), list(engines)
-    for engine in engines:
-        engine.checkpoint_engine = _Guarded(engine.checkpoint_engine, files)
-        engine._copy_recovery_script = lambda *_: None  # of no use beside huggingface/, and a file nobody guards
-    try:
-        yield files
-    finally:
+    with ExitStack() as stack:
         for engine in engines:
-            engine.checkpoint_engine = engine.checkpoint_engine.wrapped
-            del engine._copy_recovery_script
+            stack.enter_context(on_device(engine))
+            stack.enter_context(_guarded(engine, files))
+        yield files
+
+
+@contextmanager
+def _guarded(engine: DeepSpeedEngine, files: Writing) -> Iterator[None]:
+    engine.checkpoint_engine = _Guarded(engine.checkpoint_engine, files)
+    engine._copy_recovery_script = lambda *_: None  # of no use beside huggingface/, and a file nobody guards
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = engine.checkpoint_engine.wrapped
+        del engine._copy_recovery_script
 
 
 class _Guarded:

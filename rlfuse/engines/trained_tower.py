@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from rlfuse.engines.offloading import on_device
 from rlfuse.engines.protocols import EngineError
 from rlfuse.samples import Row, Visual
 from rlfuse.video.decode_pool import Clip, DecodePool
@@ -183,8 +184,9 @@ class TrainedTower:
 
     def write(self, path: Path) -> None:
         """The present weights as safetensors under checkpoint names, as `Tower.update` takes them."""
-        weights = self.present.module.state_dict()
-        save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
+        with on_device(self.present.module):
+            weights = self.present.module.state_dict()
+            save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
 
 
 class ShownClip:

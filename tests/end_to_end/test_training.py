@@ -196,11 +196,11 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
         return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
 
     def there_and_back(rank):
-        from rlfuse.engines.optimizing import to_device, to_host
+        from rlfuse.engines.offloading import to_device, to_host
 
         for model in rank.engines.values():
             to_host(model)
-            to_device(model, "cpu")
+            to_device(model)
 
     def moved():
         return asyncio.gather(*(rank.__ray_call__.remote(there_and_back) for rank in group.ranks))

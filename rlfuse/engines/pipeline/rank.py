@@ -29,7 +29,7 @@ from rlfuse.engines.pipeline.executor import Executor, Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
-from rlfuse.engines.ranks import Rank
+from rlfuse.engines.ranks import Rank, needs_models
 from rlfuse.engines.saving import writing
 from rlfuse.fusion.schedules.operations import Rows
 from rlfuse.observe.events import Span
@@ -72,6 +72,7 @@ class PipelineRank(Rank):
                     self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
                 if name != "ref":
                     self._make_trainable(name, models, optimizer_steps)
+            self.beside = list(loaded.get("ref", {}).values())
         dtype = next(iter(self.stages.values())).dtype
         return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device)}
 
@@ -114,6 +115,7 @@ class PipelineRank(Rank):
 
     # Schedules ---------------------------------------------------------------------------------------------------
 
+    @needs_models
     def run(
         self, rows: Rows, work: Mapping[str, Sequence[MicroBatch]], planned: Sequence[tuple[float, float]] = ()
     ) -> tuple[Scores, list[Timed]]:
@@ -159,6 +161,7 @@ class PipelineRank(Rank):
             },
         )
 
+    @needs_models
     def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
 
@@ -190,13 +193,14 @@ class PipelineRank(Rank):
             if name not in tied_copy
         ]
 
+    @needs_models
     def export_bucket(self, model: str, stage: int, names: list[str], path: Path) -> list[str]:
         """Write these tensors of a stage on this rank to a safetensors file; returns their checkpoint names."""
         return Exporter(self.stages[model, stage].model, 0).write(names, path)
 
     def save_bucket(self, model: str, stage: int, names: list[str], path: Path) -> tuple[list[str], str | None]:
         """As `export_bucket`, for a checkpoint: also what could not be written, and why."""
-        with writing() as files:
+        with writing([self.engines[model]]) as files:
             return Exporter(self.stages[model, stage].model, 0).write(names, path, files), files.problem
 
     def save_config(self, model: str, folder: Path) -> None:
@@ -211,12 +215,13 @@ class PipelineRank(Rank):
 
         Returns what could not be written, and why.
         """
-        with writing() as files:
+        with writing(self.engines.values()) as files:
             for name, engine in self.engines.items():
                 writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
                 states.save(engine, folder / name / "pipeline", self.rank if writes else None, files)
         return files.problem
 
+    @needs_models
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
@@ -260,5 +265,5 @@ class _Tie:
         if self.parameter is None:
             return
         if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
+            self.parameter.grad = torch.zeros_like(self.parameter, dtype=self.parameter.grad_dtype)
         dist.all_reduce(self.parameter.grad, group=self.group)

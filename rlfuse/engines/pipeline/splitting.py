@@ -50,13 +50,18 @@ def run(pending: Pending) -> None:
 @torch.no_grad()
 def _accumulate(layer: torch.nn.Linear, input: Tensor, gradient: Tensor) -> None:
     rows, columns = gradient.reshape(-1, layer.out_features), input.reshape(-1, layer.in_features)
-    if layer.weight.grad is None:
-        layer.weight.grad = rows.t() @ columns
-    else:
+    if layer.weight.grad is not None and layer.weight.grad.dtype == rows.dtype:
         layer.weight.grad.addmm_(rows.t(), columns)
+    else:
+        _add(layer.weight, rows.t() @ columns)
     if layer.bias is not None:
-        total = rows.sum(0)
-        layer.bias.grad = total if layer.bias.grad is None else layer.bias.grad.add_(total)
+        _add(layer.bias, rows.sum(0))
+
+
+def _add(parameter: torch.nn.Parameter, gradient: Tensor) -> None:
+    """As autograd does: in the dtype of the parameter's sums."""
+    gradient = gradient.to(parameter.grad_dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class _Linear(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,31 @@ def _steps(engine: Any) -> int:
 
 
 def _make_moments(engine: Any, steps: int) -> None:
-    """AdamW makes its state in the first step; to be filled before, it has to be there."""
+    """AdamW makes its state in its first step; to be filled before, it has to be there.
+
+    So it takes a step that changes nothing, and everything is of the kind and in the place that it wants.
+    """
     if not steps:
         return
     optimizer = engine.optimizer.optimizer
-    for group in optimizer.param_groups:
-        for flat in group["params"]:
-            optimizer.state[flat] = {
-                "step": torch.tensor(float(steps)),
-                **{moment: torch.zeros_like(flat) for moment in MOMENTS},
-            }
+    if not optimizer.state:
+        with _at_rest(optimizer):
+            optimizer.step()
     engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for state in optimizer.state.values():
+        state["step"] = torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
+
+
+@contextmanager
+def _at_rest(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Zero gradients and rates for the length of the block."""
+    kept = [(group, group["lr"], [flat.grad for flat in group["params"]]) for group in optimizer.param_groups]
+    for group, _, _ in kept:
+        group["lr"] = 0.0
+        for flat in group["params"]:
+            flat.grad = torch.zeros_like(flat)
+    yield
+    for group, rate, gradients in kept:
+        group["lr"] = rate
+        for flat, gradient in zip(group["params"], gradients, strict=True):
+            flat.grad = gradient

@@ -1,0 +1,106 @@
+"""Models give their device up for a while: their tensors' memory goes to the host and comes back, in place.
+
+Role: trainer ranks move models between a slot's roles; checkpoints bring them back for as long as they are written.
+
+    to_host      storage on the device --copy--> pinned host memory; the storage is emptied, its tensors stay
+    to_device    the storage gets memory again <--copy-- ; every tensor on it is what it was
+
+Invariants: no tensor is replaced. Flat buffers, the parameters, partitions and fragments that view them, masters that
+may be the weights themselves, an optimizer's states and hooks on parameters stay what they are to each other and keep
+their device: whatever DeepSpeed keeps where, there is nothing to link again, and a storage that was overlooked costs
+memory, nothing else. (DeepSpeed's own `offload_states` unlinks the masters, so that checkpoints of them are zeros, and
+leaves the masters and moments of ZeRO 3.) What is away has no memory: reading it kills the process or, in CUDA, its
+context, so ranks refuse calls while they are away.
+Waits: for all streams of the device, before memory is given up and before it is used again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+_PIECE = 1 << 28
+"""Bytes copied at a time: a power of two, because torch rounds pinned memory up to the next."""
+_away: WeakKeyDictionary[torch.nn.Module, list[tuple[torch.UntypedStorage, list[torch.Tensor]]]] = WeakKeyDictionary()
+"""Model -> its storages without memory, with their bytes."""
+
+
+def to_host(model: torch.nn.Module) -> None:
+    """Give up the device memory of a module, or of a DeepSpeed engine with all that its optimizer keeps."""
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    away = _away.setdefault(model, [])
+    leaving = [(storage, [_pinned(piece) for piece in _pieces(storage)]) for storage in _storages(model)]
+    accelerator.synchronize()
+    for storage, _ in leaving:
+        storage.resize_(0)
+    away += leaving
+    accelerator.empty_cache()
+
+
+def to_device(model: torch.nn.Module) -> None:
+    """Undo `to_host`. Where the device has too little memory the rest stays away, and it can be tried again."""
+    away = _away.get(model, [])
+    while away:
+        storage, pieces = away[-1]
+        storage.resize_(sum(piece.numel() for piece in pieces))
+        for place, piece in zip(_pieces(storage), pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+        away.pop()
+    get_accelerator().synchronize()
+
+
+@contextmanager
+def on_device(model: torch.nn.Module) -> Iterator[None]:
+    """The model is there for the length of the block, and then where it was."""
+    moved = bool(_away.get(model))
+    to_device(model)
+    try:
+        yield
+    finally:
+        if moved:
+            to_host(model)
+
+
+def _pinned(piece: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(piece, device="cpu", pin_memory=piece.device.type != "cpu").copy_(piece, non_blocking=True)
+
+
+def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(_PIECE)
+
+
+def _storages(model: Any) -> list[torch.UntypedStorage]:
+    """Every storage on the device that the model's tensors view, once."""
+    module, device = getattr(model, "module", model), get_accelerator().device_name()
+    found = {}
+    for tensor in _tensors([*module.buffers(), *module.parameters(), getattr(model, "optimizer", None)]):
+        storage = tensor.untyped_storage()
+        if storage.device.type == device and storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _tensors(root: Any) -> Iterator[torch.Tensor]:
+    """What is reached from here through containers, attributes of tensors and the parts of optimizers."""
+    seen, waiting = {}, [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # alive, or another could get its id
+        if isinstance(value, torch.Tensor):
+            yield value
+            waiting += [value.grad, *vars(value).values()]  # of a sharded parameter its partition
+        elif isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | deque):
+            waiting += [*value, *getattr(value, "__dict__", {}).values()]
+        elif type(value).__module__.startswith(("deepspeed.runtime.", "torch.optim.")):
+            waiting += getattr(value, "__dict__", {}).values()

@@ -26,7 +26,7 @@ import ray
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.cluster import placement
+from rlfuse.cluster import cuda, placement
 from rlfuse.cluster.nodes import watched
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
@@ -138,6 +138,7 @@ async def start_parts(
 
 async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
     reward, slots = work.reward, await placement.start(work.config, again=job.restart is not None)
+    journal.say(slots.told)
     config = _with_transfer(work.config, slots.device)
     passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
     rollouts = _rollout_handles(config, slots, journal)
@@ -153,10 +154,8 @@ async def _run(work: _Work, job: Job, journal: Journal, drive: Drive) -> None:
             starts = [partial(_start_engine, handle, config, slots, index) for index, handle in enumerate(rollouts)]
             parts = start_parts(slots.device, ranks, clips and clips.start, starts, partial(reward.start, slots))
             (trainer, facts), engine_facts = await watched(parts, living)
-        transfer = config.rollout.weight_transfer
-        weights = WeightPush(trainer, rollouts, config.rollout.update_weights_bucket_mb, transfer, nodes)
-        if trained:
-            weights = TowerPush(weights, trainer, clips.encoder, journal.folder)
+        rollout, tower = config.rollout, TowerPush(trainer, clips.encoder, journal.folder) if trained else None
+        weights = WeightPush(trainer, rollouts, rollout.update_weights_bucket_mb, rollout.weight_transfer, nodes, tower)
         engines = Engines(rollouts, reward, trainer, weights, clips)
         costs = _starting_costs(config, engine_facts, slots)
         controller = await _controller(work, job, engines, costs, journal, facts)
@@ -318,7 +317,7 @@ def _step_clips(config: Config, towers: TowerSettings, slots: placement.Slots, j
         towers.encoder,
         CacheSettings(video.cache_mb << 20, video.disk_cache),
         towers.pool.decode,
-        [Place(slots.options(rank % slots.count, placement.ENCODER_SHARE)) for rank in range(ranks)],
+        [Place(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},
     )

@@ -270,12 +270,10 @@ class RolloutWorker:
         return await self._shelf.collect(place, self._version)
 
     async def sleep(self) -> None:
-        """Give the device's memory up, unless that is done; refused while samples are active or a part wakes."""
+        """Give the device's memory up, unless that is done; refused while samples are active."""
         if count := len(self._active):
             raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
-        if len(self._asleep) == 1:
-            raise RuntimeError(f"{self.name} can't sleep while it wakes: its {', '.join(self._asleep)} is asleep still")
-        if self._device == "cuda" and not self._asleep:  # on CPU hosts there is no memory to give up
+        if self._device == "cuda" and "weights" not in self._asleep:  # on CPU hosts there is no memory to give up
             with self._engine_alive():
                 await self._engine.sleep(level=1)
         self._asleep = set(PARTS)

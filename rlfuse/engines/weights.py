@@ -21,8 +21,8 @@ Invariants:
 - a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
   are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
 - an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
-- after another error the engines may hold parts of two versions and stay paused: restart them. Only a first bucket that
-  can't be written leaves them as they were.
+- after another error the engines may hold parts of two versions and stay paused: restart them. Only after a first
+  bucket that can't be written the push can be repeated.
 Called by the controller after an optimizer step, and by the execution that has lost its last engine. Waits for the
 slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
 """
@@ -87,6 +87,12 @@ class WeightReceiver(Sleeper, Protocol):
     async def version(self) -> int: ...
 
 
+class TowerSync(Protocol):
+    """From the trainer's vision tower to the encoder ranks; see `video.tower_push`."""
+
+    async def push(self, version: int) -> None: ...
+
+
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
     """Names in their order, cut into buckets of at most `bucket_bytes`.
 
@@ -132,17 +138,19 @@ class WeightPush:
         bucket_mb: int,
         transfer: str = "shm",
         depots: Sequence[DepotHandle] = (),
+        tower: TowerSync | None = None,
     ):
-        """`depots`: one for each node; by default this process's."""
+        """`depots`: one for each node; by default this process's. `tower`: takes a trained one to the encoder ranks."""
         self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
         self.depots = list(depots) or [DepotHandle(engines, Depot())]
+        self.tower = tower
         self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
         self._version = 0
 
     async def push(self, version: int) -> None:
         """All engines hold the trainer's present weights as `version` and have their devices when this returns."""
         self._version = version
-        await self._push(range(len(self.engines)))
+        await self._push(range(len(self.engines)), self.tower)
 
     async def renew(self, slot: int) -> None:
         """The slot's engine, another one if it is lost, holds the present weights as the version of the last push.
@@ -153,12 +161,14 @@ class WeightPush:
         await asyncio.gather(*(to_ranks(self.engines[other], self.exporter, other) for other in others))
         await self._push([slot])
 
-    async def _push(self, slots: Sequence[int]) -> None:
+    async def _push(self, slots: Sequence[int], tower: TowerSync | None = None) -> None:
         left = slots
         while left:
             await asyncio.gather(*(self._prepare(slot) for slot in left))
             served = await self._serve([self.engines[slot] for slot in left])
             left = [slot for slot in left if self.engines[slot] not in served]
+        if tower:
+            await tower.push(self._version)
         await asyncio.gather(*(to_engine(self.engines[slot], self.exporter, slot) for slot in slots))
 
     async def _prepare(self, slot: int) -> None:
@@ -196,7 +206,7 @@ class WeightPush:
         await asyncio.gather(*(depot.open() for depot in self.depots))
         writing = asyncio.create_task(self._write(plan[0], 0))
         try:
-            await writing  # before engines pause: they go on as they were if this fails
+            await writing  # before the engines expect it: if this fails, the push can be repeated
             await audience.each(lambda engine: engine.begin_update())
             for i in range(len(plan)):
                 await writing

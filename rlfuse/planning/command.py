@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
     config = to_config(compose_job(words), model_facts if arguments.no_files else read_facts)
     _check(arguments, config)
     shapes = shapes_of(config)
-    memory = memory_of(config, shapes, budget_of(config, arguments))
+    budget = budget_of(config, arguments)
+    memory = memory_of(config, shapes, budget, served_shapes(config, budget.device))
     console = Console(highlight=False)
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
     _forecast(config, shapes, memory, arguments, console)
@@ -102,6 +103,19 @@ def shapes_of(config: Config) -> dict[str, Shape]:
         other = config.ref.path not in (None, path)
         shapes["reference"] = read_shape(config.ref.path, "ref.path", trust) if other else shapes["actor"]
     return shapes
+
+
+def served_shapes(config: Config, device: str) -> dict[str, Shape]:
+    """Of reward models and judges, where they are on the slots' GPUs."""
+    if device == "cpu" or config.reward.device == "cpu":
+        return {}
+    paths, trust = {}, config.model.trust_remote_code
+    if config.reward.model_path:
+        paths["reward.model_path"] = config.reward.model_path
+    for number, entry in enumerate(config.reward.functions):
+        if isinstance(entry, dict) and entry.get("path") == JUDGE:
+            paths[f"reward.functions[{number}].kwargs.model"] = entry["kwargs"]["model"]
+    return {key: read_shape(path, key, trust, value=key == "reward.model_path") for key, path in paths.items()}
 
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
@@ -174,8 +188,9 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
     phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
     table = _table(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
+    table.columns[1].no_wrap = True
     for part in memory.parts:
-        cells = [f"{part.size / GIB:.2f}" if phase in part.phases else "" for phase in memory.phases]
+        cells = [f"{part.size / GIB:.2f}" if part in memory.of(phase) else "" for phase in memory.phases]
         table.add_row(part.role, part.what, *cells)
     table.add_section()
     totals = [memory.total(phase) for phase in memory.phases]
@@ -183,7 +198,9 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     row = [f"[{colour}]{total / GIB:.2f}[/]" for total, colour in zip(totals, colours, strict=True)]
     table.add_row("all", "", *row)
     longest = config.data.max_prompt_length + config.data.max_response_length
+    tightest = memory.tightest
     notes = [
+        f"the tightest is {tightest}: {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
         f"micro-batches of {micro_batch_tokens(config)} tokens",
         f"an engine's KV cache holds {max(0, memory.kv_tokens):,} tokens: {max(0, memory.kv_tokens) // longest:,} of "
         f"the longest samples ({longest})",

@@ -1,8 +1,9 @@
 """What lies on one device, and whether it fits: pure functions of a configuration, shapes and the device's memory.
 
 Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns, so
-each phase has a sum of its own; on CPU hosts nothing leaves, and all parts are one sum. Sources: ZeRO's states as in
-Rajbhandari et al. 2020 (arXiv 1910.02054) and in DeepSpeed 0.19, which keeps gradients in the model's precision.
+each phase has a sum of its own: of the parts that `residency` finds there. On CPU hosts nothing leaves, and all parts
+are one sum. Sources: ZeRO's states as in Rajbhandari et al. 2020 (arXiv 1910.02054) and in DeepSpeed 0.19; what an
+engine takes as in vLLM 0.32.
 Invariants: bytes are of the fullest device; every part that a phase's sum has is listed.
 """
 
@@ -12,18 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.moves import REDUCED, gradient_bytes
 from rlfuse.engines.pipeline.partition import parts
+from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 from rlfuse.planning.shapes import Shape
 
 GIB, MIB = 1 << 30, 1 << 20
-TRAINING, GENERATING, SYNC = "training", "generating", "weight sync"
 ITEM = {"float32": 4, "bfloat16": 2}
+WIDTH = ITEM | {"float16": 2}
 STATES = 8
 """AdamW's two moments, in float32."""
-REDUCED = 500_000_000
-"""Elements of the buffer in which DeepSpeed reduces gradients, and ..."""
 LIVE = 1_000_000_000
-"""... of the parameters that ZeRO 3 holds gathered at a time, at the most."""
+"""Parameters that ZeRO 3 holds gathered at a time, at the most."""
 HEAD_BYTES = 12
 """Per logit of a response token: float32 copy, its gradient, and the gradient before the temperature."""
 PROCESS = {"cuda": 600 * MIB, "cpu": 600 * MIB}
@@ -32,6 +33,8 @@ FRONT = 8192
 """Tokens that vLLM runs through a layer at a time, at the most."""
 SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
+GRAPHS = 1 * GIB
+"""What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,12 @@ class Part:
     """Something that lies on the device."""
 
     role: str
-    """`actor`, `critic`, `reference`, `engine`, `tower` or `processes`."""
+    """`actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`."""
     what: str
     size: float
     """Bytes."""
-    phases: tuple[str, ...]
-    """In which it is there."""
+    item: Item
+    """When it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +71,62 @@ class Memory:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        return (TRAINING, GENERATING, SYNC) if self.budget.device == "cuda" else (TRAINING,)
+        """In the order in which they happen; one on CPU hosts, where nothing takes turns."""
+        return PHASES if self.budget.device == "cuda" else (TRAINING,)
+
+    def of(self, phase: str) -> list[Part]:
+        """The parts that are there."""
+        there = contents()[phase] if self.budget.device == "cuda" else set(Item)
+        return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
         """Bytes of a phase."""
-        return sum(part.size for part in self.parts if phase in part.phases)
+        return sum(part.size for part in self.of(phase))
+
+    @property
+    def tightest(self) -> str:
+        """The phase that needs the most."""
+        return max(self.phases, key=self.total)
 
 
-def memory_of(config: Config, shapes: Mapping[str, Shape], budget: Budget) -> Memory:
-    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them."""
-    everywhere = (TRAINING, GENERATING, SYNC)
+def memory_of(
+    config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape] | None = None
+) -> Memory:
+    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them; `served`: of reward models."""
     engine, kv_tokens = _engine(config, shapes["actor"], budget)
-    parts = [*_models(config, shapes, budget.device), *engine]
-    if shapes["actor"].tower:
-        size = shapes["actor"].tower * ITEM[config.model.dtype]
-        parts.append(Part("tower", "parameters", size, everywhere))
-    processes = 3 if shapes["actor"].tower else 2
-    parts.append(Part("processes", "of their own", processes * PROCESS[budget.device], everywhere))
-    if budget.device == "cpu":  # nothing takes turns
-        parts = [Part(part.role, part.what, part.size, (TRAINING,)) for part in parts]
-    else:
-        buckets = 2 * config.rollout.update_weights_bucket_mb * MIB
-        parts.append(Part("engine", "buckets of new weights", buckets, (SYNC,)))
+    parts = [*_models(config, shapes, budget.device), *engine, *_residents(config, shapes, budget, served or {})]
+    if budget.device == "cuda":
+        parts += _on_their_way(config, shapes["actor"])
     return Memory(tuple(parts), budget, kv_tokens, _host(config, shapes, parts, budget.device))
+
+
+def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
+    """What never leaves: encoder ranks, reward models, and each process's own."""
+    found, tower = [], shapes["actor"].tower
+    if tower:
+        found.append(Part("tower", "parameters of encoder ranks", tower * ITEM[config.model.dtype], Item.RESIDENTS))
+    here = -(-len(served) // config.slots)  # on the slot that has the most of them
+    largest = sorted((shape.parameters for shape in served.values()), reverse=True)[:here]
+    if largest:
+        size = sum(largest) * WIDTH[config.reward.model_dtype]
+        found.append(Part("reward models", "parameters", size, Item.RESIDENTS))
+    count = 2 + bool(tower) + here
+    found.append(Part("processes", "of their own", count * PROCESS[budget.device], Item.RESIDENTS))
+    if budget.device == "cuda":
+        found.append(Part("engine", "what does not sleep", GRAPHS, Item.RESIDENTS))
+    return found
+
+
+def _on_their_way(config: Config, shape: Shape) -> list[Part]:
+    """A bucket, once more where ZeRO 3 gathers it; and the layer that the engine loads beside what it replaces."""
+    item = ITEM[config.model.dtype]
+    layer = max(shape.layers) * item
+    bucket = max(config.rollout.update_weights_bucket_mb * MIB, layer)
+    ends = max(shape.embedding, shape.head) * item
+    return [
+        Part("actor", "bucket of new weights", bucket * (2 if config.actor.zero_stage == 3 else 1), Item.BUCKETS),
+        Part("engine", "layer being loaded", max(layer, ends) / config.rollout.tensor_model_parallel_size, Item.LAYER),
+    ]
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -111,31 +147,59 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
     work: dict[str, float] = {}
     for role, shape in shapes.items():
         held = parameters_on(shape, role, position, stages)
-        stays = (TRAINING, GENERATING, SYNC) if zero == 3 else (TRAINING,)
         weights = held / copies if zero == 3 else held
-        found.append(Part(role, "parameters", weights * item, stays if role == "reference" else (TRAINING,)))
+        kind = Item.REFERENCE if role == "reference" else Item.PARAMETERS
+        found.append(Part(role, "parameters", weights * item, kind))
         if role == "reference":
             continue
-        found.append(Part(role, "gradients", item * (held / copies if zero >= 2 else held), (TRAINING,)))
-        if not config.actor.offload_optimizer:
-            master = 4 if item == 2 or zero >= 1 else 0
-            share = held / copies if zero >= 1 else held
-            found.append(Part(role, "optimizer", (master + STATES) * share, stays))
+        found += _states(config, role, held, copies)
         if zero >= 1:
             touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
-            found.append(Part(role, "reduction buffer", touched * item, (TRAINING,)))
+            wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
+            found.append(Part(role, "reduction buffer", touched * wide, Item.GRADIENTS))
         work[role] = activations(config, shape, role, position)
+    if not config.video.freeze_tower:
+        found += _trained_tower(config, shapes["actor"].tower, copies)
     if zero == 3:
         live = max(min(shape.parameters, LIVE) for shape in shapes.values())
-        found.append(Part("actor", "gathered parameters", live * item, (TRAINING,)))
+        found.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))
     return [*found, *_at_work(config, work)]
+
+
+def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
+    """Gradients and optimizer of `held` parameters that `copies` ranks have."""
+    zero, dtype = config.actor.zero_stage, config.model.dtype
+    # Under ZeRO 3 there is always room for gradients; under the others they begin with a backward.
+    when = Item.OPTIMIZER if zero == 3 else Item.GRADIENTS
+    gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
+    found = [Part(role, "gradients", gradients, when)]
+    share = held / copies if zero >= 1 else held
+    if zero >= 1:
+        found.append(Part(role, "gradients in the step", 4 * share, Item.GRADIENTS))
+    if not config.actor.offload_optimizer:
+        master = 4 if ITEM[dtype] == 2 or zero >= 1 else 0
+        found.append(Part(role, "optimizer", (master + STATES) * share, Item.OPTIMIZER))
+    return found
+
+
+def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
+    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began.
+
+    See `engines.trained_tower`.
+    """
+    item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
+    each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)
+    return [
+        Part("tower", "copies that learn", each * size, Item.PARAMETERS),
+        *_states(config, "tower", size, copies),
+    ]
 
 
 def _at_work(config: Config, work: Mapping[str, float]) -> list[Part]:
     """Activations: of one model at a time; in a fused schedule of both."""
     both = config.training.pipeline_parallel_size > 1 and config.fusion.training == "fused"
     busiest = max(work, key=lambda role: work[role])
-    return [Part(role, "activations", size, (TRAINING,)) for role, size in work.items() if both or role == busiest]
+    return [Part(role, "activations", size, Item.ACTIVATIONS) for role, size in work.items() if both or role == busiest]
 
 
 def parameters_on(shape: Shape, role: str, position: int, stages: int) -> int:
@@ -203,7 +267,6 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = (shape.parameters + shape.tower) * item / width
     per_token = shape.kv_bytes_per_token(item, width)
-    both = (GENERATING, SYNC)
     work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
     work += FRONT * (4 * shape.hidden + 3 * shape.intermediate / width) * item
     if budget.device == "cpu":
@@ -211,22 +274,24 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
         work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
     else:
         cache = config.rollout.gpu_memory_utilization * budget.bytes - weights - work
-    sizes = {"parameters": weights, "KV cache": max(0.0, cache), "work space": work}
-    return [Part("engine", what, size, both) for what, size in sizes.items()], int(cache // per_token)
+    found = [
+        Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS),
+        Part("engine", "KV cache", max(0.0, cache), Item.KV_CACHE),
+        Part("engine", "work space", work, Item.KV_CACHE),
+    ]
+    return found, int(cache // per_token)
 
 
 def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device: str) -> float:
-    """Models of the role that a GPU does not have at the moment lie in pinned memory."""
+    """Pinned memory: models while they are off a GPU, and the engine's weights, whose room vLLM keeps once it slept."""
     if device == "cpu":
         return 0.0
-    away = {"parameters", "optimizer"}
-    training = sum(part.size for part in parts if part.what in away and part.phases == (TRAINING,))
-    served = sum(part.size for part in parts if part.role == "engine" and part.what == "parameters")
+    away = sum(part.size for part in parts if part.item in MODELS | {Item.ENGINE_WEIGHTS})
     offloaded = 0.0
     if config.actor.offload_optimizer:
         trained = sum(shape.parameters for role, shape in shapes.items() if role != "reference")
         offloaded = (4 + STATES) * trained / config.slots
-    return max(training, served) + offloaded
+    return away + offloaded
 
 
 # Verdict -------------------------------------------------------------------------------------------------------------
@@ -252,7 +317,7 @@ def problems(config: Config, memory: Memory) -> list[str]:
 
 
 def _too_much(config: Config, memory: Memory, phase: str, total: float) -> str:
-    inside = sorted((part for part in memory.parts if phase in part.phases), key=lambda part: -part.size)
+    inside = sorted(memory.of(phase), key=lambda part: -part.size)
     largest = ", ".join(f"{part.role}'s {part.what} {part.size / GIB:.2f}" for part in inside[:3])
     over, limit = total - memory.budget.bytes, memory.budget.bytes
     where = f"{phase}: " if memory.budget.device == "cuda" else ""

@@ -8,19 +8,20 @@ One slot's life, as `engines.colocation` and `run.start_parts` have it (#: there
 
                      loading   generating   training   weight sync   saving
     parameters          #                      #            #           #       of actor and critic
-    reference           #                      #            #           #       and a trained tower's copies
-    optimizer           #                      #            #           #       masters and moments
-    gradients                                  #                                of ZeRO 2 and 3 see `engines.moves`
+    reference           #                      #            #           #
+    optimizer           #                      #            #           #       masters and moments, ZeRO 3's gradients
+    gradients                                  #
     activations                                +
     engine weights                 #                        #
     KV cache                       #
     buckets                                                 +           +       weights on their way
+    engine layer                                            +                   the one that it puts together
     residents           #          #           #            #           #       encoder ranks, reward models, contexts
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,11 +42,13 @@ class Item(StrEnum):
     ENGINE_WEIGHTS = "engine weights"
     KV_CACHE = "KV cache"
     BUCKETS = "buckets"
+    LAYER = "engine layer"
     RESIDENTS = "residents"
 
 
 MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})
 """What trainer ranks load, and move when their slot changes hands; gradients, where there are some, with them."""
+TRAINED = MODELS | {Item.GRADIENTS}
 ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 
 
@@ -57,7 +60,7 @@ class Call:
     """None: it only moves; what it leaves behind is of the phase that follows."""
     needs: frozenset[Item] = frozenset()
     apart_from: frozenset[Item] = frozenset()
-    """Must have left, but for what stays under the ZeRO stage."""
+    """Must have left."""
     brings: frozenset[Item] = frozenset()
     during: frozenset[Item] = frozenset()
     """On the device only while the call lasts."""
@@ -70,13 +73,13 @@ def _items(*items: Item) -> frozenset[Item]:
 
 CALLS = {
     "start_ranks": Call(LOADING, apart_from=ENGINE, brings=MODELS | {Item.RESIDENTS}),
-    "start_engine": Call(apart_from=MODELS | {Item.GRADIENTS}, brings=ENGINE),
+    "start_engine": Call(apart_from=TRAINED, brings=ENGINE),
     "take_device": Call(apart_from=ENGINE, brings=MODELS),
-    "leave_device": Call(takes=MODELS | {Item.GRADIENTS}),
+    "leave_device": Call(takes=TRAINED),
     "sleep": Call(needs=ENGINE, takes=ENGINE),
     "wake(weights)": Call(brings=_items(Item.ENGINE_WEIGHTS)),
-    "wake(kv_cache)": Call(apart_from=MODELS | {Item.GRADIENTS}, brings=_items(Item.KV_CACHE)),
-    "generate": Call(GENERATING, needs=ENGINE, apart_from=MODELS | {Item.GRADIENTS}),
+    "wake(kv_cache)": Call(apart_from=TRAINED, brings=_items(Item.KV_CACHE)),
+    "generate": Call(GENERATING, needs=ENGINE, apart_from=TRAINED),
     "score": Call(
         TRAINING, needs=_items(Item.PARAMETERS, Item.REFERENCE), apart_from=ENGINE, during=_items(Item.ACTIVATIONS)
     ),
@@ -94,7 +97,7 @@ CALLS = {
         SYNC,
         needs=_items(Item.PARAMETERS, Item.ENGINE_WEIGHTS),
         apart_from=_items(Item.KV_CACHE),
-        during=_items(Item.BUCKETS),
+        during=_items(Item.BUCKETS, Item.LAYER),
     ),
     "export": Call(SYNC, needs=_items(Item.PARAMETERS), apart_from=_items(Item.KV_CACHE), during=_items(Item.BUCKETS)),
     "save": Call(SAVING, needs=MODELS, apart_from=ENGINE, during=_items(Item.BUCKETS)),
@@ -117,13 +120,12 @@ class ResidencyError(RuntimeError):
 
 
 class Ledger:
-    """The devices of `slots` slots. `stays`: what `leave_device` can't move, see `engines.moves.stays_on_device`."""
+    """The devices of `slots` slots."""
 
-    def __init__(self, slots: int, stays: frozenset[Item] = frozenset()):
+    def __init__(self, slots: int):
         self.held: list[set[Item]] = [set() for _ in range(slots)]
         self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
         """What lay on any device in each phase."""
-        self._stays = stays
         self._last = ["nothing"] * slots
         self._under_way: list[list[str]] = [[] for _ in range(slots)]
 
@@ -147,7 +149,7 @@ class Ledger:
         call, here = CALLS[name], self.held[slot]
         if missing := call.needs - here:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
-        if beside := (call.apart_from - self._stays) & here:
+        if beside := call.apart_from & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
         exclusive = call.phase is None or name == "start_ranks"
         if others := [other for other in self._under_way[slot] if exclusive or CALLS[other].phase is None]:
@@ -160,20 +162,20 @@ class Ledger:
     def _end(self, name: str, slot: int) -> None:
         self._under_way[slot].remove(name)
         self._last[slot] = name
-        self.held[slot] -= CALLS[name].takes - (self._stays if name == "leave_device" else frozenset())
+        self.held[slot] -= CALLS[name].takes
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"
         return ResidencyError(f"slot {slot}: {name} {why}, where {there} lies; the last call was {self._last[slot]}")
 
 
-def _listed(items: Sequence[Item] | set[Item] | frozenset[Item]) -> str:
+def _listed(items: Collection[Item]) -> str:
     return ", ".join(item for item in Item if item in items)
 
 
-def contents(stays: frozenset[Item] = frozenset()) -> dict[str, frozenset[Item]]:
+def contents() -> dict[str, frozenset[Item]]:
     """What may lie on a device in each phase."""
-    ledger = Ledger(1, stays)
+    ledger = Ledger(1)
     for name in STEP:
         with ledger.doing(name, 0):
             pass

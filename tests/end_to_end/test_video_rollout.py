@@ -223,7 +223,8 @@ async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder
     taking = asyncio.create_task(collect(engine, [running], Sampling(1.0, 1.0, -1, 250)))
     while (await engine.load()).running == 0:
         await asyncio.sleep(0.002)
-    await sync.push(1)  # equal weights: what is in flight begins anew, and is the same
+    sync._version = 1
+    await sync._serve([engine])  # equal weights: what is in flight begins anew, and is the same
     response = (await taking)[running.id]
     np.testing.assert_allclose(response.log_probs, expected(model, running, response.token_ids), atol=1e-4)
 

@@ -56,11 +56,10 @@ class ResidentRollout(Rollout):
 
     async def sleep(self):
         await super().sleep()
-        if self.standing and not self.asleep:
+        if self.standing and "weights" not in self.asleep:
             with self.doing("sleep"):
                 await self.world.pass_time()
             self.asleep = set(PARTS)
-        assert not self.standing or len(self.asleep) == 2, "vLLM does not put a part to sleep"
 
     async def wake(self, part=None):
         for each in sorted(self.asleep & {part or "weights", part or "kv_cache"}, reverse=True):
@@ -174,6 +173,8 @@ class ResidentTrainer(Trainer):
         pass
 
     async def save_tower(self, path):
+        with self.doing("export"):
+            await self.world.pass_time()
         Path(path).touch()
         self.towers += 1
         return self.towers
@@ -190,19 +191,19 @@ class Encoder:
 
 
 class ResidentWorld(World):
-    """`stays`: of `Ledger`; `tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
+    """`tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
 
     `resumed`: the job goes on from a checkpoint. Every step ends with a validation and a checkpoint.
     """
 
-    def __init__(self, scene, stays=frozenset(), tower=None, told=0, resumed=False):
+    def __init__(self, scene, tower=None, told=0, resumed=False):
         super().__init__(scene)
-        self.ledger = Ledger(scene.slots, stays)
+        self.ledger = Ledger(scene.slots)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
         self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
-        self.weights, self.encoder = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc"), Encoder()
-        if tower:
-            self.weights = TowerPush(self.weights, self.trainer, self.encoder, tower)
+        self.encoder = Encoder()
+        tower = tower and TowerPush(self.trainer, self.encoder, tower)
+        self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
         self.now = 0
 

@@ -21,10 +21,7 @@ from rlfuse import cli
 from rlfuse.config.schema import Config
 from rlfuse.engines.attention import lay_out
 from rlfuse.planning.memory import (
-    GENERATING,
     GIB,
-    SYNC,
-    TRAINING,
     Budget,
     activations,
     memory_of,
@@ -34,6 +31,7 @@ from rlfuse.planning.memory import (
     stage_parts,
 )
 from rlfuse.planning.placing import places
+from rlfuse.planning.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
 from rlfuse.planning.shapes import read_shape
 from rlfuse.planning.timing import Rates, costs_of, forecast, lengths_of
 
@@ -161,7 +159,7 @@ def test_states_of_zero_stages(small):
     shape = read_shape(small, "model.path")
     shapes, budget, n = {"actor": shape}, Budget("cuda", 80 * GIB), shape.parameters
     for stage, (weights, gradients, optimizer) in {
-        0: (2, 2, 12), 1: (2, 2, 12 / 8), 2: (2, 2 / 8, 12 / 8), 3: (2 / 8, 2 / 8, 12 / 8)
+        0: (2, 4, 12), 1: (2, 4, 12 / 8), 2: (2, 4 / 8, 12 / 8), 3: (2 / 8, 4 / 8, 12 / 8)
     }.items():  # fmt: skip
         parts = sizes(memory_of(job(actor__zero_stage=stage), shapes, budget), "actor")
         assert parts["parameters"] == pytest.approx(weights * n)
@@ -171,19 +169,57 @@ def test_states_of_zero_stages(small):
     assert "optimizer" not in sizes(offloaded, "actor") and offloaded.host > 12 * n / 8
     wide = memory_of(job(model__dtype="float32", actor__zero_stage=0), shapes, budget)
     assert sizes(wide, "actor")["optimizer"] == 8 * n, "fp32 without ZeRO has no second copy of the weights"
+    narrow = memory_of(job(actor__grad_accum_dtype="bfloat16"), shapes, budget)
+    assert sizes(narrow, "actor")["gradients"] == 2 * n
 
 
 def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
     shape = read_shape(small, "model.path")
     shapes = {"actor": shape, "critic": shape, "reference": shape}
     gpu = memory_of(job(), shapes, Budget("cuda", 80 * GIB))
-    assert "engine" not in {part.role for part in gpu.parts if TRAINING in part.phases}
-    assert {part.role for part in gpu.parts if GENERATING in part.phases} == {"engine", "processes"}
-    assert gpu.total(SYNC) > gpu.total(GENERATING)
+    assert gpu.phases == PHASES == (LOADING, GENERATING, TRAINING, SYNC, SAVING)
+
+    def there(phase):
+        return {(part.role, part.what) for part in gpu.of(phase)}
+
+    trained = {(role, what) for role in ("actor", "critic") for what in ("parameters", "optimizer")}
+    trained.add(("reference", "parameters"))
+    engine, always = ("engine", "parameters"), ("processes", "of their own")
+    for phase in (LOADING, TRAINING, SYNC, SAVING):
+        assert there(phase) >= trained | {always}
+    served = {("engine", what) for what in ("parameters", "KV cache", "work space", "what does not sleep")}
+    assert there(GENERATING) == {always, *served}
+    assert engine in there(SYNC) and ("engine", "KV cache") not in there(SYNC) and engine not in there(TRAINING)
+    assert ("actor", "gradients") in there(TRAINING) and ("actor", "gradients") not in there(SYNC)
+    assert gpu.total(gpu.tightest) == max(gpu.total(phase) for phase in PHASES)
     cpu = memory_of(job(), shapes, Budget("cpu", 4 * GIB))
     assert cpu.phases == (TRAINING,) and cpu.total(TRAINING) == sum(part.size for part in cpu.parts)
-    left = memory_of(job(actor__zero_stage=3), shapes, Budget("cuda", 80 * GIB))
-    assert {"optimizer", "parameters"} <= {p.what for p in left.parts if GENERATING in p.phases and p.role != "engine"}
+
+
+def test_a_push_needs_both_ends_of_it(small, large):
+    small, large = (read_shape(path, "model.path") for path in (small, large))
+    for stage, times in ((1, 1), (3, 2)):
+        memory = memory_of(job(actor__zero_stage=stage), {"actor": small}, Budget("cuda", 80 * GIB))
+        assert sizes(memory, "actor")["bucket of new weights"] == times * (512 << 20)
+    memory = memory_of(job(rollout__update_weights_bucket_mb=1), {"actor": large}, Budget("cuda", 80 * GIB))
+    assert sizes(memory, "actor")["bucket of new weights"] == 2 * max(large.layers), "layers stay whole"
+    assert sizes(memory, "engine")["layer being loaded"] == 2 * large.embedding
+
+
+def test_reward_models_stay_on_their_slots(small):
+    shape, budget = read_shape(small, "model.path"), Budget("cuda", 80 * GIB)
+    config = job(2, reward__model_dtype="float32")
+    memory = memory_of(config, {"actor": shape}, budget, {str(i): shape for i in range(3)})
+    (models,) = [part for part in memory.parts if part.role == "reward models"]
+    assert models.size == 2 * 4 * shape.parameters and models.item == Item.RESIDENTS, "two of three are on one slot"
+
+
+def test_a_tower_that_learns_is_there_twice(small):
+    shape = replace(read_shape(small, "model.path"), tower=1000)
+    config = job(actor__zero_stage=3, video__freeze_tower=False)
+    parts = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")
+    assert parts["copies that learn"] == 1000 * (2 + 2 / 8 + 4) and parts["optimizer"] == 1000 * 12 / 8
+    assert parts["parameters of encoder ranks"] == 2000
 
 
 def test_the_cache_of_keys_and_values(small):

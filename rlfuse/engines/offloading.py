@@ -77,12 +77,12 @@ def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
 
 
 def _storages(model: Any) -> list[torch.UntypedStorage]:
-    """Every storage on the device that the model's tensors view, once."""
+    """Every storage on the device that the model's tensors view, once. What others manage, as a mapped file, stays."""
     module, device = getattr(model, "module", model), get_accelerator().device_name()
     found = {}
     for tensor in _tensors([*module.buffers(), *module.parameters(), getattr(model, "optimizer", None)]):
         storage = tensor.untyped_storage()
-        if storage.device.type == device and storage.nbytes():
+        if storage.device.type == device and storage.nbytes() and storage.resizable():
             found[storage.data_ptr()] = storage
     return list(found.values())
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rlfuse.engines.offloading import to_device, to_host
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trained_tower import TowerSettings, TrainedTower
 from rlfuse.samples import Row, Video, Visual
@@ -105,6 +107,33 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
     new = replace(visual, source=replace(visual.source, key=key))
     assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"].float())
+
+
+def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, tmp_path):
+    trained, _, visual = shown
+    for weight in trained.present.module.parameters():
+        weight.data = weight.data.clone()  # on a GPU they are not a mapped file
+
+    def learn():
+        rows, clips = trained.graded([row_of(visual)])
+        rows[0].visual[0].source.read(0, 9).sin().sum().backward()
+        trained.backward(clips)
+
+    learn()
+    once = [total.clone() for total in trained.sums]
+    trained.write(tmp_path / "there.safetensors")
+    for module in trained.modules:
+        to_host(module)
+    assert not any(total.untyped_storage().nbytes() for total in trained.sums)
+    trained.write(tmp_path / "away.safetensors")
+    assert not any(weight.untyped_storage().nbytes() for weight in trained.present.module.parameters())
+    for module in trained.modules:
+        to_device(module)
+    there, away = (load_file(tmp_path / f"{name}.safetensors") for name in ("there", "away"))
+    assert there.keys() == away.keys() and all(torch.equal(there[name], away[name]) for name in there)
+    assert all(map(torch.equal, trained.sums, once))
+    learn()
+    assert all(torch.equal(total, 2 * first) for total, first in zip(trained.sums, once, strict=True))
 
 
 def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):

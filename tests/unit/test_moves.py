@@ -1,0 +1,374 @@
+"""Models that leave their device and come back, optimizers that resume, and sums of bfloat16 gradients, in one process.
+
+Both ends of a move are this process's memory here; what is moved, what is empty meanwhile and what comes back is real.
+"""
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.engines import offloading, optimizing
+from rlfuse.engines.moves import gradient_bytes
+from rlfuse.engines.offloading import on_device, to_device, to_host
+from rlfuse.engines.optimizing import freeze, take_step, trainable
+from rlfuse.engines.pipeline import splitting, states
+from rlfuse.engines.pipeline.splitting import Tape, split_linears
+from rlfuse.engines.pipeline.stages import DeviceStages
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.ranks import Rank
+from rlfuse.engines.saving import writing
+from rlfuse.engines.training import TrainerRank
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A process group of this process alone, for DeepSpeed; buckets that some parameters fit into and some do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizing, "REDUCED", 300)
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizing.deepspeed.init_distributed("gloo", verbose=False)
+        yield
+        optimizing.deepspeed.comm.destroy_process_group()
+
+
+class Network(torch.nn.Module):
+    """Three layers with a buffer; the middle one is larger than a bucket."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(6, 30), (30, 30), (30, 4)]
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*size) for size in sizes)
+        self.register_buffer("scale", torch.full((6,), 0.5))
+        self.to(dtype)
+
+    @property
+    def dtype(self):
+        return self.scale.dtype
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def engine(stage, dtype, **actor):
+    return trainable(Network(DTYPES[dtype]), ActorConfig(zero_stage=stage, **actor), 1e-2, 100, "cpu")
+
+
+def loss(network, seed):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+    return network(x.to(next(network.parameters()).dtype)).float().square().sum()
+
+
+def accumulate(engine, seeds):
+    for seed in seeds:
+        engine.backward(loss(engine, seed), scale_wrt_gas=False)
+
+
+def saved(engine, folder: Path):
+    """{name: tensor} of what a rank saves of an engine."""
+    with writing([engine]) as files:
+        engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+    assert files.problem is None
+    found = {}
+
+    def collect(value, name):
+        if torch.is_tensor(value):
+            found[name] = value
+        elif isinstance(value, dict | list | tuple):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(each, f"{name}/{key}")
+
+    for file in folder.rglob("*.pt"):
+        collect(torch.load(file, weights_only=False), file.name)
+    return found
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys() and len(ours) > 8
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    assert any(tensor.any() for name, tensor in theirs.items() if "fp32" in name or "weight" in name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
+    mover, twin = engine(stage, dtype), engine(stage, dtype)
+    for each in (mover, twin):
+        accumulate(each, range(2))
+        take_step(each, 2.0, 1)
+    there = saved(mover, tmp_path / "there")
+    to_host(mover)
+    to_host(mover)  # for nothing
+    assert_same(saved(mover, tmp_path / "away"), there)
+    assert not next(iter(mover.module.buffers())).untyped_storage().nbytes()
+    for _ in range(2):
+        to_device(mover)
+    assert_same(saved(mover, tmp_path / "back"), there)
+    accumulate(mover, range(2, 4))
+    to_host(mover)  # with gradients that wait for their step
+    to_device(mover)
+    accumulate(mover, range(4, 6))
+    accumulate(twin, range(2, 6))
+    assert take_step(mover, 4.0, 1) == take_step(twin, 4.0, 1) > 0
+    assert_same(saved(mover, tmp_path / "mover"), saved(twin, tmp_path / "twin"))
+
+
+@pytest.fixture
+def appeared():
+    """The storages of all tensors that this process has made since the test began, gradients among them."""
+    gc.collect()
+    gc.freeze()
+
+    def storages():
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+        found = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+        return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+    yield storages
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_stays_on_the_device(appeared, stage, trains):
+    if trains:
+        model = engine(stage, "bfloat16")
+        for _ in range(2):  # a step, and sums that wait for one
+            accumulate(model, range(2))
+            if not model.global_steps:
+                take_step(model, 2.0, 1)
+    else:
+        model = freeze(Network(torch.bfloat16), ActorConfig(zero_stage=stage), "cpu")
+    count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    there = appeared()
+    assert sum(there.values()) >= (14 + gradient_bytes(stage, "bfloat16", "float32", 1) if trains else 2) * count
+    to_host(model)
+    copies = {piece.data_ptr() for _, pieces in offloading._away[model] for piece in pieces}
+    assert [size for at, size in appeared().items() if at not in copies and size > 64] == []
+    to_device(model)
+    with torch.no_grad():
+        assert float(loss(model, 0)) > 0
+
+
+def stages(dtype="float32", **actor):
+    """What a pipeline rank trains: a stage under its number, with linear layers that can put their gradients off."""
+    network = Network(DTYPES[dtype])
+    tape = Tape()
+    split_linears(network, tape)
+    settings, device = ActorConfig(zero_stage=1, **actor), "cuda"  # fused AdamW, as on a GPU; it runs on CPUs too
+    return trainable(DeviceStages({"3": network}), settings, 1e-2, 100, device), network
+
+
+def run(network, seeds):
+    """As an executor does: without DeepSpeed's part in a backward."""
+    for seed in seeds:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).to(network.dtype)
+        network(x.requires_grad_()).float().square().sum().backward()
+
+
+def states_of(trained, folder):
+    with writing([trained]) as files:
+        states.save(trained, folder, 0, files)
+    assert files.problem is None
+    return load_file(folder / "rank_0.safetensors") | {"schedule": (folder / "schedule.json").read_text()}
+
+
+def same(ours, theirs):
+    assert ours.pop("schedule") == theirs.pop("schedule")
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dtype):
+    (trained, network), (twin, other) = stages(dtype), stages(dtype)
+    for engine_, module in ((trained, network), (twin, other)):
+        run(module, range(2))
+        take_step(engine_, 2.0, 1)
+    there = states_of(trained, tmp_path / "there")
+    assert all(tensor.any() for name, tensor in there.items() if "weight" in name)
+    to_host(trained)
+    assert same(states_of(trained, tmp_path / "away"), dict(there))
+    to_device(trained)
+    assert same(states_of(trained, tmp_path / "back"), dict(there))
+    fresh, resumed = stages(dtype)
+    states.load(fresh, tmp_path / "away")
+    run(other, range(5, 8))
+    take_step(twin, 3.0, 1)  # and back to what was saved
+    states.load(twin, tmp_path / "away")
+    norms = []
+    for engine_, module in ((trained, network), (fresh, resumed), (twin, other)):
+        run(module, range(2, 5))
+        norms.append(take_step(engine_, 3.0, 1))
+    assert norms[0] == norms[1] == norms[2] > 0
+    after = states_of(trained, tmp_path / "after")
+    assert same(states_of(fresh, tmp_path / "fresh"), dict(after)) and same(states_of(twin, tmp_path / "twin"), after)
+
+
+def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
+    """Of the same kind and in the same place, which fused kernels insist on."""
+    (stepped, network), (resumed, _) = stages(), stages()
+    run(network, range(2))
+    take_step(stepped, 2.0, 1)
+    states_of(stepped, tmp_path)
+    states.load(resumed, tmp_path)
+    kinds = []
+    for each in (stepped, resumed):
+        (state,) = each.optimizer.optimizer.state.values()
+        assert each.optimizer.optimizer.param_groups[0]["fused"] and float(state["step"]) == 1.0
+        kinds.append({name: (value.dtype, value.device, value.shape) for name, value in state.items()})
+    assert kinds[0] == kinds[1]
+
+
+class Counting(torch.optim.AdamW):
+    """An optimizer that keeps its count in its own way, as DeepSpeed's for host memory does: a number."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for flat in group["params"]:
+                state = self.state[flat]
+                if not state:
+                    state |= {"step": 0, **{name: torch.zeros_like(flat) for name in states.MOMENTS}}
+                state["step"] += 1
+                assert flat.grad is not None and not (group["lr"] and flat.grad.any())
+
+
+def test_a_count_that_is_a_number_stays_one():
+    flat, pinned = torch.nn.Parameter(torch.ones(4)), torch.full((4,), 7.0)
+    flat.grad = pinned
+    optimizer = Counting([flat], lr=0.1)
+    zero = SimpleNamespace(optimizer=optimizer, _lazy_init_hp_params_optimizer_state=lambda: None)
+    states._make_moments(SimpleNamespace(optimizer=zero), 5)
+    assert optimizer.state[flat]["step"] == 5 and type(optimizer.state[flat]["step"]) is int
+    assert flat.grad is pinned and optimizer.param_groups[0]["lr"] == 0.1
+
+
+# Sums of gradients ----------------------------------------------------------------------------------------------------
+
+COUNT = 256
+
+
+@pytest.fixture(scope="module")
+def summed():
+    """Gradients of bfloat16 micro-batches, added up in float32, by name."""
+    network, total = Network(torch.bfloat16), {}
+    for seed in range(COUNT):
+        loss(network, seed).backward()
+        for name, parameter in network.named_parameters():
+            total[name] = total.get(name, 0.0) + parameter.grad.float()
+            parameter.grad = None
+    return total
+
+
+def stepped_by(engine):
+    """The gradient that the optimizer gets, flat."""
+    found = []
+    engine.basic_optimizer.register_step_pre_hook(
+        lambda optimizer, *_: found.extend(
+            each.grad.flatten().clone() for group in optimizer.param_groups for each in group["params"]
+        )
+    )
+    take_step(engine, float(COUNT), 1)
+    return torch.cat(found) * COUNT
+
+
+def error(found, summed):
+    """Relative, of the norm; zeros that fill a partition count too."""
+    expected = torch.cat([gradient.flatten() for gradient in summed.values()])
+    assert not found[len(expected) :].any()
+    return float((found[: len(expected)] - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
+    trained = engine(stage, "bfloat16", grad_clip=0.0)
+    accumulate(trained, range(COUNT))
+    assert error(stepped_by(trained), summed) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_they_do_not_in_bfloat16(summed, stage):
+    trained = engine(stage, "bfloat16", grad_clip=0.0, grad_accum_dtype="bfloat16")
+    accumulate(trained, range(COUNT))
+    assert error(stepped_by(trained), summed) > 5e-3
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_gradients_of_pipelines_add_up_too(summed, deferring):
+    trained, network = stages("bfloat16", grad_clip=0.0)
+    tape = network.layers[0].tape
+    for seed in range(COUNT):
+        tape.deferring = deferring
+        run(network, [seed])
+        splitting.run(tape.take())
+    assert {parameter.grad.dtype for parameter in network.parameters()} == {torch.float32}
+    assert error(stepped_by(trained), summed) < 1e-4
+
+
+def test_float32_weights_have_float32_sums():
+    for accum in DTYPES:
+        trained = engine(1, "float32", grad_accum_dtype=accum)
+        accumulate(trained, [0])
+        assert {parameter.grad.dtype for parameter in trained.parameters()} == {torch.float32}
+
+
+def test_bytes_of_gradients():
+    assert [gradient_bytes(stage, "bfloat16", "float32", 8) for stage in range(4)] == [4, 4, 0.5, 0.5]
+    assert [gradient_bytes(stage, "bfloat16", "bfloat16", 8) for stage in range(4)] == [2, 2, 0.25, 0.25]
+    assert gradient_bytes(0, "float32", "bfloat16", 8) == 4
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_knows_where_its_models_are(monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # put back after ranks have set it
+    rank = TrainerRank(Config(), 0, 1, "cuda")
+    rank.engines, rank.beside = {"actor": engine(1, "bfloat16")}, [Network()]
+    before = float(loss(rank.engines["actor"], 0))
+    for _ in range(2):
+        rank.switch("rollout")
+    assert all(not next(iter(m.buffers())).untyped_storage().nbytes() for m in (rank.engines["actor"], *rank.beside))
+    for call in (lambda: rank.log_probs("actor", []), lambda: rank.step("actor", 1.0), lambda: rank.share_ipc([])):
+        with pytest.raises(
+            EngineError, match=r"trainer/0 can't \w+: its models have left the device; let it take that"
+        ):
+            call()
+    for _ in range(2):
+        rank.switch("trainer")
+    assert float(loss(rank.engines["actor"], 0)) == before
+    assert [span.attributes["to"] for span in rank.drain()] == ["rollout", "rollout", "trainer", "trainer"]
+    at_home = Rank(Config(), 0, 1, "cpu")
+    at_home.engines = rank.engines
+    at_home.switch("rollout")
+    assert float(loss(rank.engines["actor"], 0)) == before
+
+
+def test_a_move_that_fails_can_be_made_again(monkeypatch):
+    network = Network()
+    with torch.no_grad():
+        before = float(loss(network, 0))
+        to_host(network)
+        copy, failures = torch.Tensor.copy_, iter([False, True])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", lambda *a, **k: 1 / 0 if next(failures, False) else copy(*a, **k))
+            with pytest.raises(ZeroDivisionError):
+                to_device(network)
+        with on_device(network):
+            assert float(loss(network, 0)) == before
+        to_device(network)
+        assert float(loss(network, 0)) == before

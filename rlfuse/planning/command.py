@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> None:
     memory = memory_of(config, shapes, budget, served_shapes(config, budget.device))
     console = Console(highlight=False)
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
+    if arguments.memory_picture is not None:
+        _draw_memory(config, memory, arguments.memory_picture, console)
     _forecast(config, shapes, memory, arguments, console)
     wrong = problems(config, memory)
     for line in wrong:
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
+    parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
     parser.add_argument(
         "--no-files", action="store_true", help="data, tokenizer and rewards are on another machine: don't look"
     )
@@ -79,18 +82,25 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
             wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     if arguments.run is not None and arguments.tflops is not None:
         wrong.append("--from and --tflops: both tell the costs; give one of them")
-    picture = arguments.picture
-    if picture is not None:
-        if picture.suffix not in PICTURES:
-            wrong.append(f"--picture {picture}: needs a name that ends in {' or '.join(PICTURES)}")
-        elif not picture.absolute().parent.is_dir():
-            wrong.append(f"--picture {picture}: the folder does not exist; make it first")
+    wrong += _wrong_file("--picture", arguments.picture, PICTURES)
+    wrong += _wrong_file("--memory-picture", arguments.memory_picture, PICTURES[:1])
+    if arguments.picture is not None:
         if config.training.pipeline_parallel_size == 1:
             wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
         if arguments.run is None and arguments.tflops is None:
             wrong.append("--picture: a schedule needs durations; give --tflops or --from")
     if wrong:
         raise ConfigError(wrong)
+
+
+def _wrong_file(option: str, path: Path | None, endings: Sequence[str]) -> list[str]:
+    if path is None:
+        return []
+    if path.suffix not in endings:
+        return [f"{option} {path}: needs a name that ends in {' or '.join(endings)}"]
+    if not path.absolute().parent.is_dir():
+        return [f"{option} {path}: the folder does not exist; make it first"]
+    return []
 
 
 def shapes_of(config: Config) -> dict[str, Shape]:
@@ -188,7 +198,9 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
     phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
     table = _table(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
-    table.columns[1].no_wrap = True
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    for column in table.columns:  # whole in 80 columns
+        column.no_wrap = True
     for part in memory.parts:
         cells = [f"{part.size / GIB:.2f}" if part in memory.of(phase) else "" for phase in memory.phases]
         table.add_row(part.role, part.what, *cells)
@@ -261,6 +273,13 @@ def time_table(found) -> Table:
         table.add_row(f"step under serial ({serial.step_s / mine.step_s:.2f} times as long)", f"{serial.step_s:.2f}")
         table.add_row(f"no schedule takes less ({mine.bound_by})", f"{mine.oracle_s:.2f}")
     return table
+
+
+def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
+    from rlfuse.planning.picture import draw
+
+    draw(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
+    console.print(f"picture: {path}\n", soft_wrap=True)
 
 
 def _draw(problem, path: Path, console: Console) -> None:

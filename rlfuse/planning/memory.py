@@ -104,7 +104,7 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
     """What never leaves: encoder ranks, reward models, and each process's own."""
     found, tower = [], shapes["actor"].tower
     if tower:
-        found.append(Part("tower", "parameters of encoder ranks", tower * ITEM[config.model.dtype], Item.RESIDENTS))
+        found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
     here = -(-len(served) // config.slots)  # on the slot that has the most of them
     largest = sorted((shape.parameters for shape in served.values()), reverse=True)[:here]
     if largest:
@@ -124,7 +124,7 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
     bucket = max(config.rollout.update_weights_bucket_mb * MIB, layer)
     ends = max(shape.embedding, shape.head) * item
     return [
-        Part("actor", "bucket of new weights", bucket * (2 if config.actor.zero_stage == 3 else 1), Item.BUCKETS),
+        Part("actor", "bucket of weights", bucket * (2 if config.actor.zero_stage == 3 else 1), Item.BUCKETS),
         Part("engine", "layer being loaded", max(layer, ends) / config.rollout.tensor_model_parallel_size, Item.LAYER),
     ]
 
@@ -175,7 +175,7 @@ def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
     found = [Part(role, "gradients", gradients, when)]
     share = held / copies if zero >= 1 else held
     if zero >= 1:
-        found.append(Part(role, "gradients in the step", 4 * share, Item.GRADIENTS))
+        found.append(Part(role, "gradients in a step", 4 * share, Item.GRADIENTS))
     if not config.actor.offload_optimizer:
         master = 4 if ITEM[dtype] == 2 or zero >= 1 else 0
         found.append(Part(role, "optimizer", (master + STATES) * share, Item.OPTIMIZER))

@@ -6,7 +6,7 @@ phase of the plan is what the calls of that phase find. Waits for nothing, moves
 
 One slot's life, as `engines.colocation` and `run.start_parts` have it (#: there, +: while the phase lasts):
 
-                     loading   generating   training   weight sync   saving
+                     loading   generating   training     syncing     saving
     parameters          #                      #            #           #       of actor and critic
     reference           #                      #            #           #
     optimizer           #                      #            #           #       masters and moments, ZeRO 3's gradients
@@ -26,9 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "weight sync", "saving"
+LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "syncing", "saving"
 PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)
-"""In the order in which they happen; the first weight sync comes before anything is generated."""
+"""In the order in which they happen; the first syncing of weights comes before anything is generated."""
 
 
 class Item(StrEnum):
@@ -166,7 +166,7 @@ class Ledger:
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"
-        return ResidencyError(f"slot {slot}: {name} {why}, where {there} lies; the last call was {self._last[slot]}")
+        return ResidencyError(f"slot {slot}: {name} {why}. There: {there}; the last call was {self._last[slot]}")
 
 
 def _listed(items: Collection[Item]) -> str:

@@ -200,9 +200,9 @@ def test_a_push_needs_both_ends_of_it(small, large):
     small, large = (read_shape(path, "model.path") for path in (small, large))
     for stage, times in ((1, 1), (3, 2)):
         memory = memory_of(job(actor__zero_stage=stage), {"actor": small}, Budget("cuda", 80 * GIB))
-        assert sizes(memory, "actor")["bucket of new weights"] == times * (512 << 20)
+        assert sizes(memory, "actor")["bucket of weights"] == times * (512 << 20)
     memory = memory_of(job(rollout__update_weights_bucket_mb=1), {"actor": large}, Budget("cuda", 80 * GIB))
-    assert sizes(memory, "actor")["bucket of new weights"] == 2 * max(large.layers), "layers stay whole"
+    assert sizes(memory, "actor")["bucket of weights"] == 2 * max(large.layers), "layers stay whole"
     assert sizes(memory, "engine")["layer being loaded"] == 2 * large.embedding
 
 
@@ -219,7 +219,7 @@ def test_a_tower_that_learns_is_there_twice(small):
     config = job(actor__zero_stage=3, video__freeze_tower=False)
     parts = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")
     assert parts["copies that learn"] == 1000 * (2 + 2 / 8 + 4) and parts["optimizer"] == 1000 * 12 / 8
-    assert parts["parameters of encoder ranks"] == 2000
+    assert parts["encoders' parameters"] == 2000
 
 
 def test_the_cache_of_keys_and_values(small):

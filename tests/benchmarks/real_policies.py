@@ -102,7 +102,7 @@ class Benchmark:
         controller.policy, controller.prompts.taken = POLICIES[policy], batch
         with controller.recorder.span("step", step=number):
             board = await controller.learn(number)
-            await controller.sync(number, board.trainers)
+            await controller.sync(number)
         if learn:
             controller.tuning.lengths.learn(board.generated())
         return await controller.journal.collect(number)

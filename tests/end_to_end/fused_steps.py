@@ -62,7 +62,7 @@ class Steps:
         controller, journal = self.controller, self.controller.journal
         with controller.recorder.span("step", step=number):
             board = await controller.learn(number)
-            await controller.sync(number, board.trainers)
+            await controller.sync(number)
         spans = await journal.collect(number)
         metrics = {name: sum(values) / len(values) for name, values in journal._notes.items()}
         journal._notes.clear()

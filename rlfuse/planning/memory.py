@@ -145,6 +145,7 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
     copies = config.slots // stages
     found: list[Part] = []
     work: dict[str, float] = {}
+    steps: list[Part] = []
     for role, shape in shapes.items():
         held = parameters_on(shape, role, position, stages)
         weights = held / copies if zero == 3 else held
@@ -157,13 +158,16 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
             touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
             wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
             found.append(Part(role, "reduction buffer", touched * wide, Item.GRADIENTS))
+            steps.append(Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS))
         work[role] = activations(config, shape, role, position)
     if not config.video.freeze_tower:
         found += _trained_tower(config, shapes["actor"].tower, copies)
+    passes = _at_work(config, work)
     if zero == 3:
         live = max(min(shape.parameters, LIVE) for shape in shapes.values())
-        found.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))
-    return [*found, *_at_work(config, work)]
+        passes.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))
+    # What optimizers read comes when activations have gone, one model after the other.
+    return [*found, *max([passes, *([step] for step in steps)], key=lambda each: sum(part.size for part in each))]
 
 
 def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
@@ -174,8 +178,6 @@ def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
     gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
     found = [Part(role, "gradients", gradients, when)]
     share = held / copies if zero >= 1 else held
-    if zero >= 1:
-        found.append(Part(role, "gradients in a step", 4 * share, Item.GRADIENTS))
     if not config.actor.offload_optimizer:
         master = 4 if ITEM[dtype] == 2 or zero >= 1 else 0
         found.append(Part(role, "optimizer", (master + STATES) * share, Item.OPTIMIZER))

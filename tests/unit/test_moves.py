@@ -234,27 +234,46 @@ def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
     assert kinds[0] == kinds[1]
 
 
-class Counting(torch.optim.AdamW):
-    """An optimizer that keeps its count in its own way, as DeepSpeed's for host memory does: a number."""
+class Placing(torch.optim.AdamW):
+    """AdamW without arithmetic: its state as torch makes it, on devices that no kernel runs on too."""
 
     def step(self, closure=None):
         for group in self.param_groups:
+            self._init_group(group, [], [], [], [], [], [])
+            assert not group["lr"]
+
+
+class Counting(torch.optim.AdamW):
+    """AdamW without arithmetic that counts as DeepSpeed's does for host memory: by a number."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert not group["lr"]
             for flat in group["params"]:
-                state = self.state[flat]
-                if not state:
-                    state |= {"step": 0, **{name: torch.zeros_like(flat) for name in states.MOMENTS}}
-                state["step"] += 1
-                assert flat.grad is not None and not (group["lr"] and flat.grad.any())
+                self.state[flat] = {"step": 1, **{name: torch.zeros_like(flat) for name in states.MOMENTS}}
+
+
+def resumed_at_5(flat, optimizer):
+    flat.grad = torch.full_like(flat, 7.0)
+    gradient, rate = flat.grad, optimizer.param_groups[0]["lr"]
+    zero = SimpleNamespace(optimizer=optimizer, _lazy_init_hp_params_optimizer_state=lambda: None)
+    states._make_moments(SimpleNamespace(optimizer=zero), 5)
+    assert flat.grad is gradient and optimizer.param_groups[0]["lr"] == rate > 0
+    return optimizer.state[flat]
+
+
+def test_a_resumed_count_lies_where_torch_puts_it():
+    for options, device in (({"capturable": True}, "meta"), ({}, "cpu")):  # as `fused`, which wants a GPU for that
+        flat = torch.nn.Parameter(torch.ones(4, device="meta"))
+        state = resumed_at_5(flat, Placing([flat], **options))
+        assert (state["step"].device.type, state["step"].dtype) == (device, torch.float32)
+        assert state["exp_avg"].device.type == "meta" and (device == "meta" or state["step"] == 5.0)
 
 
 def test_a_count_that_is_a_number_stays_one():
-    flat, pinned = torch.nn.Parameter(torch.ones(4)), torch.full((4,), 7.0)
-    flat.grad = pinned
-    optimizer = Counting([flat], lr=0.1)
-    zero = SimpleNamespace(optimizer=optimizer, _lazy_init_hp_params_optimizer_state=lambda: None)
-    states._make_moments(SimpleNamespace(optimizer=zero), 5)
-    assert optimizer.state[flat]["step"] == 5 and type(optimizer.state[flat]["step"]) is int
-    assert flat.grad is pinned and optimizer.param_groups[0]["lr"] == 0.1
+    flat = torch.nn.Parameter(torch.ones(4))
+    state = resumed_at_5(flat, Counting([flat]))
+    assert state["step"] == 5 and type(state["step"]) is int
 
 
 # Sums of gradients ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""The nodes of a run: which of a cluster's nodes it takes, and whether they are still there.
+"""The nodes of a run: which of a cluster's nodes it takes, on which device, and whether they are still there.
 
-Role: `choose` (pure) gives `placement.start` the nodes in the order that `planning.placing` shows; `watched` does a
-run's work while it looks after the nodes. A node is lost when Ray says so, or when its port has refused or not
-answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went. Ray alone takes up to 30 s, in which
-`present` leaves it out. Waits for the work, with a look at every other node each `LOOK_S`; the driver's own node is
-not looked at.
+Role: `device_of` and `choose` (pure) give `placement.start` the device, and the nodes in the order that
+`planning.placing` shows; `watched` does a run's work while it looks after the nodes. A node is lost when Ray says so,
+or when its port has refused or not answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went.
+Ray alone takes up to 30 s, in which `present` leaves it out. Waits for the work, with a look at every other node each
+`LOOK_S`; the driver's own node is not looked at.
 """
 
 from __future__ import annotations
@@ -34,9 +34,23 @@ class Node:
     """Where its raylet listens."""
     free: Mapping[str, float] = field(compare=False)
     """What is not taken of its resources."""
+    total: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Its resources, taken or not."""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.id[:8]})"
+
+
+def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
+    """`cpu` or `cuda`, by cluster.device and what these nodes have, and why.
+
+    GPUs that others hold count too: a run waits for them, and says so, rather than to begin on CPUs.
+    """
+    if setting != "auto":
+        return setting, f"cluster.device={setting}"
+    count = sum(node.total.get("GPU", 0) > 0 for node in nodes)
+    found = f"cluster.device=auto, and GPUs are on {count} of {len(nodes)} nodes that Ray has"
+    return "cuda" if count else "cpu", found
 
 
 def choose(
@@ -60,9 +74,9 @@ def live() -> list[Node]:
     """The cluster's nodes, as far as Ray knows."""
     free = ray._private.state.available_resources_per_node()  # no public function tells
     return [
-        Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], free.get(each["NodeID"], {}))
+        Node(id, each["NodeManagerAddress"], each["NodeManagerPort"], free.get(id, {}), each["Resources"])
         for each in ray.nodes()
-        if each["Alive"]
+        if (id := each["NodeID"]) and each["Alive"]
     ]
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlfuse.cluster import cuda
 from rlfuse.cluster.children import heed_children, own_sigterm
-from rlfuse.cluster.nodes import Node, choose, here, live, present
+from rlfuse.cluster.nodes import Node, choose, device_of, here, live, present
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
@@ -51,15 +52,6 @@ JOINING_S = 60.0
 """For nodes to join a cluster, and others' jobs to leave it."""
 PLACING_S = 5.0
 """For Ray to reserve what is free."""
-SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
-"""Of a slot: its trainer rank and its rollout engine side by side, with clips a vision tower, and reward models."""
-
-
-def choose_device(config: Config) -> str:
-    """`cpu` or `cuda`, as cluster.device says or as this machine has."""
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +66,14 @@ class Slots:
     is a device of its own that changes hands."""
     nodes: tuple[Node, ...] = ()
     """Each holds as many slots, in order."""
+    told: str = ""
+    """For the person: which device, on which nodes, and why."""
+
+    @property
+    def threads(self) -> int:
+        """CPU cores of the smallest node, for each of its slots."""
+        cores = min((node.total.get("CPU", 1) for node in self.nodes), default=1)
+        return max(1, int(cores * len(self.nodes) / self.count))
 
     def living(self, engine_width: int = 0) -> dict[Node, str]:
         """Who lives on each node; `engine_width`: slots of a rollout engine, 0 if there are none."""
@@ -88,15 +88,18 @@ class Slots:
         """Options of the actor of a rollout engine that spans `width` slots from `slot` on.
 
         On GPUs a wider engine's own workers are Ray actors that vLLM places in our bundles; the actor itself then only
-        hosts the front end. Not run without GPUs.
+        hosts the front end, whose engine process joins Ray anew.
         """
         if self.device == "cuda" and width > 1:
-            bundles = ",".join(str(slot + i) for i in range(width))
-            environment = environment | {"VLLM_RAY_BUNDLE_INDICES": bundles, "VLLM_RAY_PER_WORKER_GPUS": str(SHARE)}
-            capturing = PlacementGroupSchedulingStrategy(self.group, slot, placement_group_capture_child_tasks=True)
-            options = self.options(slot, SHARE, environment, scheduling_strategy=capturing)
-            return options | {"num_gpus": 0, "resources": {}}
-        return self.options(slot, SHARE, environment)
+            environment = environment | {
+                "VLLM_RAY_BUNDLE_INDICES": ",".join(str(slot + i) for i in range(width)),
+                "VLLM_RAY_PER_WORKER_GPUS": str(cuda.SHARE),
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",  # the other executor can't schedule ahead
+            }
+            if self.nodes and self.nodes[0].address == LOOPBACK:  # else it takes the machine's address, and hangs
+                environment[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+            return self.options(slot, cuda.SHARE, environment, num_gpus=0, resources={})
+        return self.options(slot, cuda.SHARE, environment)
 
     def options(self, slot: int, share: float, environment: dict[str, str] | None = None, **more: Any) -> dict:
         """Options of an actor that lives on `slot` and takes `share` of its device."""
@@ -115,9 +118,8 @@ def reward_options(index: int, models: int, slots: Slots | None, on: str, enviro
     On GPUs not run here, for lack of one.
     """
     if on == "cpu":  # a share of a CPU that doesn't fit would leave it pending for ever, without a word
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment | hidden}}
-    slot, share = reward_place(index, models, slots.count)
+        return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment}}
+    slot, share = cuda.reward_place(index, models, slots.count)
     return slots.options(slot, share, environment)
 
 
@@ -131,32 +133,20 @@ def reward_device(setting: str, slots: str) -> str:
     return slots if setting == "auto" else setting
 
 
-def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:
-    """(slot, share of it) of one of `models` reward models: from the last slot on, evenly over all of them.
-
-    The shares of a slot's models add up to REWARD_SHARE at most, whose memory they have to leave one another.
-    """
-    return slots - 1 - index % slots, REWARD_SHARE / -(-models // slots)
-
-
 def worker_environment(device: str) -> dict[str, str]:
     """Environment of every worker process."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = {"TORCH_EXTENSIONS_DIR": extensions} if extensions else {}
-    return QUIET | (CPU_ENVIRONMENT if device == "cpu" else {}) | cache
+    return QUIET | (CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())) | cache
 
 
 async def start(config: Config, again: bool = False) -> Slots:
     """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out.
 
-    `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker.
+    `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker. With
+    cluster.device=auto the nodes decide, wherever this process runs.
     """
-    device = choose_device(config)
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
-    if device == "cpu":
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # else DeepSpeed warns, in this process too, that it finds no GPU
     # The engine's own child processes end with it, also when it is killed.
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
@@ -169,31 +159,40 @@ async def start(config: Config, again: bool = False) -> Slots:
             _join_ray(config.cluster.ray_address)
     heed_children()
     patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
-    group, nodes = await _reserve(config, device, config.cluster.timeout_s if again else patience)
-    return Slots(group, config.slots, device, _cores(config, device), nodes)
+    return await _reserve(config, config.cluster.timeout_s if again else patience)
 
 
-async def _reserve(config: Config, device: str, patience: float) -> tuple[PlacementGroup, tuple[Node, ...]]:
-    bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
+async def _reserve(config: Config, patience: float) -> Slots:
     until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
     while True:  # nodes may be joining
-        if taken := choose(present(), config.trainer.nnodes, per_node, bundle, here()):
+        found = present()
+        device, why = device_of(config.cluster.device, found)
+        bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
+        if taken := choose(found, config.trainer.nnodes, per_node, bundle, here()):
             selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
             group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
             if group.wait(PLACING_S):
-                return group, tuple(taken)
+                told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
+                return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
             remove_placement_group(group)
         if time.monotonic() > until:
-            raise _no_room(config, bundle)
+            raise EngineError(no_room(config, bundle, live(), why))
         await asyncio.sleep(0.2)
 
 
-def _no_room(config: Config, bundle: dict[str, float]) -> EngineError:
-    free = [f"{node}: {', '.join(f'{node.free.get(name, 0):g} {name}' for name in bundle)}" for node in live()]
-    return EngineError(
-        f"Ray could not reserve trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} slots ({bundle} each) on "
-        f"trainer.nnodes={config.trainer.nnodes} nodes. Free on the cluster's nodes: {'; '.join(free)}. Set both to "
-        "what is there, or start the nodes with --resources='{\"slot\": N}'."
+def no_room(config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str) -> str:
+    """What the user reads. `why`: the device of `bundle` was chosen."""
+    free = [f"{node}: {', '.join(f'{node.free.get(name, 0):g} {name}' for name in bundle)}" for node in nodes]
+    trainer = config.trainer
+    remedy = "start the nodes with --resources='{\"slot\": N}'"
+    if "GPU" in bundle and config.cluster.ray_address is None:
+        remedy = f"run on CPUs (cluster.device=cpu): torch {torch.__version__} sees {_gpus()} GPUs on this machine"
+    elif "GPU" in bundle:
+        remedy = "start them with --num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)"
+    return (
+        f"Ray could not reserve trainer.n_gpus_per_node={trainer.n_gpus_per_node} slots ({dict(bundle)} each) on "
+        f"trainer.nnodes={trainer.nnodes} nodes ({why}). Free on the cluster's nodes: {'; '.join(free)}. Set both to "
+        f"what is there, or {remedy}."
     )
 
 
@@ -221,6 +220,7 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
                     logging_level="ERROR",
                     resources={"slot": config.slots},
                     num_cpus=max(os.cpu_count() or 1, config.slots),
+                    num_gpus=_gpus(),
                     _node_ip_address=LOOPBACK,
                 )
             return
@@ -231,6 +231,11 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
                     f"Ray did not start on this machine in {attempts} attempts ({str(error).strip().splitlines()[0]}). "
                     "Its logs are in /tmp/ray/session_latest/logs; an overloaded machine or a full disk are usual."
                 ) from error
+
+
+def _gpus() -> int:
+    """GPUs of this machine, as torch will use them: a driver alone does not make one."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @contextmanager

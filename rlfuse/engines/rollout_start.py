@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from rlfuse.cluster import cuda
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines import speculation
@@ -61,7 +62,7 @@ def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
     if resolve_transfer(transfer, device) == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     if device == "cuda":
-        return env
+        return env | cuda.environment(cuda.engine_settings())
     return env | {
         "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
         "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
@@ -104,8 +105,7 @@ def engine_arguments(
         # would choose them inside of a placement group: there they are processes of the engine's own.
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = True
+        arguments |= cuda.engine_arguments(rollout, max_model_len)
     else:
         arguments |= {
             "enforce_eager": True,

@@ -26,7 +26,8 @@ import ray
 
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.algorithms.objectives import means
-from rlfuse.cluster.placement import SHARE, Slots
+from rlfuse.cluster import cuda
+from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.degrees import Costs, Share, Unit, alone, legal, plan, together
@@ -300,9 +301,11 @@ async def start_ranks(
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
     remote, bound, limit = ray.remote(kind), cores or [None] * slots.count, config.cluster.timeout_s
-    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else kind.environment)
+    chosen = cuda.environment(cuda.rank_settings(config, slots.threads)) | kind.environment
+    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else chosen)
+    options = [slots.options(rank, cuda.SHARE, variables) for rank in range(slots.count)]
     ranks = [
-        remote.options(**slots.options(rank, SHARE, variables)).remote(config, rank, slots.count, slots.device, core)
+        remote.options(**options[rank]).remote(config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), bound, strict=True)
     ]
     host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)

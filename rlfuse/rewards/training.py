@@ -60,6 +60,7 @@ async def _run(
     labels: Sequence[str],
 ) -> None:
     slots = await placement.start(job.config, again=job.restart is not None)
+    journal.say(slots.told)
     living = slots.living()
     with starting(journal):
         padding = tokenizer.pad_token_id

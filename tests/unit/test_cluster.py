@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rlfuse.cluster import placement
-from rlfuse.cluster.nodes import Node, answers, choose, lost_message
+from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
 from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.facts import Facts
@@ -74,9 +74,17 @@ def test_each_way_to_fail_is_told_apart(error, words):
 def test_tensor_parallel_engines_on_gpus_get_their_bundles():
     slots = placement.Slots(group=None, count=4, device="cuda")
     options = slots.engine_options(2, 2, {"A": "1"})
-    assert options["runtime_env"]["env_vars"]["VLLM_RAY_BUNDLE_INDICES"] == "2,3"
-    assert options["num_gpus"] == 0
+    variables = options["runtime_env"]["env_vars"]
+    assert variables["VLLM_RAY_BUNDLE_INDICES"] == "2,3"
+    assert (options["num_gpus"], options["resources"]) == (0, {}), "the front end holds what its workers ask for"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in variables, "on a joined cluster it goes by the nodes' addresses"
     assert slots.options(1, 0.5)["num_gpus"] == 0.5
+
+
+def test_ranks_on_gpus_have_the_cores_of_their_node_between_them():
+    nodes = tuple(Node(name, "10.0.0.1", 1, {}, {"CPU": cores}) for name, cores in (("a", 64.0), ("b", 48.0)))
+    assert placement.Slots(group=None, count=16, device="cuda", nodes=nodes).threads == 6
+    assert placement.Slots(group=None, count=16, device="cuda", nodes=()).threads == 1
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------
@@ -93,6 +101,44 @@ def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
     assert [each.id for each in choose(nodes, 1, 4, bundle, "elsewhere")] == ["b"]
     assert choose(nodes, 4, 2, bundle, "d") is None
     assert choose(nodes, 1, 1, bundle | {"GPU": 1}, "d") is None
+
+
+CPU_HEAD = Node("head", "10.0.0.1", 1, {"CPU": 8.0, "slot": 8.0}, {"CPU": 8.0, "slot": 8.0})
+BUSY = Node("busy", "10.0.0.2", 1, {"CPU": 8.0}, {"CPU": 8.0, "slot": 8.0, "GPU": 8.0})
+IDLE = Node("idle", "10.0.0.3", 1, BUSY.total, BUSY.total)
+
+
+@pytest.mark.parametrize(
+    ("setting", "nodes", "device", "why"),
+    [
+        ("auto", [CPU_HEAD], "cpu", "GPUs are on 0 of 1 nodes"),
+        ("auto", [CPU_HEAD, IDLE], "cuda", "GPUs are on 1 of 2 nodes"),
+        ("auto", [CPU_HEAD, BUSY], "cuda", "GPUs are on 1 of 2 nodes"),
+        ("cpu", [CPU_HEAD, IDLE], "cpu", "cluster.device=cpu"),
+        ("cuda", [CPU_HEAD], "cuda", "cluster.device=cuda"),
+    ],
+)
+def test_the_nodes_decide_on_the_device_wherever_the_driver_is(setting, nodes, device, why):
+    found, reason = device_of(setting, nodes)
+    assert found == device and why in reason
+
+
+def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
+    config, bundle = Config(), {"slot": 1, "CPU": 0.01, "GPU": 1}
+    config.trainer.nnodes, config.trainer.n_gpus_per_node, config.cluster.ray_address = 2, 8, "auto"
+    _, why = device_of("auto", [CPU_HEAD, BUSY, IDLE])
+    assert choose([CPU_HEAD, BUSY, IDLE], 1, 8, bundle, "head") == [IDLE]
+    assert choose([CPU_HEAD, BUSY, IDLE], 2, 8, bundle, "head") is None
+    text = placement.no_room(config, bundle, [CPU_HEAD, BUSY, IDLE], why)
+    for words in (
+        "trainer.n_gpus_per_node=8 slots",
+        "trainer.nnodes=2 nodes (cluster.device=auto, and GPUs are on 2 of 3 nodes that Ray has)",
+        "10.0.0.1 (head): 8 slot, 8 CPU, 0 GPU; 10.0.0.2 (busy): 0 slot, 8 CPU, 0 GPU; 10.0.0.3 (idle): 8 slot",
+        "--num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)",
+    ):
+        assert words in text
+    config.cluster.ray_address = None
+    assert "GPUs on this machine" in placement.no_room(config, bundle, [CPU_HEAD], "cluster.device=cuda")
 
 
 def test_a_node_is_there_while_somebody_listens_at_its_port():

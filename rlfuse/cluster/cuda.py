@@ -1,0 +1,249 @@
+"""Settings for GPUs: variables of the processes there, vLLM's arguments, Ray's shares, each with its reason.
+
+Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer` and `engines.rollout_start`
+give them to processes that start, `rlfuse plan` prints `gpu_settings`. Pure, and imports neither Ray, torch nor vLLM.
+Invariants: what vLLM, torch or DeepSpeed do by default is said all the same where this project relies on it, so that
+an upgrade changes no run in silence; `rollout.engine_kwargs` has the last word on vLLM's arguments, and a variable
+that is set where the job is started wins, but for the FIXED.
+Sources: vLLM 0.32, torch 2.13, DeepSpeed 0.19.8, Ray 2.60, as installed. No GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlfuse.config.schema import Config, RolloutConfig
+
+SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
+"""Of a slot: its trainer rank and its rollout engine side by side, with clips vision towers, and reward models."""
+COLLECTIVE_SHARE = 0.8
+"""Of cluster.timeout_s: the longest that a collective waits on a GPU."""
+BATCHED_TOKENS = 8192
+GRAPHS = 512
+"""Sequences that vLLM captures CUDA graphs for by default, where rollout.max_num_seqs is as large."""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and vLLM's checks read it alone
+FIXED = (ALLOCATOR, "DS_ACCELERATOR")
+EVERYONE, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollout engines"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One that was chosen."""
+
+    name: str
+    value: str
+    why: str
+    where: str
+    """Which processes have it."""
+
+
+def worker_settings() -> list[Setting]:
+    """Variables of every process that may use a GPU, unless the kind of process has others."""
+    return [
+        Setting("DS_ACCELERATOR", "cuda", "a node started with another one would train on its CPUs", EVERYONE),
+        Setting("NCCL_DEBUG", "WARN", "NCCL tells what failed; INFO: also what it chose", EVERYONE),
+        Setting(
+            ALLOCATOR,
+            "expandable_segments:True",
+            "clips and batches have many sizes, and a segment that grows has no gaps that are too small",
+            "encoder ranks, if any",
+        ),
+    ]
+
+
+def rank_settings(config: Config, threads: int | None = None) -> list[Setting]:
+    """Variables of trainer ranks. `threads`: CPU cores for each of them, where the nodes are known."""
+    dumps = config.run_folder / "stacks" / "nccl_rank_"
+    return [
+        _rank_allocator(config),
+        Setting("DS_PIN_MEMORY_BACKEND", "torch", "`native` locks pages, which counts against `ulimit -l`", RANKS),
+        Setting(
+            "OMP_NUM_THREADS",
+            "the node's cores / trainer.n_gpus_per_node" if threads is None else str(threads),
+            "Ray gives an actor one: loading models, and AdamW with actor.offload_optimizer, would have a single core",
+            RANKS,
+        ),
+        Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "after an error or a time-out of NCCL the process ends", RANKS),
+        Setting("TORCH_NCCL_ENABLE_MONITORING", "1", "without it nothing is written when NCCL times out", RANKS),
+        Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "the last collectives of each rank: who did not come", RANKS),
+        Setting("TORCH_FR_BUFFER_SIZE", "2000", "so many of them", RANKS),
+        Setting("TORCH_FR_DUMP_TEMP_FILE", str(dumps), "there, on the storage that all nodes share", RANKS),
+        Setting(
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+            str(math.ceil(config.cluster.timeout_s)),
+            "cluster.timeout_s: a call of CUDA that takes long is no reason to end the process before",
+            RANKS,
+        ),
+    ]
+
+
+def _rank_allocator(config: Config) -> Setting:
+    trains_alone = config.trainer.task == "reward_model"
+    if trains_alone or config.training.pipeline_parallel_size > 1 or config.rollout.weight_transfer == "shm":
+        why = "micro-batches have many sizes, and no weights are shared by CUDA IPC"
+        return Setting(ALLOCATOR, "expandable_segments:True", why, RANKS)
+    return Setting(
+        ALLOCATOR,
+        "expandable_segments:False",
+        "weights go to the engine by CUDA IPC, which opens expandable segments by pidfd_getfd: that needs the right to "
+        "trace a sibling, which containers refuse (rollout.weight_transfer=shm does without)",
+        RANKS,
+    )
+
+
+def pipeline_settings() -> list[Setting]:
+    """Variables of ranks with stages of a pipeline, whatever is set elsewhere: receives wait beside what computes."""
+    ranks = "trainer ranks, where training.pipeline_parallel_size is above 1"
+    return [
+        Setting("CUDA_DEVICE_MAX_CONNECTIONS", "32", "of 8, streams share some: what waits holds others up", ranks),
+        Setting(
+            "CUDA_MODULE_LOADING",
+            "EAGER",
+            "a kernel that loads at its first call may wait for all that run, and so for a peer; costs memory and "
+            "seconds at the start",
+            ranks,
+        ),
+        Setting("NCCL_LAUNCH_ORDER_IMPLICIT", "0", "1 puts all transfers in one order, in which they deadlock", ranks),
+        Setting("TORCH_NCCL_BLOCKING_WAIT", "0", "1 makes waits hold the host, which then posts no receive", ranks),
+        Setting(
+            "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
+            "0",
+            "a group has two ranks and one direction, where calls in order are right",
+            ranks,
+        ),
+    ]
+
+
+def engine_settings() -> list[Setting]:
+    """Variables of processes with a vLLM engine."""
+    return [
+        Setting(
+            ALLOCATOR,
+            "expandable_segments:False",
+            "sleep frees memory pools, which can't be expandable (pytorch#147851)",
+            f"{ENGINES}, reward models if any",
+        ),
+        Setting(
+            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
+            "1",
+            "CUDA graphs count towards rollout.gpu_memory_utilization: they stay on the device while the engine sleeps",
+            ENGINES,
+        ),
+    ]
+
+
+def environment(settings: Iterable[Setting], given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables for a process; `given`: those of this one."""
+    return {each.name: each.value for each in _with_given(settings, given)}
+
+
+def _with_given(settings: Iterable[Setting], given: Mapping[str, str]) -> list[Setting]:
+    free = given.keys() - FIXED
+    return [
+        replace(each, value=given[each.name], why="as set where the job is started") if each.name in free else each
+        for each in settings
+    ]
+
+
+def engine_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
+    """vLLM's arguments for an engine that shares its GPU with a trainer rank."""
+    most = rollout.max_num_seqs * max_model_len
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_sleep_mode": True,
+        "enforce_eager": False,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": min(max(BATCHED_TOKENS, rollout.max_num_seqs), most),
+    }
+    if "speculative_config" not in rollout.engine_kwargs:  # of which vLLM knows whether it goes with it
+        arguments["async_scheduling"] = True
+    if rollout.max_num_seqs > GRAPHS and not {"compilation_config", "cudagraph_capture_sizes"} & set(
+        rollout.engine_kwargs
+    ):
+        arguments["max_cudagraph_capture_size"] = rollout.max_num_seqs
+    return arguments
+
+
+WHY = {
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization: share of the whole device for weights, graphs, "
+    "activations and KV cache; vLLM does not start where less is free",
+    "enable_sleep_mode": "the engine leaves the device to the trainer; its addresses stay, so its CUDA graphs do",
+    "enforce_eager": "decoding runs CUDA graphs: launching its kernels one by one would take longer than they do",
+    "enable_prefix_caching": "the rollout.n responses of a prompt, and moved samples, prefill it once",
+    "enable_chunked_prefill": "a long prompt does not stop the samples that decode",
+    "max_num_batched_tokens": "tokens of a step: vLLM takes 2048 for an engine inside another program, 8192 or more "
+    "for its own offline use; the memory plan counts as many",
+    "async_scheduling": "the next step is scheduled while the device computes",
+    "max_cudagraph_capture_size": f"rollout.max_num_seqs: vLLM captures up to {GRAPHS} sequences by itself, and runs "
+    "wider batches without graphs",
+}
+
+
+def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[Setting]:
+    """All that is chosen for this job where it has GPUs. `given`: variables where the job is started."""
+    if config.cluster.device == "cpu":
+        return []
+    limit = Setting(
+        "time limit of a collective",
+        f"{collective_limit_s(config):g} s",
+        f"{COLLECTIVE_SHARE:g} of cluster.timeout_s: torch names the collective before the call that it belongs to is "
+        "given up",
+        RANKS,
+    )
+    chosen = [*worker_settings(), *rank_settings(config)]
+    if config.trainer.task == "reward_model":
+        return [*_with_given(chosen, given), limit]
+    return [
+        *_with_given([*chosen, *engine_settings()], given),
+        *(pipeline_settings() if config.training.pipeline_parallel_size > 1 else ()),
+        limit,
+        *_arguments(config.rollout, config.data.max_prompt_length + config.data.max_response_length),
+        _shares(config),
+    ]
+
+
+def _arguments(rollout: RolloutConfig, max_model_len: int) -> list[Setting]:
+    found = []
+    for name, value in engine_arguments(rollout, max_model_len).items():
+        if name in rollout.engine_kwargs:
+            value, why = rollout.engine_kwargs[name], "as rollout.engine_kwargs says"
+        else:
+            why = WHY[name]
+        found.append(Setting(name, str(value), why, ENGINES))
+    return found
+
+
+def collective_limit_s(config: Config) -> float:
+    """Longest time that a collective of trainer ranks waits on GPUs."""
+    return COLLECTIVE_SHARE * config.cluster.timeout_s
+
+
+# Shares --------------------------------------------------------------------------------------------------------------
+
+
+def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
+    """(slot, share of it) of one of `ranks` encoder ranks: from the first slot on, evenly over all of them."""
+    return index % slots, ENCODER_SHARE / -(-ranks // slots)
+
+
+def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:
+    """(slot, share of it) of one of `models` reward models: from the last slot on, evenly over all of them.
+
+    The shares of a slot's models add up to REWARD_SHARE at most, whose memory they have to leave one another.
+    """
+    return slots - 1 - index % slots, REWARD_SHARE / -(-models // slots)
+
+
+def _shares(config: Config) -> Setting:
+    return Setting(
+        "Ray's shares of a slot",
+        f"{SHARE:g} + {SHARE:g} + at most {ENCODER_SHARE:g} + {REWARD_SHARE:g}",
+        f"rank, engine, encoder ranks, reward models: {2 * SHARE + ENCODER_SHARE + REWARD_SHARE:g} at most, or one of "
+        "them waits for ever. Ray only counts: memory is shared by taking turns, and by rollout.gpu_memory_utilization",
+        EVERYONE,
+    )

@@ -1,0 +1,100 @@
+"""Slots on a cluster whose nodes differ, an engine's process that joins Ray anew, and what a dead worker wrote."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import get_current_placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlfuse.cluster.remote import call
+from rlfuse.engines.protocols import WorkerLost
+
+
+def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
+    command = [sys.executable, Path(__file__).with_name("mixed_nodes.py")]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    authenticated = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
+    done = subprocess.run(command, env=plain | authenticated, capture_output=True, text=True, timeout=120)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(lines) == 3, done.stdout + done.stderr
+    found = {name: rest for name, *rest in lines}
+    device, told, gpus = found["one GPU"]
+    assert (device, gpus) == ("cuda", [1.0])
+    assert told.startswith("GPUs of ") and "cluster.device=auto, and GPUs are on 1 of 2 nodes" in told
+    assert "1 slot, 1 CPU, 0 GPU" in found["two GPUs"][1] and "cluster.device=cpu" in found["two GPUs"][1]
+    assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
+
+
+class Worker:
+    def where(self):
+        return ray.get_runtime_context().get_node_id()
+
+
+def engine_process(answer, group, environment):
+    """What vLLM's engine process does before it loads a model: `initialize_ray_cluster` and `RayExecutorV2`."""
+    ray.init(runtime_env=environment)
+    node = placement_group_table(group)["bundles_to_node_id"][1]
+    there = PlacementGroupSchedulingStrategy(group, 1)
+    worker = ray.remote(Worker).options(num_cpus=0, scheduling_strategy=there, runtime_env=environment).remote()
+    answer.put((node, ray.get(worker.where.remote(), timeout=30)))
+
+
+class Front:
+    """As `RolloutWorker` on a GPU, whose engine spans two slots."""
+
+    def start(self):
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # as vLLM does before it spawns
+        spawning = multiprocessing.get_context("spawn")
+        answer, environment = spawning.Queue(), ray.get_runtime_context().runtime_env
+        process = spawning.Process(target=engine_process, args=(answer, get_current_placement_group(), environment))
+        process.start()
+        try:
+            return answer.get(timeout=40)
+        finally:
+            process.kill()
+
+
+def test_the_process_of_an_engine_over_several_gpus_joins_the_run_s_own_ray(slots):
+    """It listens on loopback alone; the session's slots stand for GPUs, whose workers the process then places."""
+    options = replace(slots, device="cuda").engine_options(0, 2, {"PYTHONPATH": os.path.dirname(__file__)})
+    front = ray.remote(Front).options(**options).remote()
+    planned, placed = ray.get(front.start.remote(), timeout=60)
+    assert planned == placed == slots.nodes[0].id
+    ray.kill(front)
+
+
+TIMED_OUT = (
+    b"[rank1]:[E1122 21:09:11.522 ProcessGroupNCCL.cpp:688] [Rank 1] Watchdog caught collective operation timeout: "
+    b"WorkNCCL(SeqNum=412, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1440000) ran for 1440029 milliseconds\n"
+)
+UNHANDLED = (
+    b"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL error in: x.hpp:3\n"
+)
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def end(self, words):
+        os.write(2, words)
+        os.abort() if words else os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (TIMED_OUT, ["waited 1440 s", "collective 412 (ALLREDUCE)", "fr_trace", "raise cluster.timeout_s"]),
+        (UNHANDLED, ["It ended itself: what():  NCCL error in: x.hpp:3; the rest is in /", ".err"]),
+        (b"", ["Out of memory is the usual cause", "It wrote to /"]),
+    ],
+)
+async def test_a_worker_that_ended_itself_is_told_by_its_last_words(ray_cluster, words, told):
+    with pytest.raises(WorkerLost) as caught:
+        await call(Rank.remote().end.remote(words), "trainer/1", "update the actor", 30)
+    assert all(each in str(caught.value) for each in told), str(caught.value)

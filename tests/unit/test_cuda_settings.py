@@ -1,0 +1,129 @@
+"""Settings for GPUs, against the installed sources that read them, and against what processes get."""
+
+import ast
+import importlib.util
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from rlfuse.cluster import cuda
+from rlfuse.config.schema import Config
+from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.weights import resolve_transfer
+
+TORCH = "torch/include/torch/csrc/distributed/c10d"
+READERS = {
+    "DS_ACCELERATOR": "deepspeed/accelerator/real_accelerator.py",
+    "DS_PIN_MEMORY_BACKEND": "deepspeed/utils/pin_memory.py",
+    "OMP_NUM_THREADS": "ray/_private/utils.py",
+    "PYTORCH_CUDA_ALLOC_CONF": "torch/include/c10/cuda/CUDAAllocatorConfig.h",
+    "TORCH_FR_BUFFER_SIZE": f"{TORCH}/FlightRecorder.hpp",
+    "TORCH_FR_DUMP_TEMP_FILE": "torch/lib/libtorch_cpu.so",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": f"{TORCH}/ProcessGroupNCCL.hpp",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": f"{TORCH}/ProcessGroupNCCL.hpp",
+    "TORCH_NCCL_ENABLE_MONITORING": f"{TORCH}/ProcessGroupNCCL.hpp",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": f"{TORCH}/ProcessGroupNCCL.hpp",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "vllm/envs.py",
+}
+"""Variable -> who reads it. NCCL_DEBUG is NCCL's own, which is not installed without GPUs."""
+
+
+def site_packages():
+    return Path(importlib.util.find_spec("torch").origin).parents[1]
+
+
+def allocator(settings):
+    (found,) = (each.value for each in settings if each.name == cuda.ALLOCATOR)
+    return found
+
+
+def test_every_variable_is_read_by_what_is_installed():
+    chosen = [*cuda.worker_settings(), *cuda.rank_settings(Config(), 8), *cuda.engine_settings()]
+    assert {each.name for each in chosen} == READERS.keys() | {"NCCL_DEBUG"}
+    for name, reader in READERS.items():
+        with (site_packages() / reader).open("rb") as file:
+            text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            assert text.find(name.encode()) >= 0, f"{reader} knows no {name}"
+
+
+def test_torch_takes_the_allocators_settings_from_the_variable_that_is_set():
+    """Whatever the other variable, which a node may have, says."""
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(cuda.engine_settings())}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert done.stdout.strip() == "expandable_segments:False", done.stderr
+
+
+def test_ranks_that_share_weights_by_cuda_ipc_have_no_expandable_segments():
+    config = Config()
+    for transfer, stages in product(("auto", "shm", "ipc"), (1, 2)):
+        if (transfer, stages) == ("ipc", 2):  # the configuration's checks refuse it
+            continue
+        config.rollout.weight_transfer, config.training.pipeline_parallel_size = transfer, stages
+        shared = resolve_transfer(transfer, "cuda", stages) == "ipc"
+        assert allocator(cuda.rank_settings(config)) == f"expandable_segments:{not shared}"
+    config.trainer.task = "reward_model"
+    assert allocator(cuda.rank_settings(config)) == "expandable_segments:True", "which has no engines"
+    assert rollout_env("cuda")[cuda.ALLOCATOR] == "expandable_segments:False"
+
+
+def test_vllm_knows_every_argument_and_says_of_each_why():
+    tree = ast.parse((site_packages() / "vllm/engine/arg_utils.py").read_text())
+    (engine_args,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    known = {node.target.id for node in engine_args.body if isinstance(node, ast.AnnAssign)}
+    rollout = replace(Config().rollout, max_num_seqs=1024)
+    arguments = cuda.engine_arguments(rollout, 4096)
+    assert arguments.keys() <= known
+    assert arguments.keys() == cuda.WHY.keys()
+    assert arguments["max_cudagraph_capture_size"] == 1024, "a full batch decodes by CUDA graphs"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "expected"), [(256, 4096, 8192), (16, 100, 1600), (10_000, 4096, 10_000)]
+)
+def test_a_step_holds_every_sequence_and_no_more_tokens_than_there_can_be(sequences, length, expected):
+    rollout = replace(Config().rollout, max_num_seqs=sequences)
+    assert cuda.engine_arguments(rollout, length)["max_num_batched_tokens"] == expected
+
+
+def test_what_is_shown_is_what_this_job_gets():
+    config = Config()
+    config.rollout.engine_kwargs = {"enforce_eager": True, "speculative_config": {"method": "ngram"}}
+    config.rollout.gpu_memory_utilization, config.cluster.timeout_s = 0.61, 100.0
+    shown = {each.name: each for each in cuda.gpu_settings(config, {}) if each.where == cuda.ENGINES}
+    assert shown["gpu_memory_utilization"].value == "0.61"
+    assert (shown["enforce_eager"].value, shown["enforce_eager"].why) == ("True", "as rollout.engine_kwargs says")
+    assert "async_scheduling" not in shown, "vLLM decides where the job brings its own way of drafting"
+    ranks = {each.name: each.value for each in cuda.gpu_settings(config, {}) if each.where == cuda.RANKS}
+    assert ranks["time limit of a collective"] == "80 s" and ranks["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "100"
+    assert ranks["TORCH_FR_DUMP_TEMP_FILE"] == str(config.run_folder / "stacks" / "nccl_rank_")
+    config.trainer.task = "reward_model"
+    assert not [each for each in cuda.gpu_settings(config, {}) if cuda.ENGINES in each.where]
+    config.cluster.device = "cpu"
+    assert cuda.gpu_settings(config, {}) == []
+
+
+def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed():
+    given = {"NCCL_DEBUG": "INFO", cuda.ALLOCATOR: "expandable_segments:True", "OTHER": "1"}
+    settings = cuda.rank_settings(Config(), 8) + cuda.worker_settings()[:2]
+    variables = cuda.environment(settings, given)
+    assert variables["NCCL_DEBUG"] == "INFO" and variables["OMP_NUM_THREADS"] == "8" and "OTHER" not in variables
+    assert variables[cuda.ALLOCATOR] == "expandable_segments:False", "or the first push would fail"
+    (shown,) = (asdict(each) for each in cuda.gpu_settings(Config(), given) if each.name == "NCCL_DEBUG")
+    assert shown["value"] == "INFO" and shown["why"] == "as set where the job is started"
+
+
+@pytest.mark.parametrize(("slots", "encoders", "models"), list(product((1, 3, 8), (0, 1, 3, 8, 20), (0, 1, 2, 7))))
+def test_all_who_live_on_a_slot_fit_ray_s_shares_of_it(slots, encoders, models):
+    taken = [2 * cuda.SHARE] * slots
+    for slot, share in [cuda.encoder_place(i, encoders, slots) for i in range(encoders)]:
+        taken[slot] += share
+    for slot, share in [cuda.reward_place(i, models, slots) for i in range(models)]:
+        taken[slot] += share
+    assert max(taken) <= 1 + 1e-9, "whoever does not fit would wait for ever"

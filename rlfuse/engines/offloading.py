@@ -22,8 +22,11 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
+
+from rlfuse.engines.protocols import EngineError
 
 _PIECE = 1 << 28
 """Bytes copied at a time: a power of two, because torch rounds pinned memory up to the next."""
@@ -69,7 +72,18 @@ def on_device(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _pinned(piece: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(piece, device="cpu", pin_memory=piece.device.type != "cpu").copy_(piece, non_blocking=True)
+    """EngineError where the host has no room, of which CUDA speaks as it does of a full GPU."""
+    try:
+        host = torch.empty_like(piece, device="cpu", pin_memory=piece.device.type != "cpu")
+    except RuntimeError as error:
+        raise EngineError(
+            f"{piece.nbytes} bytes more of host memory could not be pinned for what leaves the GPU "
+            f"({str(error).splitlines()[0]}). This host has {psutil.virtual_memory().available >> 20} MiB free, a "
+            "container in it perhaps less; `rlfuse plan` shows what each slot pins. Raise the limit of the container "
+            "or job (docker --memory, Slurm --mem), have fewer slots on a node (trainer.n_gpus_per_node), or cut "
+            "models over the ranks (actor.zero_stage=3)."
+        ) from error
+    return host.copy_(piece, non_blocking=True)
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:

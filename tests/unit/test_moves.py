@@ -391,3 +391,9 @@ def test_a_move_that_fails_can_be_made_again(monkeypatch):
             assert float(loss(network, 0)) == before
         to_device(network)
         assert float(loss(network, 0)) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
+    with pytest.raises(EngineError, match=r"4096 bytes more of host memory.*MiB free.*--mem.*n_gpus_per_node"):
+        offloading._pinned(torch.empty(4096, dtype=torch.uint8, device="meta"))

@@ -26,7 +26,8 @@ BATCHED_TOKENS = 8192
 GRAPHS = 512
 """Sequences that vLLM captures CUDA graphs for by default, where rollout.max_num_seqs is as large."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and vLLM's checks read it alone
-FIXED = (ALLOCATOR, "DS_ACCELERATOR")
+DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "VLLM_BATCH_INVARIANT")
+FIXED = (ALLOCATOR, "DS_ACCELERATOR", *DETERMINISTIC)
 EVERYONE, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollout engines"
 
 
@@ -136,6 +137,19 @@ def engine_settings() -> list[Setting]:
     ]
 
 
+def deterministic_settings(config: Config) -> list[Setting]:
+    """Variables of trainer ranks and engines with trainer.deterministic."""
+    if not config.trainer.deterministic:
+        return []
+    reasons = (
+        (":4096:8", "matrix products have workspaces of their own, else streams change how they are summed"),
+        ("1", "the backward pass of attention sums in one order"),
+        ("1", "log-probs do not depend on what is decoded beside"),
+    )
+    where = (RANKS, RANKS, ENGINES)
+    return [Setting(name, *reason, at) for name, reason, at in zip(DETERMINISTIC, reasons, where, strict=True)]
+
+
 def environment(settings: Iterable[Setting], given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables for a process; `given`: those of this one."""
     return {each.name: each.value for each in _with_given(settings, given)}
@@ -195,7 +209,7 @@ def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[
         "given up",
         RANKS,
     )
-    chosen = [*worker_settings(), *rank_settings(config)]
+    chosen = [*worker_settings(), *rank_settings(config), *deterministic_settings(config)]
     if config.trainer.task == "reward_model":
         return [*_with_given(chosen, given), limit]
     return [

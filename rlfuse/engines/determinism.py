@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
 
 
 def environment(config: Config, device: str) -> dict[str, str]:
     """Of trainer ranks and engines. Not run without GPUs, where it has something in it."""
-    if not config.trainer.deterministic or device != "cuda":
-        return {}
-    return {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "FLASH_ATTENTION_DETERMINISTIC": "1",
-        "VLLM_BATCH_INVARIANT": "1",  # log-probs that don't depend on what is decoded beside
-    }
+    return cuda.environment(cuda.deterministic_settings(config)) if device == "cuda" else {}
 
 
 def hold(config: Config) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
+from rlfuse.engines import determinism
 from rlfuse.engines.rollout_start import rollout_env
 from rlfuse.engines.weights import resolve_transfer
 
@@ -29,9 +30,13 @@ READERS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": f"{TORCH}/ProcessGroupNCCL.hpp",
     "TORCH_NCCL_ENABLE_MONITORING": f"{TORCH}/ProcessGroupNCCL.hpp",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": f"{TORCH}/ProcessGroupNCCL.hpp",
+    "FLASH_ATTENTION_DETERMINISTIC": "transformers/modeling_flash_attention_utils.py",
+    "VLLM_BATCH_INVARIANT": "vllm/envs.py",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "vllm/envs.py",
 }
-"""Variable -> who reads it. NCCL_DEBUG is NCCL's own, which is not installed without GPUs."""
+"""Variable -> who reads it."""
+OF_CUDA = {"NCCL_DEBUG", "CUBLAS_WORKSPACE_CONFIG"}
+"""Read by libraries that are not installed without GPUs."""
 
 
 def site_packages():
@@ -44,8 +49,11 @@ def allocator(settings):
 
 
 def test_every_variable_is_read_by_what_is_installed():
-    chosen = [*cuda.worker_settings(), *cuda.rank_settings(Config(), 8), *cuda.engine_settings()]
-    assert {each.name for each in chosen} == READERS.keys() | {"NCCL_DEBUG"}
+    config = Config()
+    config.trainer.deterministic = True
+    chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *cuda.engine_settings()]
+    chosen += cuda.deterministic_settings(config)
+    assert {each.name for each in chosen} == READERS.keys() | OF_CUDA
     for name, reader in READERS.items():
         with (site_packages() / reader).open("rb") as file:
             text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -107,6 +115,17 @@ def test_what_is_shown_is_what_this_job_gets():
     assert not [each for each in cuda.gpu_settings(config, {}) if cuda.ENGINES in each.where]
     config.cluster.device = "cpu"
     assert cuda.gpu_settings(config, {}) == []
+
+
+def test_what_a_deterministic_job_needs_is_not_left_to_the_environment():
+    config = Config()
+    assert determinism.environment(config, "cuda") == {}
+    config.trainer.deterministic = True
+    needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1", "VLLM_BATCH_INVARIANT": "1"}
+    assert determinism.environment(config, "cuda") == needed and determinism.environment(config, "cpu") == {}
+    given = {"VLLM_BATCH_INVARIANT": "0"}
+    assert cuda.environment(cuda.deterministic_settings(config), given) == needed
+    assert {each.name for each in cuda.gpu_settings(config, given)} >= needed.keys()
 
 
 def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed():

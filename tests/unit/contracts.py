@@ -1,0 +1,392 @@
+"""Calls of libraries in our sources, found by reading those, and bound to the signatures that are installed.
+
+Nothing is called. A name is followed from its import; what a variable holds is known from its annotation, from the
+call that made it, or from the table that whoever reads sources passes. A call that can't be followed is an error when
+it can only be a library's: of a name imported from one, or by a name that a class of the table has and nobody else.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import collections
+import importlib
+import importlib.util
+import inspect
+import io
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = (
+    "vllm",
+    "deepspeed",
+    "ray",
+    "torch.distributed",
+    "torch.cuda",
+    "torch.multiprocessing",
+    "torch.accelerator",
+    "torch.optim",
+    "torch.utils.deterministic",
+    "torch.use_deterministic_algorithms",
+)
+STUBS = ("_C/_distributed_c10d.pyi",)
+"""Below torch's folder: what is compiled has its signatures there, also what only CUDA builds have."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call that binds."""
+
+    target: str
+    at: str
+
+
+@dataclass
+class Reading:
+    """What was found in sources."""
+
+    bound: list[Bound] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def targets(self, library: str) -> list[str]:
+        return [bound.target for bound in self.bound if bound.target.startswith(library + ".")]
+
+
+def read(
+    sources: Mapping[str, str], receivers: Mapping[str, str], passed: Mapping[str, Sequence[str]] | None = None
+) -> Reading:
+    """Bind every call in `sources` (name -> text), and every method that overrides a library's.
+
+    `receivers`: "file.py: expression" -> the dotted class of which it holds an instance. `passed`: "file.py: name" ->
+    the functions that it may be.
+    """
+    reading = Reading()
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, functions)} | common()
+    telling = {method: name for name in set(receivers.values()) for method in methods(resolve(name)) - own}
+    for name, tree in trees.items():
+        _File(name, tree, receivers, passed or {}, telling, reading).visit(tree)
+    return reading
+
+
+class _File(ast.NodeVisitor):
+    """One source: names in scope, and what they stand for."""
+
+    def __init__(
+        self,
+        name: str,
+        tree: ast.AST,
+        receivers: Mapping[str, str],
+        passed: Mapping[str, Sequence[str]],
+        telling: Mapping[str, str],
+        reading: Reading,
+    ):
+        self.name, self.telling, self.reading = name, telling, reading
+        self.imported, self.passed = dict(_imports(tree)), self._mine(passed)
+        self.scopes: list[dict[str, str]] = [self._mine(receivers)]
+        """Expression -> dotted class of the instance that it holds."""
+
+    def _mine(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key.removeprefix(self.name + ": "): held for key, held in table.items() if key.startswith(self.name + ": ")
+        }
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        bases = [resolve(name) for base in node.bases if (name := self.dotted(base)) and name.split(".")[0] != "torch"]
+        for method in node.body if bases else ():
+            if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_"):
+                self.overrides(method, bases)
+        self.generic_visit(node)
+
+    def overrides(self, method: ast.FunctionDef | ast.AsyncFunctionDef, bases: Sequence[type]) -> None:
+        """A public method of a class that a library calls: the library has it, and it takes what that one takes."""
+        at = f"{self.name}:{method.lineno}"
+        base = next((base for base in bases if hasattr(base, method.name)), None)
+        if base is None:
+            names = " or ".join(base.__name__ for base in bases)
+            return self.reading.problems.append(f"{at}: {names} has no {method.name}, so nobody calls it")
+        theirs, ours = getattr(base, method.name), _signature(method.args)
+        if callable(theirs):
+            takes = list(inspect.signature(theirs).parameters.values())
+            try:
+                _offer(ours, takes)
+            except TypeError as error:
+                return self.reading.problems.append(
+                    f"{at}: {method.name}() of {base.__name__} is called otherwise: {error}"
+                )
+        self.reading.bound.append(Bound(f"{base.__module__}.{base.__qualname__}.{method.name}", at))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        annotated = {a.arg: held for a in arguments if a.annotation and (held := self.annotation(a.annotation))}
+        self.scopes.append(annotated)
+        imported, names = self.imported, {a.arg for a in arguments}
+        self.imported = {name: held for name, held in imported.items() if name not in names}
+        self.generic_visit(node)
+        self.imported = imported
+        self.scopes.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple):  # of what a call returns, the first is known
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                pairs = zip(target.elts, values, strict=False)
+            self.scopes[-1] |= {ast.unparse(name): held for name, value in pairs if (held := self.held(value))}
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if held := self.annotation(node.annotation):
+            self.scopes[-1][ast.unparse(node.target)] = held
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        at, said = f"{self.name}:{node.lineno}", ast.unparse(node.func)
+        try:
+            if targets := self.targets(node.func):
+                for target in targets:
+                    bind(target, node)
+                    self.reading.bound.append(Bound(target, at))
+            elif isinstance(node.func, ast.Attribute) and node.func.attr in self.telling:
+                known, holder = self.telling[node.func.attr], ast.unparse(node.func.value)
+                self.reading.problems.append(f"{at}: {said}() may be {known}'s: say in the table what {holder} is")
+        except (AttributeError, ImportError, TypeError) as error:
+            self.reading.problems.append(f"{at}: {said}(): {error}")
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """A name of a library's is there, and what is read from an instance or set on it."""
+        self.generic_visit(node)
+        try:
+            held, name = self.held(node.value), self.dotted(node)
+            if name:
+                resolve(name)
+            elif held and not hasattr(resolve(held), node.attr) and node.attr not in attributes(held):
+                raise AttributeError(f"{held} has no {node.attr}")
+        except (AttributeError, ImportError) as error:
+            self.reading.problems.append(f"{self.name}:{node.lineno}: {error}")
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            try:
+                if name := self.dotted(ast.Name(alias.asname or alias.name)):
+                    resolve(name)
+            except (AttributeError, ImportError) as error:
+                self.reading.problems.append(f"{self.name}:{node.lineno}: {error}")
+
+    def targets(self, called: ast.expr) -> Sequence[str]:
+        target = self.target(called)
+        return [target] if target else self.passed.get(ast.unparse(called), ())
+
+    def target(self, called: ast.expr) -> str | None:
+        """The dotted name of what is called, if that is a library's. Methods are named by their class."""
+        if isinstance(called, ast.Attribute) and (held := self.held(called.value)):
+            return f"{held}.{called.attr}"
+        return self.dotted(called)
+
+    def held(self, value: ast.expr) -> str | None:
+        """The class of the instance that an expression holds."""
+        said = ast.unparse(value)
+        for scope in reversed(self.scopes):
+            if said in scope:
+                return scope[said]
+        return self.made_by(value)
+
+    def made_by(self, value: ast.expr) -> str | None:
+        """The class of what a call returns: its own, or what its function is annotated with."""
+        value = value.value if isinstance(value, ast.Await) else value
+        if not isinstance(value, ast.Call) or not (target := self.target(value.func)):
+            return None
+        try:
+            made = resolve(target)
+        except (AttributeError, ImportError):
+            return None  # told where the call is bound
+        return target if inspect.isclass(made) or isinstance(made, ast.ClassDef) else RETURNS.get(target)
+
+    def annotation(self, node: ast.expr) -> str | None:
+        name = self.dotted(node)
+        return name if name and name not in OURS_BEHIND and inspect.isclass(resolve(name)) else None
+
+    def dotted(self, node: ast.expr) -> str | None:
+        """A library's name spelled out; None for what is not a name, or not a library's."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id not in self.imported:
+            return None
+        name = ".".join([self.imported[node.id], *reversed(parts)])
+        return name if any(name == each or name.startswith(each + ".") for each in LIBRARIES) else None
+
+
+RETURNS = {
+    "deepspeed.initialize": "deepspeed.DeepSpeedEngine",
+    "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": "vllm.v1.engine.async_llm.AsyncLLM",
+    "vllm.v1.engine.llm_engine.LLMEngine.from_engine_args": "vllm.v1.engine.llm_engine.LLMEngine",
+}
+"""What functions return that no annotation tells; of a tuple the first."""
+OURS_BEHIND = ("ray.actor.ActorHandle",)
+"""Classes whose instances have the methods of a class of ours."""
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+# Installed ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def resolve(dotted: str) -> Any:
+    """The object of this name: imported, or of a stub (then an `ast` node). AttributeError where there is none."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ".".join(parts[:count])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name and (module == error.name or module.startswith(error.name + ".")):
+                continue
+            raise
+        for index, part in enumerate(parts[count:], count):
+            if not hasattr(found, part):
+                return _of_stub(parts[index:], dotted)
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"there is no module {parts[0]}")
+
+
+def _of_stub(parts: list[str], dotted: str) -> ast.AST:
+    for file in STUBS:
+        node: ast.AST | None = _stub(file)
+        for part in parts:
+            node = next((each for each in getattr(node, "body", []) if getattr(each, "name", None) == part), None)
+        if node is not None:
+            return node
+    raise AttributeError(f"nothing installed is called {dotted}")
+
+
+@cache
+def _stub(file: str) -> ast.Module:
+    [folder] = importlib.util.find_spec("torch").submodule_search_locations
+    return ast.parse((Path(folder) / file).read_text())
+
+
+def bind(target: str, call: ast.Call) -> None:
+    """TypeError where the call's arguments do not fit what is installed under this name."""
+    signature, bound_method = signature_of(target)
+    given = [None] * sum(not isinstance(argument, ast.Starred) for argument in call.args)
+    named = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+    whole = len(given) == len(call.args) and len(named) == len(call.keywords)
+    given = [None, *given] if bound_method else given
+    (signature.bind if whole else signature.bind_partial)(*given, **named)
+
+
+@cache
+def signature_of(target: str) -> tuple[inspect.Signature, bool]:
+    """(signature, whether an instance comes first)."""
+    found = resolve(target)
+    if isinstance(found, ast.AST):
+        return _signature_of_node(found)
+    owner, _, name = target.rpartition(".")
+    owner = resolve(owner)
+    if not callable(found):
+        raise TypeError(f"{target} can't be called")
+    method = inspect.isclass(owner) and not inspect.isclass(found) and not inspect.ismethod(found)
+    method = method and not isinstance(inspect.getattr_static(owner, name), staticmethod)
+    try:
+        return inspect.signature(found), method
+    except ValueError:  # compiled
+        return _signature_of_node(_of_stub([owner.__name__, name] if method else [name], target))
+
+
+def _offer(ours: inspect.Signature, takes: Sequence[inspect.Parameter]) -> None:
+    """Call `ours` as a method that takes these may be called: with all, with the required alone, by name."""
+    kinds = inspect.Parameter
+    named = [each for each in takes[1:] if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    placed = [each for each in named if each.kind == kinds.POSITIONAL_OR_KEYWORD]
+    rest = {each.name: None for each in named if each.kind == kinds.KEYWORD_ONLY}
+    ours.bind(None, *placed, **rest)
+    ours.bind(None, **{each.name: None for each in named})
+    ours.bind(None, **{each.name: None for each in named if each.default is kinds.empty})
+
+
+def _signature_of_node(node: ast.AST) -> tuple[inspect.Signature, bool]:
+    """Of a class or function in a stub, by its first definition that is not a way to read it (`overload`)."""
+    if isinstance(node, ast.ClassDef):
+        makers = [each for each in node.body if getattr(each, "name", None) == "__init__"]
+        if not makers:
+            return inspect.Signature(), False
+        return _signature(makers[0].args), True
+    if isinstance(node, ast.FunctionDef):
+        return _signature(node.args), bool(node.args.args) and node.args.args[0].arg == "self"
+    raise TypeError(f"{ast.unparse(node)} can't be called")
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    kinds, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
+    empty, optional = kinds.empty, len(positional) - len(arguments.defaults)
+    found = [
+        kinds(each.arg, kinds.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+              default=empty if i < optional else None)
+        for i, each in enumerate(positional)
+    ]  # fmt: skip
+    found += [kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL)] if arguments.vararg else []
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=empty if default is None else None))
+    found += [kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD)] if arguments.kwarg else []
+    return inspect.Signature(found)
+
+
+def methods(owner: Any) -> set[str]:
+    """Public methods that a class defines itself."""
+    return {name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")}
+
+
+@cache
+def attributes(dotted: str) -> frozenset[str]:
+    """What methods of the class, or of one that it derives from, set on an instance."""
+    found, whole = set(), resolve(dotted)
+    if isinstance(whole, ast.ClassDef):
+        return _declared(whole)
+    for owner in whole.__mro__:
+        found |= {*getattr(owner, "__annotations__", {})}
+        if not owner.__module__.startswith("builtins"):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+            stored = [each for each in ast.walk(tree) if isinstance(getattr(each, "ctx", None), ast.Store)]
+            found |= {
+                each.attr for each in stored if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
+            }
+            keys = (each.slice for each in stored if isinstance(each, ast.Subscript))  # torch's registry of modules
+            found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    return frozenset(found)
+
+
+def _declared(node: ast.ClassDef) -> frozenset[str]:
+    bases = (_declared(_of_stub(name.split("."), name)) for name in map(ast.unparse, node.bases))
+    return frozenset(getattr(each, "name", None) or each.target.id for each in node.body).union(*bases)
+
+
+@cache
+def common() -> frozenset[str]:
+    """Names of methods that Python's own types and torch's tensors and modules have."""
+    owners = [getattr(builtins, name) for name in dir(builtins) if inspect.isclass(getattr(builtins, name))]
+    owners += [Path, collections.deque, io.TextIOWrapper, io.BytesIO, asyncio.Task, asyncio.Event, asyncio.Queue]
+    owners += [torch.Tensor, torch.nn.Module, torch, torch.cuda, torch.cuda.Event]
+    return frozenset(name for owner in owners for name in dir(owner))

@@ -1,0 +1,298 @@
+"""What we ask of vLLM, DeepSpeed, torch and Ray, bound to what is installed: most of it runs on GPUs only."""
+
+import ast
+import inspect
+import pickle
+import re
+import textwrap
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import LIBRARIES, read
+
+import rlfuse
+from rlfuse.config.schema import ActorConfig, ModelConfig, RolloutConfig
+
+pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
+
+ROOT = Path(rlfuse.__file__).parent
+DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
+RECEIVERS = {
+    "engines/optimizing.py: engine.optimizer": ZERO_1,
+    "engines/pipeline/rank.py: engine": DEEPSPEED,
+    "engines/pipeline/states.py: engine": DEEPSPEED,
+    "engines/pipeline/states.py: engine.optimizer": ZERO_1,
+    "engines/pipeline/waits.py: work": "torch.distributed.Work",
+    "engines/rollout.py: cache": "vllm.config.CacheConfig",
+    "engines/rollout.py: self._engine": ASYNC_LLM,
+    "engines/rollout.py: self._engine.model_config": "vllm.config.ModelConfig",
+    "engines/rollout.py: self._engine.vllm_config": "vllm.config.VllmConfig",
+    "engines/rollout_start.py: vllm_config.model_config": "vllm.config.ModelConfig",
+    "engines/rollout_start.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
+    "engines/training.py: engine": DEEPSPEED,
+    "engines/training.py: self.engines['actor']": DEEPSPEED,
+    "engines/training.py: self.engines[model]": DEEPSPEED,
+    "engines/training.py: self.engines[name]": DEEPSPEED,
+    "rewards/engine.py: llm": LLM,
+    "rewards/judge.py: llm": LLM,
+}
+"""What expressions without an annotation hold."""
+PASSED = {"engines/pipeline/executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
+"""Which functions a name may stand for."""
+LEAST = {"vllm": 50, "deepspeed": 30, "ray": 30, "torch.distributed": 25, "torch.cuda": 14}
+ON_GPUS = {
+    f"{ASYNC_LLM}.sleep",
+    f"{ASYNC_LLM}.wake_up",
+    f"{ASYNC_LLM}.update_weights",
+    "torch.multiprocessing.reductions.reduce_tensor",
+    "torch.cuda.ipc_collect",
+    "torch.cuda.Event",
+    "torch.distributed.ProcessGroupNCCL.Options",
+    "torch.distributed.irecv",
+    "torch.distributed.init_process_group",
+    "torch.optim.AdamW",
+}
+"""Some that no other test reaches."""
+
+
+def sources():
+    return {str(file.relative_to(ROOT)): file.read_text() for file in sorted(ROOT.rglob("*.py"))}
+
+
+def test_every_call_of_a_library_fits_what_is_installed(record_property):
+    reading = read(sources(), RECEIVERS, PASSED)
+    assert not reading.problems, "\n".join(reading.problems)
+    found = Counter(name for bound in reading.bound for name in LIBRARIES if bound.target.startswith(name))
+    print(", ".join(f"{name}: {count}" for name, count in found.most_common()))
+    record_property("bound", dict(found))
+    assert all(found[library] >= count for library, count in LEAST.items()), found
+    assert {bound.target for bound in reading.bound} >= ON_GPUS
+    held = {bound.target.rpartition(".")[0] for bound in reading.bound}
+    assert held >= {DEEPSPEED, ZERO_1, ASYNC_LLM, LLM, "torch.distributed.Work"}
+
+
+MISTAKES = {
+    "wrong.py:3: dist.new_group(): got an unexpected keyword argument 'rank'": """
+        import torch.distributed as dist
+        dist.new_group([0, 1], rank=2)""",
+    "wrong.py:3: end(): missing a required argument: 'actor'": """
+        from ray import kill as end
+        end()""",
+    "wrong.py:4: work.wait(): too many positional arguments": """
+        import torch.distributed as dist
+        def wait(work: dist.Work):
+            work.wait(1, 2)""",
+    "wrong.py:2: nothing installed is called torch.distributed.renamed": """
+        from torch.distributed import renamed""",
+    "wrong.py:3: nothing installed is called torch.cuda.ipc_gather": """
+        import torch
+        torch.cuda.ipc_gather()""",
+    "wrong.py:5: torch.distributed.ProcessGroupNCCL.Options has no renamed": """
+        import torch.distributed as dist
+        self._options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self._options._timeout, self._options.config = None, None
+        self._options.renamed = True""",
+    "wrong.py:3: dist.ProcessGroupNCCL.Options(): got an unexpected keyword argument 'priority'": """
+        import torch.distributed as dist
+        dist.ProcessGroupNCCL.Options(priority=True)""",
+    "wrong.py:2: worker.is_completed() may be torch.distributed.Work's: say in the table what worker is": """
+        worker.is_completed()""",
+    "wrong.py:3: call(): got an unexpected keyword argument 'rank'": """
+        def start(call):
+            call(tensor, rank=1)""",
+    "wrong.py:4: PlacementGroup has no wait_all, so nobody calls it": """
+        import ray.util.placement_group as placed
+        class Mine(placed.PlacementGroup):
+            def wait_all(self): ...""",
+    "wrong.py:4: wait() of PlacementGroup is called otherwise: too many positional arguments": """
+        from ray.util.placement_group import PlacementGroup
+        class Mine(PlacementGroup):
+            def wait(self): ...""",
+}
+
+
+@pytest.mark.parametrize("expected", MISTAKES)
+def test_a_call_that_does_not_fit_is_told(expected):
+    source = inspect.cleandoc("\n" + MISTAKES[expected])
+    receivers, passed = {"other.py: work": "torch.distributed.Work"}, {"wrong.py: call": ("torch.distributed.isend",)}
+    reading = read({"wrong.py": "\n" + source}, receivers, passed)
+    assert [problem for problem in reading.problems if problem == expected], reading.problems
+
+
+# What goes by names in dictionaries -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(num_hidden_layers=1, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize("device, width, drafted", [("cuda", 1, 0), ("cuda", 2, 0), ("cuda", 1, 4), ("cpu", 2, 4)])
+def test_vllm_takes_our_arguments(model, device, width, drafted):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rlfuse.engines.rollout_start import engine_arguments
+
+    rollout = RolloutConfig(tensor_model_parallel_size=width, max_num_seqs=1024)
+    arguments = engine_arguments(model, rollout, 256, device, drafted)
+    known = {field.name: field.type for field in fields(AsyncEngineArgs)}
+    assert arguments.keys() <= known.keys()
+    taken = AsyncEngineArgs(**arguments)
+    backend = {("cuda", 2): "ray", ("cpu", 2): "mp"}.get((device, width))
+    assert taken.distributed_executor_backend == backend
+    assert taken.enable_sleep_mode is (device == "cuda")
+    assert taken.logprobs_mode == "processed_logprobs"
+
+
+def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
+    from vllm.config import KVTransferConfig, WeightTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from rlfuse.engines import generators, migration, migration_nixl
+    from rlfuse.engines.weights import resolve_transfer
+
+    found = {
+        transfer: KVConnectorFactory.get_connector_class(KVTransferConfig(**migration.connector_arguments(transfer)))
+        for transfer in ("shm", "nixl")
+    }
+    assert found == {"shm": migration.MigrationConnector, "nixl": migration_nixl.NixlMigrationConnector}
+    assert generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
+    for device in ("cpu", "cuda"):
+        backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
+        assert backend in WeightTransferEngineFactory._registry
+
+
+def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
+    """The handles' places are those of torch, the names those of vLLM, and both survive the way into the engine."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from rlfuse.engines import weights_device
+    from rlfuse.engines.rollout_start import rollout_env
+
+    rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert rebuilt[6] == "storage_device", "vLLM puts its own device there"
+    assert "list_args[6] = device_index" in inspect.getsource(IPCWeightTransferEngine.receive_weights)
+    assert f"if storage._untyped_storage.device.type == {'cuda'!r}".replace("'", '"') in inspect.getsource(
+        reduce_tensor
+    )
+
+    for name, value in rollout_env("cuda").items():
+        monkeypatch.setenv(name, value)
+    tensor = torch.ones(2, 3)
+    handle = (
+        torch.Tensor, tensor.size(), tensor.stride(), 0, torch.TypedStorage, tensor.dtype, 0,
+        b"handle\0of a segment", 24, 0, False, b"counter", 0, b"event", True,
+    )  # fmt: skip
+    assert len(handle) == len(rebuilt)
+    keys = strings(weights_device.share_ipc)
+    assert {"names", "dtype_names", "shapes", "ipc_handles"} <= keys & {
+        f.name for f in fields(IPCWeightTransferUpdateInfo)
+    }
+    one = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
+    shared = [one | {"ipc_handles": [{gpu: handle}]} for gpu in ("GPU-0", "GPU-1")]
+    sent = MsgpackEncoder().encode(("update_weights", None, (), {"update_info": weights_device.merge_ipc(shared)}))
+    method, _, _, arguments = MsgpackDecoder().decode(pickle.loads(pickle.dumps([bytes(part) for part in sent])))
+    found = IPCWeightTransferUpdateInfo(**arguments["update_info"])
+    assert method == "update_weights" and found.names == ["w"] and found.shapes == [[2, 3]]
+    [handles] = found.ipc_handles
+    assert handles.keys() == {"GPU-0", "GPU-1"}
+    assert tuple(map(plain, handles["GPU-1"])) == tuple(map(plain, handle))
+
+
+def strings(function) -> set[str]:
+    """Texts in its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def plain(value):
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
+    from vllm.device_allocator import DEFERRABLE_TAGS
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    from rlfuse.engines.protocols import PARTS
+
+    assert set(PARTS) == SLEEP_TAGS == set(DEFERRABLE_TAGS)
+
+
+def test_variables_of_vllm_and_ray_are_read_by_them():
+    import ray
+    import vllm.envs
+
+    texts = {name for source in sources().values() for name in re.findall(r"\"((?:VLLM|RAY)_\w+)\"", source)}
+    ours = {name for name in texts if name.startswith("VLLM_")}
+    assert len(ours) > 8 and ours <= vllm.envs.environment_variables.keys()
+    folder = Path(ray.__file__).parent
+    files = [folder / "core/src/ray/raylet/raylet", *(folder / "_private").rglob("*.py")]
+    known = b"".join(file.read_bytes() for file in [*files, *(folder / "_common").rglob("*.py")])
+    unknown = [
+        name for name in texts - ours if not any(each.encode() in known for each in (name, name.removeprefix("RAY_")))
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_deepspeed_knows_our_keys(stage, offload):
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    from rlfuse.engines.optimizing import _config
+
+    given = _config(ActorConfig(zero_stage=stage, offload_optimizer=offload), torch.bfloat16)
+    top = {value for value in vars(constants).values() if isinstance(value, str)} | {ZERO_OPTIMIZATION, "bf16"}
+    assert given.keys() <= top
+    zero = given["zero_optimization"]
+    offloaded = zero.get("offload_optimizer", {})
+    for keys, config in (
+        (zero, DeepSpeedZeroConfig),
+        (given["bf16"], DeepSpeedBF16Config),
+        (offloaded, DeepSpeedZeroOffloadOptimizerConfig),
+    ):
+        assert keys.keys() <= {name for key, field in config.model_fields.items() for name in (key, field.alias)}
+    taken = DeepSpeedConfig(given)
+    assert taken.zero_config.stage == stage and taken.bfloat16_config.enabled
+    assert taken.gradient_clipping == given["gradient_clipping"]
+    assert (taken.zero_config.offload_optimizer is not None) == offload
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_ray_takes_our_options(device, width):
+    import ray
+    from ray.runtime_env import RuntimeEnv
+    from ray.util.placement_group import PlacementGroup
+
+    from rlfuse.cluster.placement import Slots, reward_options
+    from rlfuse.engines.rollout import RolloutWorker
+    from rlfuse.engines.rollout_start import rollout_env
+
+    slots = Slots(PlacementGroup.empty(), 4, device)
+    chosen = [
+        slots.engine_options(2, width, rollout_env(device)),
+        slots.options(1, 0.4),
+        reward_options(0, 2, slots, device, {}),
+    ]
+    for options in chosen:
+        assert ray.remote(RolloutWorker).options(**options, max_concurrency=1000)
+        assert RuntimeEnv(**options["runtime_env"])
+        assert all(isinstance(value, str) for value in options["runtime_env"]["env_vars"].values())
+    with pytest.raises(ValueError, match="gpus"):
+        ray.remote(RolloutWorker).options(gpus=1)

@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 
 from rlfuse.cluster.doctor_gpu import examine_gpus
 from rlfuse.cluster.finding import Finding
-from rlfuse.cluster.self_test import self_test
+from rlfuse.cluster.self_test import LIMIT_S, self_test
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MIB, GIB = 1 << 20, 1 << 30
@@ -146,6 +146,7 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool = False) 
     yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
     yield judge_wandb(_logged_in())
     if with_self_test:
+        print(f"self-test: a minute, at most {LIMIT_S:.0f} s", flush=True)
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
         yield _ray()

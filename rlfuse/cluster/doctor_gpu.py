@@ -142,7 +142,7 @@ def judge_nccl(loaded: str | None, installed: str | None) -> Finding:
     """`installed`: the version that came with torch."""
     if loaded is None:
         return Finding("NCCL", "problem", "torch has none", REINSTALL)
-    if installed is not None and installed.split(".")[:3] != loaded.split("."):
+    if installed is not None and installed.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "another library is found first: look at LD_LIBRARY_PATH, LD_PRELOAD and VLLM_NCCL_SO_PATH"
         return Finding("NCCL", "warning", f"{loaded} is loaded, {installed} is installed with torch", remedy)
     return Finding("NCCL", "ok", loaded)

@@ -27,7 +27,13 @@ GRAPHS = 512
 """Sequences that vLLM captures CUDA graphs for by default, where rollout.max_num_seqs is as large."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and vLLM's checks read it alone
 DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "VLLM_BATCH_INVARIANT")
-FIXED = (ALLOCATOR, "DS_ACCELERATOR", *DETERMINISTIC)
+STREAMS = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+FIXED = (ALLOCATOR, "DS_ACCELERATOR", *DETERMINISTIC, *STREAMS)
 EVERYONE, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollout engines"
 
 
@@ -79,6 +85,7 @@ def rank_settings(config: Config, threads: int | None = None) -> list[Setting]:
             "cluster.timeout_s: a call of CUDA that takes long is no reason to end the process before",
             RANKS,
         ),
+        *(pipeline_settings() if config.training.pipeline_parallel_size > 1 else ()),
     ]
 
 
@@ -97,7 +104,7 @@ def _rank_allocator(config: Config) -> Setting:
 
 
 def pipeline_settings() -> list[Setting]:
-    """Variables of ranks with stages of a pipeline, whatever is set elsewhere: receives wait beside what computes."""
+    """Variables of ranks with stages of a pipeline: receives wait beside what computes."""
     ranks = "trainer ranks, where training.pipeline_parallel_size is above 1"
     return [
         Setting("CUDA_DEVICE_MAX_CONNECTIONS", "32", "of 8, streams share some: what waits holds others up", ranks),
@@ -214,7 +221,6 @@ def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[
         return [*_with_given(chosen, given), limit]
     return [
         *_with_given([*chosen, *engine_settings()], given),
-        *(pipeline_settings() if config.training.pipeline_parallel_size > 1 else ()),
         limit,
         *_arguments(config.rollout, config.data.max_prompt_length + config.data.max_response_length),
         _shares(config),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 import psutil
@@ -51,9 +51,6 @@ def needs_models(method: Callable) -> Callable:
 
 class Rank:
     """One of `world` processes, bound to `core` if given: `join` meets the others."""
-
-    environment: ClassVar[Mapping[str, str]] = {}
-    """What its process needs on a GPU from its start on."""
 
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device

@@ -301,8 +301,8 @@ async def start_ranks(
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
     remote, bound, limit = ray.remote(kind), cores or [None] * slots.count, config.cluster.timeout_s
-    chosen = cuda.environment(cuda.rank_settings(config, slots.threads)) | kind.environment
-    variables = environment(config, slots.device) | (KEEPING if slots.device == "cpu" else chosen)
+    chosen = KEEPING if slots.device == "cpu" else cuda.environment(cuda.rank_settings(config, slots.threads))
+    variables = environment(config, slots.device) | chosen
     options = [slots.options(rank, cuda.SHARE, variables) for rank in range(slots.count)]
     ranks = [
         remote.options(**options[rank]).remote(config, rank, slots.count, slots.device, core)

@@ -128,6 +128,19 @@ def test_what_a_deterministic_job_needs_is_not_left_to_the_environment():
     assert {each.name for each in cuda.gpu_settings(config, given)} >= needed.keys()
 
 
+def test_ranks_of_pipelines_have_what_lets_receives_wait_beside_what_computes():
+    config, given = Config(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert not cuda.environment(cuda.rank_settings(config), given).keys() & set(cuda.STREAMS)
+    config.training.pipeline_parallel_size = 2
+    variables = cuda.environment(cuda.rank_settings(config), given)
+    assert {name: variables[name] for name in cuda.STREAMS} == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+    }
+
+
 def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed():
     given = {"NCCL_DEBUG": "INFO", cuda.ALLOCATOR: "expandable_segments:True", "OTHER": "1"}
     settings = cuda.rank_settings(Config(), 8) + cuda.worker_settings()[:2]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
-from rlfuse.cluster.cuda import pipeline_settings
 from rlfuse.engines.exporting import Exporter
 from rlfuse.engines.models import packs_exactly
 from rlfuse.engines.optimizing import matmul_rate, take_step, trainable
@@ -43,7 +42,6 @@ Scores = dict[tuple[str, int], list[np.ndarray]]
 class PipelineRank(Rank):
     """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
 
-    environment: ClassVar = {each.name: each.value for each in pipeline_settings()}
     executor: Executor | None = None
 
     def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:

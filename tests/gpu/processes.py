@@ -1,0 +1,144 @@
+"""Bodies of tests in processes of their own, as ranks are: each with a device, a process group and an end.
+
+Role: `in_ranks` runs a body in as many processes and gives back what each returned; `connected` runs one beside this
+process. A process of its own also means that what a library keeps on the device is gone after the test.
+Waits: for every process, at most `TIMEOUT_S`; one that dies is an error with its exit code.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing  # connections can send tensors of shared memory
+
+TIMEOUT_S = 240
+PRELOADED = ("rlfuse.engines.optimizing", "rlfuse.engines.pipeline.stages")
+
+
+def in_ranks(count, body, device, *arguments):
+    """What `body(device, *arguments)` returned in each of `count` ranks of one process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        multiprocessing.set_forkserver_preload(list(PRELOADED))
+        started = [_start(_rank, device, rank, count, store, body, device, *arguments) for rank in range(count)]
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            return [_answer(*each, deadline) for each in started]
+        finally:
+            _end(started)
+
+
+@contextmanager
+def connected(body, device, *arguments):
+    """A connection to a process that runs `body(connection, device, *arguments)`; it has to end by itself."""
+    started = _start(_beside, device, body, device, *arguments)
+    process, connection = started
+    try:
+        yield connection
+        _answer(process, connection, time.monotonic() + TIMEOUT_S)
+    finally:
+        _end([started])
+
+
+def received(connection):
+    """The next message, or an error if none comes in time or the other process has failed."""
+    if not connection.poll(TIMEOUT_S):
+        raise TimeoutError(f"nothing came from the other process in {TIMEOUT_S} s")
+    message = connection.recv()
+    if isinstance(message, _Failure):
+        raise RuntimeError(message.text)
+    return message
+
+
+class _Failure:
+    def __init__(self, text):
+        self.text = text
+
+
+class _Result:
+    def __init__(self, value):
+        self.value = value
+
+
+def _start(target, device, *arguments):
+    # A process that has asked for CUDA devices must not be forked; on CPUs forking saves five seconds of imports.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_reporting, args=(there, target, arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _reporting(connection, target, arguments):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, at what DeepSpeed calls: figures are read
+    try:
+        connection.send(_Result(target(connection, *arguments)))
+    except BaseException:
+        connection.send(_Failure(traceback.format_exc()))
+        raise
+
+
+def _answer(process, connection: Connection, deadline):
+    try:
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"a rank did not end in {TIMEOUT_S} s")
+        message = connection.recv()
+    except EOFError:
+        process.join(10)
+        raise RuntimeError(f"a rank died with exit code {process.exitcode}") from None
+    if isinstance(message, _Failure):
+        raise RuntimeError(message.text)
+    return message.value
+
+
+def _end(started):
+    for process, connection in started:
+        connection.close()
+        process.join(20)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _rank(_, rank, count, store, body, *arguments):
+    """NCCL takes one rank per device, so more of them on one card meet through gloo."""
+    device = arguments[0]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    alone = device == "cuda" and count == 1
+    bound = torch.device("cuda", 0) if alone else None
+    limit, backend = timedelta(seconds=TIMEOUT_S), "nccl" if alone else "gloo"
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=limit, device_id=bound
+    )
+    try:
+        return body(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside(connection, body, *arguments):
+    torch.set_num_threads(1)
+    return body(connection, *arguments)
+
+
+def copying(connection, device):
+    """A body for `connected`: copies every tensor that it is sent, and says so; None ends it."""
+    while (shared := received(connection)) is not None:
+        float(shared.clone()[-1])  # waits for the device
+        del shared
+        connection.send(True)
+
+
+def allocated(device):
+    """Bytes of tensors on the device; 0 on a CPU, where nobody counts them."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0

@@ -1,0 +1,88 @@
+"""New weights go to another process on the same card by CUDA IPC, and the memory that they took comes back.
+
+(2) of README.md. Needs torch alone. On a CPU the same messages carry tensors of shared memory.
+"""
+
+import pytest
+import torch
+from processes import allocated, connected, received
+
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.weights_device import collect, share_ipc
+
+BUCKET = 64 << 20
+
+
+def _weights(device, scale):
+    """A bucket of a checkpoint's tensors, one of them no tensor of its own, with values that tell places apart."""
+    rows = (BUCKET if device == "cuda" else 1 << 16) // 4 // 256
+    whole = torch.arange(rows * 256, device=device).remainder_(8191).view(rows, 256).mul(scale)
+    return {
+        "model.embed_tokens.weight": whole.to(torch.bfloat16),
+        "model.layers.0.mlp.up_proj.weight": whole[: rows // 2].float().t(),
+        "model.norm.weight": whole[0, 3:11].float(),
+    }
+
+
+def _share(weights, device):
+    if device == "cuda":
+        return share_ipc(weights)
+    kept = [tensor.contiguous().share_memory_() for tensor in weights.values()]
+    described = {
+        "names": list(weights),
+        "dtype_names": [str(tensor.dtype).split(".")[-1] for tensor in kept],
+        "shapes": [list(tensor.shape) for tensor in kept],
+    }
+    return described | {"ipc_handles": [{device: tensor} for tensor in kept]}, kept
+
+
+def _opened(update, device):
+    """As vLLM's receiver does it (distributed/weight_transfer/ipc_engine.py, receive_weights, not packed)."""
+    if device == "cpu":
+        return {name: handle[device] for name, handle in zip(update["names"], update["ipc_handles"], strict=True)}
+    found, gpu = {}, str(torch.cuda.get_device_properties(0).uuid)
+    for name, handle in zip(update["names"], update["ipc_handles"], strict=True):
+        arguments = list(handle[gpu])
+        arguments[6] = 0  # the receiver's device
+        found[name] = torch.multiprocessing.reductions.rebuild_cuda_tensor(*arguments)
+    return found
+
+
+def _receiver(connection, device):
+    """Per message: which tensors were not as described or not as written; None ends it."""
+    while (message := received(connection)) is not None:
+        scale, update = message
+        opened, expected = _opened(update, device), _weights(device, scale)
+        facts = zip(update["names"], update["dtype_names"], update["shapes"], strict=True)
+        wrong = [
+            name
+            for name, dtype, shape in facts
+            if (str(opened[name].dtype), list(opened[name].shape)) != (f"torch.{dtype}", shape)
+            or not torch.equal(opened[name], expected[name])
+        ]
+        del opened
+        connection.send(wrong)
+
+
+def test_weights_arrive_in_another_process_and_their_memory_comes_back(device):
+    free = allocated(device)
+    with connected(_receiver, device) as other:
+        for scale in (1, 3):
+            update, kept = _share(_weights(device, scale), device)
+            other.send((scale, update))
+            assert received(other) == []
+            shared = allocated(device) - free
+            del kept
+            if device == "cuda":
+                collect()
+            print(f"push {scale}: {shared} bytes shared, {allocated(device) - free} after it")
+            assert allocated(device) - free <= shared // 100
+        other.send(None)
+
+
+def test_tensors_of_host_memory_are_refused(device):
+    """There are no handles of them: weights are pushed while the trainer is on the device."""
+    weights = _weights(device, 1)
+    name = next(reversed(weights))
+    with pytest.raises(EngineError, match=f"host memory .{name if device == 'cuda' else ''}"):
+        share_ipc(weights | {name: weights[name].cpu()})

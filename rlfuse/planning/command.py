@@ -13,8 +13,10 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
+from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
@@ -43,6 +45,8 @@ def main(argv: Sequence[str]) -> None:
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
+    if budget.device == "cuda":
+        _show_settings(config, arguments.settings, console)
     _forecast(config, shapes, memory, arguments, console)
     wrong = problems(config, memory)
     for line in wrong:
@@ -67,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
+    parser.add_argument(
+        "--settings", action="store_true", help="what is set for GPUs: variables, vLLM's arguments, why"
+    )
     parser.add_argument(
         "--no-files", action="store_true", help="data, tokenizer and rewards are on another machine: don't look"
     )
@@ -189,6 +196,20 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     table.caption = f"beside them: the driver and {rewards} reward processes"
     table.caption_justify = "left"
     return table
+
+
+def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
+    """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
+    settings = gpu_settings(config)
+    if not all_of_them:
+        console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
+        return
+    for where in dict.fromkeys(each.where for each in settings):
+        console.print(f"[bold]Settings of {escape(where)}[/]")
+        for each in (each for each in settings if each.where == where):
+            console.print(f"  {escape(each.name)}={escape(each.value)}", soft_wrap=True)
+            console.print(Padding(escape(each.why), (0, 0, 0, 6)))
+        console.print()
 
 
 def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:

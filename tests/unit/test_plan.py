@@ -333,6 +333,18 @@ def test_statuses_for_ci(large, capsys):
     assert command("absent/model/there", "--device-memory", "80") == 2
 
 
+def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(large, tmp_path, capsys):
+    picture = tmp_path / "slot.png"
+    words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--settings"]
+    assert command(large, "--device-memory", "80", "--memory-picture", str(picture), *words) == 0
+    out = capsys.readouterr().out
+    assert " ".join(PHASES) in " ".join(out.split()) and "the tightest is generating: 53% of the device" in out
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in out and "enable_sleep_mode=True" in out
+    assert picture.stat().st_size > 10_000
+    assert command(large, "--device-memory", "80", "--memory-picture", "slot.gif") == 2
+    assert "--memory-picture slot.gif: needs a name that ends in .png" in capsys.readouterr().err
+
+
 def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command(large) == 2 and "--device-memory 80" in capsys.readouterr().err

@@ -35,6 +35,8 @@ SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
+LANES = 1 * GIB
+"""What a rank of a pipeline has besides: kernels that are loaded at the start, NCCL's buffers of its lanes. Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
     found.append(Part("processes", "of their own", count * PROCESS[budget.device], Item.RESIDENTS))
     if budget.device == "cuda":
         found.append(Part("engine", "what does not sleep", GRAPHS, Item.RESIDENTS))
+        if config.training.pipeline_parallel_size > 1:
+            found.append(Part("processes", "kernels and lanes", LANES, Item.RESIDENTS))
     return found
 
 

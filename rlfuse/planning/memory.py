@@ -36,7 +36,7 @@ SERVED_BYTES = 8
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
 LANES = 1 * GIB
-"""What a rank of a pipeline has besides: kernels that are loaded at the start, NCCL's buffers of its lanes. Likewise."""
+"""What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,44 @@
+"""An engine over several slots, in a whole job on a CPU host: vLLM's processes there, their weights and KV caches."""
+
+from pathlib import Path
+
+import pytest
+from driven_job import drive
+
+from rlfuse.observe.tracking import read_metrics
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model, tmp_path_factory):
+    """What wide_steps.py saw."""
+    settings = {
+        "rollout.tensor_model_parallel_size": 2,
+        "data.train_batch_size": 8,
+        "data.max_response_length": 60,
+        "data.max_prompt_length": 80,
+        "actor.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": -1,
+        "cluster.max_restarts": 0,
+    }
+    return drive("wide_steps.py", tmp_path_factory.mktemp("wide"), tiny_model, **settings)
+
+
+def test_both_parts_of_the_engine_have_the_trainers_weights_after_every_step(found):
+    rows = [row for row in read_metrics(Path(found["run"]) / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == STEPS and all(row["fusion/staleness"] == 0 for row in rows)
+    assert min(row["actor/grad_norm"] for row in rows) > 1e-3
+    assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
+
+
+def test_a_sample_goes_on_from_the_kv_caches_of_both_parts(found):
+    assert found["moved"] == found["expected"]
+    assert min(found["carried"]) > 0 and min(found["cached"]) >= 64  # of 70 in the prompt, in blocks of 32
+
+
+def test_its_processes_hear_nobody_else_and_end_with_it(found):
+    assert found["processes"] == 3  # the engine core and a worker for each part
+    assert set(found["heard"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert found["left"] == []

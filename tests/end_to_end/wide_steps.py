@@ -1,0 +1,83 @@
+"""A job whose only engine spans both slots: its steps, then a sample that moves, then the engine's actor is killed.
+
+Run by test_wide_engine.py as a process of its own: `python wide_steps.py OUT.json key=value ...`.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+from test_rollout import sample
+
+from rlfuse.config.compose import load
+from rlfuse.controller import Controller
+from rlfuse.engines.protocols import Sampling
+from rlfuse.run import run
+from rlfuse.samples import Partial
+
+WARM = Sampling(1.0, 1.0, -1, 60)
+
+
+class Steps:
+    """What the job does with its controller."""
+
+    def __init__(self):
+        self.found = {}
+
+    async def drive(self, controller, step):
+        await Controller.run(controller, step)
+        self.engine = controller.engines.rollout[0]
+        await self.engine.wake()
+        self.found |= await self.move()
+        pid = await self.engine.actor.__ray_call__.remote(lambda _: os.getpid())
+        below = psutil.Process(pid).children(recursive=True)
+        self.found["processes"] = len([each for each in below if each.memory_info().rss > 1 << 28])
+        self.found["heard"] = [each.laddr.ip for process in below for each in process.net_connections("inet")]
+        os.kill(pid, signal.SIGKILL)
+        self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=30)[1]]
+
+    async def move(self):
+        """Samples that leave with their KV cache and come back: the files of both ranks are what they go on from."""
+        samples = [sample(index, length=70) for index in range(3)]
+        expected = {key: value async for key, value in self.engine.generate(samples, WARM)}
+        taking = asyncio.create_task(self.take(samples))
+        while not (await self.engine.load()).running:
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        await self.engine.evict([one.id for one in samples], "kv")
+        left = await taking
+        partials = {key: value for key, value in left.items() if isinstance(value, Partial)}
+        while not await self.engine.actor.__ray_call__.remote(forget):
+            await asyncio.sleep(0.02)
+        await self.engine.drain()
+        moved = left | await self.take([one for one in samples if one.id in partials], partials)
+        spans = [span for span in await self.engine.drain() if span.kind == "generate"]
+        return {
+            "expected": {key: value.token_ids.tolist() for key, value in expected.items()},
+            "moved": {key: value.token_ids.tolist() for key, value in moved.items()},
+            "carried": [span.attributes["carried_tokens"] for span in spans],
+            "cached": [span.attributes["cached_tokens"] for span in spans],
+        }
+
+    async def take(self, samples, partials=None):
+        return {key: value async for key, value in self.engine.generate(samples, WARM, partials)}
+
+
+def forget(worker):
+    """What the engine has of prompts already must not hide what a file brings; False while a sample holds blocks."""
+    engine = worker._engine
+    return asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine.output_handler.get_loop()).result(60)
+
+
+def main(out, overrides):
+    steps = Steps()
+    steps.found["run"] = str(run(load(overrides), steps.drive))
+    Path(out).write_text(json.dumps(steps.found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -153,7 +153,7 @@ class Shelf:
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        scratch.remove(self.folder)
         self._lock.close()
 
 

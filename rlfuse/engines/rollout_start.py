@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ import psutil
 from rlfuse.cluster import cuda
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines import speculation
+from rlfuse.engines import scratch, speculation
 from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
 from rlfuse.engines.weights import MIB, resolve_transfer
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Partial, Sample, Video
 
 STEPS_PER_SPAN = 64
+VLLM_SHARES = re.compile(r"/dev/shm/(?:psm|vllm_dist)_\S+")
+"""Messages between processes, and sums over them on CPU hosts."""
 
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
@@ -178,7 +181,20 @@ def build(
         "kv_transfer_config": KVTransferConfig(**connector),
     }
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(ours | arguments)), stat_loggers=[Probe])
-    return engine, None if "kv_transfer_config" in arguments else Shelf()
+    if "kv_transfer_config" in arguments:
+        return engine, None
+    shelf = Shelf()
+    scratch.own(shelf.folder, shared_below())
+    return engine, shelf
+
+
+def shared_below() -> set[Path]:
+    """Files of vLLM's in shared memory, through which an engine's processes talk; they stay where those are killed."""
+    found: set[str] = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # it has ended
+            found |= {*VLLM_SHARES.findall(Path(f"/proc/{process.pid}/maps").read_text())}
+    return {*map(Path, found)}
 
 
 def sampling_params(

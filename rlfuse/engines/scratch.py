@@ -1,7 +1,8 @@
 """Folders in shared memory that a killed process does not leave behind for ever.
 
 Role: an engine's KV caches (`migration.Shelf`) and a push's buckets (`weights_depot.Depot`) lie in such folders. Its
-maker holds a lock on each; whoever makes the next removes those of its kind whose maker has died. Waits for nothing.
+maker holds a lock on each; whoever makes the next removes those of its kind whose maker has died, with what `own` put
+into them. Waits for nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,22 @@ def sweep(prefix: str, root: Path = SHARED_MEMORY) -> None:
     """Remove the folders of processes that were killed."""
     for folder in root.glob(f"{prefix}*"):
         if (folder / "lock").exists() and (held := _lock(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             held.close()
+
+
+def own(folder: Path, files: Iterable[Path]) -> None:
+    """These go with the folder: a library made them for its maker, and removes them only where that ends in order."""
+    for file in files:
+        (folder / file.name).symlink_to(file)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and what it owns."""
+    for link in folder.glob("*"):
+        if link.is_symlink():
+            link.readlink().unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> Any:

@@ -42,3 +42,4 @@ def test_its_processes_hear_nobody_else_and_end_with_it(found):
     assert found["processes"] == 3  # the engine core and a worker for each part
     assert set(found["heard"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert found["left"] == []
+    assert len(found["shared"]) > 3 and not any(found["shared"].values()), "the next engine removes what they shared"

@@ -6,6 +6,7 @@ Run by test_wide_engine.py as a process of its own: `python wide_steps.py OUT.js
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from test_rollout import sample
 
 from rlfuse.config.compose import load
 from rlfuse.controller import Controller
+from rlfuse.engines import migration, scratch
 from rlfuse.engines.protocols import Sampling
 from rlfuse.run import run
 from rlfuse.samples import Partial
 
+SHARED = re.compile(r"/dev/shm/(?:psm|vllm)\S+")
 WARM = Sampling(1.0, 1.0, -1, 60)
 
 
@@ -37,8 +40,11 @@ class Steps:
         below = psutil.Process(pid).children(recursive=True)
         self.found["processes"] = len([each for each in below if each.memory_info().rss > 1 << 28])
         self.found["heard"] = [each.laddr.ip for process in below for each in process.net_connections("inet")]
+        shared = [file for process in below for file in SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())]
         os.kill(pid, signal.SIGKILL)
         self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=30)[1]]
+        scratch.sweep(migration.PREFIX)  # as the next engine does
+        self.found["shared"] = {file: Path(file).exists() for file in shared}
 
     async def move(self):
         """Samples that leave with their KV cache and come back: the files of both ranks are what they go on from."""

@@ -20,3 +20,14 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_ones_sta
     held.close()
     scratch.sweep("x-", tmp_path)
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_what_a_folder_owns_goes_with_it(tmp_path):
+    folder, held = scratch.make("x-", tmp_path)
+    files = [tmp_path / "message", tmp_path / "of-others"]
+    for file in files:
+        file.touch()
+    scratch.own(folder, [files[0], tmp_path / "gone"])
+    held.close()
+    scratch.sweep("x-", tmp_path)
+    assert list(tmp_path.iterdir()) == [files[1]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlfuse.cluster.cuda import BATCHED_TOKENS
 from rlfuse.config.schema import Config
 from rlfuse.engines.moves import REDUCED, gradient_bytes
 from rlfuse.engines.pipeline.partition import parts
@@ -29,8 +30,6 @@ HEAD_BYTES = 12
 """Per logit of a response token: float32 copy, its gradient, and the gradient before the temperature."""
 PROCESS = {"cuda": 600 * MIB, "cpu": 600 * MIB}
 """What each process of a slot takes besides: a CUDA context, or Python with torch."""
-FRONT = 8192
-"""Tokens that vLLM runs through a layer at a time, at the most."""
 SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
 GRAPHS = 1 * GIB
@@ -274,7 +273,7 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     weights = (shape.parameters + shape.tower) * item / width
     per_token = shape.kv_bytes_per_token(item, width)
     work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
-    work += FRONT * (4 * shape.hidden + 3 * shape.intermediate / width) * item
+    work += BATCHED_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / width) * item
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
         work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width

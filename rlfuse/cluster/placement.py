@@ -151,6 +151,7 @@ async def start(config: Config, again: bool = False) -> Slots:
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
     with own_sigterm():
         if config.cluster.ray_address is None:
             _need_shared_memory()

@@ -14,10 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.engines.protocols import Engines, Sampling
 from rlfuse.execution import Execution
 from rlfuse.fusion.board import Board
@@ -66,9 +68,9 @@ class Controller:
             if due(self.config.trainer.test_freq, step, self.total_steps) and not self.journal.leaving:
                 await self.validate(step)
             if due(self.config.trainer.save_freq, step, self.total_steps):
-                await self.journal.checkpoint(step)
+                await self.checkpoint(step)
             self.tuning.learn(board, await self.journal.finish(step, board))
-            await self.journal.leave_if_told(step)
+            await self.journal.leave_if_told(step, self.checkpoint)
 
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
@@ -159,6 +161,18 @@ class Controller:
         """What the engines generate from now on carries version `step`; they have the devices."""
         with self.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
+
+    async def load(self, folder: Path) -> None:
+        """Read the models of a checkpoint, on the devices; the sync that has to follow gives these to the engines."""
+        await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
+        await self.engines.trainer.load(folder)
+
+    async def checkpoint(self, step: int) -> None:
+        """Write one from the devices, which the engines get back if there is more to do. As `Journal.checkpoint`."""
+        await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
+        await self.journal.checkpoint(step)
+        if step < self.total_steps and not self.journal.leaving:
+            await all_to(to_engine, self.engines.rollout, self.engines.trainer)
 
     def fleet(self) -> Fleet:
         """All slots, generating."""

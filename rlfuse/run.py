@@ -34,7 +34,7 @@ from rlfuse.controller import Controller
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines import colocation, determinism
+from rlfuse.engines import determinism
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
 from rlfuse.engines.protocols import Engines
 from rlfuse.engines.rollout import RolloutWorker
@@ -177,15 +177,13 @@ async def _controller(
     kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": lengths}
     kept["rewards"] = experience.normaliser
     if job.checkpoint is not None:
-        await colocation.load(engines, job.checkpoint)
         for name, part in kept.items():
             part.load_state_dict(job.state[name])
-        journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     if fusion.policy == "adaptive" and (why := experience.why_late()):
         journal.say(why)
 
     async def save(folder: Path) -> None:
-        await colocation.save(engines, folder)
+        await trainer.save(folder)
         work.tokenizer.save_pretrained(folder / "actor" / "huggingface")
         if work.video_model is not None:
             await asyncio.to_thread(work.video_model.complete, folder / "actor" / "huggingface")
@@ -193,9 +191,13 @@ async def _controller(
     recorded = [*engines.rollout, trainer, engines.reward, *([engines.clips] if engines.clips else [])]
     journal.attach(recorded, save, lambda: {name: part.state_dict() for name, part in kept.items()}, facts)
     policy = POLICIES[fusion.policy]
-    return Controller(
+    controller = Controller(
         config, engines, policy, experience, prompts, work.held_out, journal, selection, tuning, work.total
     )
+    if job.checkpoint is not None:
+        await controller.load(job.checkpoint)
+        journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    return controller
 
 
 def trainer_of(config: Config) -> type[TrainerGroup] | type[PipelineTrainer]:

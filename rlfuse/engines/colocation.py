@@ -1,14 +1,15 @@
 """Whose turn a slot's device is: its rollout engine's or its trainer ranks', who share it.
 
-Role: every change of hands, for the execution of a step, the push of weights and whoever reads or writes the models.
+Role: every change of hands, for the execution of a step, the push of weights, and checkpoints.
 
     generate               score, train, save, load          push of weights              generate
     engine awake    -->    engine asleep, ranks there  -->   and the engine's weights --> ranks away, then the KV cache
                  to_ranks                           wake("weights")                to_engine
 
 Invariants: nobody takes a device before the other has left it, but for the engine's weights during a push, which goes
-from the ranks' memory to the engine's on the same device; a turn that somebody has already is no error. What lies on a
-device in each phase is in `planning.residency`. On CPU hosts nothing moves: the same calls only change who may work.
+from the ranks' memory to the engine's on the same device (an engine that was killed a moment ago may still hold some:
+ranks try again for a while); a turn that somebody has already is no error. What lies on a device in each phase is in
+`planning.residency`. On CPU hosts nothing moves: the same calls only change who may work.
 Waits: for the engine and the ranks, each bounded by its own limits.
 """
 
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
-from rlfuse.engines.protocols import Engines, NotSaved, Part
+from rlfuse.engines.protocols import Part
 
 
 class Sleeper(Protocol):
@@ -53,22 +53,3 @@ async def to_engine(engine: Sleeper, ranks: Ranks, slot: int) -> None:
 async def all_to(give: Callable, engines: Sequence[Sleeper], ranks: Ranks) -> None:
     """Every device at once; `give` is `to_ranks` or `to_engine`."""
     await asyncio.gather(*(give(engine, ranks, slot) for slot, engine in enumerate(engines)))
-
-
-async def save(engines: Engines, folder: Path) -> None:
-    """Write the models below `folder`, from the devices, which the engines have before and after. NotSaved as ranks."""
-    await all_to(to_ranks, engines.rollout, engines.trainer)
-    problem = None
-    try:
-        await engines.trainer.save(folder)
-    except NotSaved as error:  # the run goes on
-        problem = error
-    await all_to(to_engine, engines.rollout, engines.trainer)
-    if problem is not None:
-        raise problem
-
-
-async def load(engines: Engines, folder: Path) -> None:
-    """Read what `save` wrote, on the devices. The push of weights that has to follow gives them to the engines."""
-    await all_to(to_ranks, engines.rollout, engines.trainer)
-    await engines.trainer.load(folder)

@@ -2,7 +2,7 @@
 
 Role: trainer ranks move models between a slot's roles; checkpoints bring them back for as long as they are written.
 
-    to_host      storage on the device --copy--> pinned host memory; the storage is emptied, its tensors stay
+    to_host      storages on the device --copy, one behind the other--> pieces of pinned host memory; they are emptied
     to_device    the storage gets memory again <--copy-- ; every tensor on it is what it was
 
 Invariants: no tensor is replaced. Flat buffers, the parameters, partitions and fragments that view them, masters that
@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from rlfuse.engines.protocols import EngineError
 
 _PIECE = 1 << 28
-"""Bytes copied at a time: a power of two, because torch rounds pinned memory up to the next."""
+"""Bytes of a piece of pinned memory: a power of two, because torch rounds pinned memory up to the next."""
 _away: WeakKeyDictionary[torch.nn.Module, list[tuple[torch.UntypedStorage, list[torch.Tensor]]]] = WeakKeyDictionary()
 """Model -> its storages without memory, with their bytes."""
 
@@ -39,7 +39,9 @@ def to_host(model: torch.nn.Module) -> None:
     accelerator = get_accelerator()
     accelerator.synchronize()
     away = _away.setdefault(model, [])
-    leaving = [(storage, [_pinned(piece) for piece in _pieces(storage)]) for storage in _storages(model)]
+    storages = _storages(model)
+    host = _HostPieces(sum(storage.nbytes() for storage in storages))
+    leaving = [(storage, host.copies(_bytes(storage))) for storage in storages]
     accelerator.synchronize()
     for storage, _ in leaving:
         storage.resize_(0)
@@ -51,10 +53,11 @@ def to_device(model: torch.nn.Module) -> None:
     """Undo `to_host`. Where the device has too little memory the rest stays away, and it can be tried again."""
     away = _away.get(model, [])
     while away:
-        storage, pieces = away[-1]
-        storage.resize_(sum(piece.numel() for piece in pieces))
-        for place, piece in zip(_pieces(storage), pieces, strict=True):
-            place.copy_(piece, non_blocking=True)
+        storage, copies = away[-1]
+        sizes = [copy.numel() for copy in copies]
+        storage.resize_(sum(sizes))
+        for place, copy in zip(_bytes(storage).split(sizes), copies, strict=True):
+            place.copy_(copy, non_blocking=True)
         away.pop()
     get_accelerator().synchronize()
 
@@ -71,23 +74,42 @@ def on_device(model: torch.nn.Module) -> Iterator[None]:
             to_host(model)
 
 
-def _pinned(piece: torch.Tensor) -> torch.Tensor:
+class _HostPieces:
+    """Room for `total` bytes that leave the device, in pieces that many storages share."""
+
+    def __init__(self, total: int):
+        self._left, self._room = total, torch.empty(0, dtype=torch.uint8)
+
+    def copies(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """uint8: what `source`, uint8 too, has, cut where a piece is full."""
+        found = []
+        while source.numel():
+            if not self._room.numel():
+                size = min(_PIECE, 1 << (self._left - 1).bit_length())
+                self._room = _pinned(size, source.device.type != "cpu")
+            count = min(source.numel(), self._room.numel())
+            found.append(self._room[:count].copy_(source[:count], non_blocking=True))
+            self._room, source = self._room[count:], source[count:]
+            self._left -= count
+        return found
+
+
+def _pinned(size: int, pin: bool) -> torch.Tensor:
     """EngineError where the host has no room, of which CUDA speaks as it does of a full GPU."""
     try:
-        host = torch.empty_like(piece, device="cpu", pin_memory=piece.device.type != "cpu")
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     except RuntimeError as error:
         raise EngineError(
-            f"{piece.nbytes} bytes more of host memory could not be pinned for what leaves the GPU "
+            f"{size} bytes more of host memory could not be pinned for what leaves the GPU "
             f"({str(error).splitlines()[0]}). This host has {psutil.virtual_memory().available >> 20} MiB free, a "
             "container in it perhaps less; `rlfuse plan` shows what each slot pins. Raise the limit of the container "
             "or job (docker --memory, Slurm --mem), have fewer slots on a node (trainer.n_gpus_per_node), or cut "
             "models over the ranks (actor.zero_stage=3)."
         ) from error
-    return host.copy_(piece, non_blocking=True)
 
 
-def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(_PIECE)
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(model: Any) -> list[torch.UntypedStorage]:

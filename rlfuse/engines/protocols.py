@@ -86,8 +86,8 @@ class RolloutEngine(Recorded, Protocol):
     async def sleep(self) -> None:
         """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
 
-        As `wake`, of no effect on an engine that is lost, or that has done so already; a loss shows when something is
-        to be generated.
+        As `wake`, of no effect where there is no engine, or it has done so already; a loss shows when something is to
+        be generated.
         """
 
     async def wake(self, part: Part | None = None) -> None:

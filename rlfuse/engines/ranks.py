@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -31,6 +32,8 @@ from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
 
+FREED_S = 30.0
+"""For a killed process to give its device memory back."""
 OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed's optimizer states hold beside tensors and plain data."""
 
@@ -112,8 +115,20 @@ class Rank:
                 return
             self.away = True  # also where a move fails halfway
             for model in (*self.engines.values(), *self.beside):
-                (to_host if away else to_device)(model)
+                to_host(model) if away else self._fetch(model)
             self.away = away
+
+    def _fetch(self, model: Any) -> None:
+        """Onto the device; the memory of an engine that was killed a moment ago may not be free yet."""
+        until = time.monotonic() + FREED_S
+        while True:
+            try:
+                return to_device(model)
+            except torch.OutOfMemoryError:
+                if time.monotonic() > until:
+                    raise
+            torch.cuda.empty_cache()
+            time.sleep(0.5)
 
     def drain(self) -> list[Span]:
         """Spans since the last call."""

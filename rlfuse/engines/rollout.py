@@ -274,7 +274,7 @@ class RolloutWorker:
         if count := len(self._active):
             raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
         if self._device == "cuda" and "weights" not in self._asleep:  # on CPU hosts there is no memory to give up
-            with self._engine_alive():
+            with self._asking("to fall asleep"):
                 await self._engine.sleep(level=1)
         self._asleep = set(PARTS)
 
@@ -282,7 +282,7 @@ class RolloutWorker:
         """Take it back, or only a part, unless that is done: the weights as they were, no KV cache of anything."""
         waking = self._asleep & ({part} if part else self._asleep)
         if self._device == "cuda" and waking:
-            with self._engine_alive():
+            with self._asking("to wake"):
                 await self._engine.wake_up(tags=[part] if part else None)  # a tag that is awake would stop the others
         self._asleep -= waking
 

@@ -228,7 +228,8 @@ class RolloutHandle:
     @property
     def _standing(self) -> bool:
         """Whether there is an engine: the first one, or its successor once that has started."""
-        return self._lost is None or (self._restart is not None and self._restart.done())
+        restart = self._restart
+        return self._lost is None or (restart is not None and restart.done() and not restart.exception())
 
     async def stand(self) -> None:
         """Return when there is an engine to push weights to, another one where it was lost.

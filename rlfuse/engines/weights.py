@@ -12,8 +12,8 @@ A slot's device goes through three hands. CUDA IPC opens memory of the device on
     engines asleep, ranks on all devices -> engines' weights awake -> buckets -> ranks leave -> KV caches awake
 
 Invariants:
-- whoever has a slot's device when a push begins, its engine has it at the end; an engine that is started in place of a
-  lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
+- whoever has a slot's device when it is pushed to, its engine has it at the end; an engine that is started in place of
+  a lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
 - whatever the engine builds one layer of comes in one bucket, because it may hold parts back until it has them all, and
   memory that was shared by IPC is gone with its bucket;
 - engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
@@ -76,7 +76,7 @@ class WeightReceiver(Sleeper, Protocol):
     """Whether it has to be replaced, or its successor has no weights yet."""
 
     async def stand(self) -> None:
-        """Wait for the engine that takes the place of a lost one. Whatever else is asked of one raises EngineLost."""
+        """Wait for the engine that takes the place of a lost one. All but this, `sleep` and `wake` raise EngineLost."""
 
     async def begin_update(self) -> None: ...
 

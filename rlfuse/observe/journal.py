@@ -163,12 +163,12 @@ class Journal:
         """SIGTERM has come: the step under way is the last."""
         return self.preemption.asked
 
-    async def leave_if_told(self, step: int) -> None:
-        """After a step: Preempted if SIGTERM has come, with a checkpoint of that step. After the last one nothing."""
+    async def leave_if_told(self, step: int, checkpoint: Callable[[int], Awaitable[None]]) -> None:
+        """After a step: Preempted if SIGTERM has come, with a `checkpoint` of that step. After the last one nothing."""
         if not self.leaving or step == self.total_steps:
             return
         if self._saved != step:
-            await self.checkpoint(step)
+            await checkpoint(step)
             self._publish()
         raise Preempted(f"SIGTERM: the run left after step {step}, which is saved.")
 

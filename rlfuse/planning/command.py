@@ -240,7 +240,7 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     ]
     if memory.host:
         per_node = memory.host * config.trainer.n_gpus_per_node / GIB
-        notes.append(f"{per_node:.1f} GiB of a node's host memory, pinned, while models are off the devices")
+        notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
     table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
 

@@ -160,7 +160,7 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
         if zero >= 1:
             touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
             wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
-            found.append(Part(role, "reduction buffer", touched * wide, Item.GRADIENTS))
+            found.append(Part(role, "reduction buffer", touched * wide, _of_gradients(zero)))
             steps.append(Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS))
         work[role] = activations(config, shape, role, position)
     if not config.video.freeze_tower:
@@ -176,15 +176,18 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
 def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
     """Gradients and optimizer of `held` parameters that `copies` ranks have."""
     zero, dtype = config.actor.zero_stage, config.model.dtype
-    # Under ZeRO 3 there is always room for gradients; under the others they begin with a backward.
-    when = Item.OPTIMIZER if zero == 3 else Item.GRADIENTS
     gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
-    found = [Part(role, "gradients", gradients, when)]
+    found = [Part(role, "gradients", gradients, _of_gradients(zero))]
     share = held / copies if zero >= 1 else held
     if not config.actor.offload_optimizer:
         master = 4 if ITEM[dtype] == 2 or zero >= 1 else 0
         found.append(Part(role, "optimizer", (master + STATES) * share, Item.OPTIMIZER))
     return found
+
+
+def _of_gradients(zero: int) -> Item:
+    """ZeRO 3 has room for gradients from its start on; under the other stages they begin with a backward."""
+    return Item.OPTIMIZER if zero == 3 else Item.GRADIENTS
 
 
 def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
@@ -288,10 +291,14 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
 
 
 def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device: str) -> float:
-    """Pinned memory: models while they are off a GPU, and the engine's weights, whose room vLLM keeps once it slept."""
+    """Pinned memory at most: models that left a GPU, and the engine's weights, whose room vLLM keeps once it slept.
+
+    It pins every allocation of the engine's for itself, and torch rounds these up to powers of two.
+    """
     if device == "cpu":
         return 0.0
-    away = sum(part.size for part in parts if part.item in MODELS | {Item.ENGINE_WEIGHTS})
+    away = sum(part.size for part in parts if part.item in MODELS)
+    away += 2 * sum(part.size for part in parts if part.item == Item.ENGINE_WEIGHTS)
     offloaded = 0.0
     if config.actor.offload_optimizer:
         trained = sum(shape.parameters for role, shape in shapes.items() if role != "reference")

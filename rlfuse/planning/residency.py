@@ -126,6 +126,7 @@ class Ledger:
         self.held: list[set[Item]] = [set() for _ in range(slots)]
         self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
         """What lay on any device in each phase."""
+        self._away: list[set[Item]] = [set() for _ in range(slots)]
         self._last = ["nothing"] * slots
         self._under_way: list[list[str]] = [[] for _ in range(slots)]
 
@@ -155,13 +156,15 @@ class Ledger:
         if others := [other for other in self._under_way[slot] if exclusive or CALLS[other].phase is None]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
         self._under_way[slot].append(name)
-        here |= call.brings
+        here |= call.brings | (self._away[slot] if name == "take_device" else set())
         if call.phase is not None:
             self.seen[call.phase] |= here | call.during
 
     def _end(self, name: str, slot: int) -> None:
         self._under_way[slot].remove(name)
         self._last[slot] = name
+        if name == "leave_device":
+            self._away[slot] = self.held[slot] & CALLS[name].takes
         self.held[slot] -= CALLS[name].takes
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:

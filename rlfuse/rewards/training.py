@@ -97,7 +97,7 @@ async def _steps(
         if due(settings.save_freq, step, total):
             await journal.checkpoint(step)
         await journal.trained(step, values, picture if tested else None)
-        await journal.leave_if_told(step)
+        await journal.leave_if_told(step, journal.checkpoint)
 
 
 async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal) -> dict[str, float]:

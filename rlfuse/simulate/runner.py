@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -239,7 +239,7 @@ class _Journal:
     def failures(self, board: Board) -> None:
         """Simulated rewards don't fail."""
 
-    async def leave_if_told(self, step: int) -> None:
+    async def leave_if_told(self, step: int, checkpoint: Callable) -> None:
         """Nobody tells."""
 
     async def finish(self, step: int, board: Board) -> list[Span]:

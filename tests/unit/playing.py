@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from random_engines import Rollout, Trainer
@@ -46,6 +47,8 @@ def play(scene: Scene) -> World:
 class World:
     """A machine, a job on it and a record of what was done to whom."""
 
+    resumed = False
+
     def __init__(self, scene: Scene):
         self.scene, self.rng = scene, np.random.default_rng(scene.seed)
         self.source = PromptSource(prompts(scene.prompts), scene.batch, True, scene.seed)
@@ -80,6 +83,8 @@ class World:
             total_steps=self.scene.steps,
             clock=loop.time,
         )
+        if self.resumed:
+            await self.controller.load(Path("checkpoint"))
         await self.controller.run(0)
 
     def config(self):
@@ -192,7 +197,7 @@ class World:
     def note(self, values) -> None:
         pass
 
-    async def leave_if_told(self, step) -> None:
+    async def leave_if_told(self, step, checkpoint) -> None:
         pass
 
     def watch(self, board) -> None:

@@ -7,14 +7,14 @@ the test.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 
 from playing import World
 from random_engines import Rollout, Trainer
 
-from rlfuse.engines import colocation
-from rlfuse.engines.protocols import PARTS, EngineLost
+from rlfuse.engines.protocols import PARTS, EngineLost, NotSaved
 from rlfuse.engines.weights import WeightPush
 from rlfuse.observe.journal import due
 from rlfuse.planning.residency import Ledger
@@ -105,7 +105,8 @@ class ResidentTrainer(Trainer):
     def __init__(self, world):
         super().__init__(world)
         self.there: set[int] = set()
-        self.towers = 0
+        self.towers, self.disk_is_full = 0, False
+        self.turns = [asyncio.Lock() for _ in world.rollouts]  # a rank answers one call after the other
 
     def doing(self, name, slot=None):
         slots = range(len(self.world.rollouts)) if slot is None else (slot,)
@@ -118,18 +119,20 @@ class ResidentTrainer(Trainer):
         return self, {}
 
     async def take_device(self, slot):
-        if slot not in self.there:
-            with self.doing("take_device", slot):
-                await self.world.pass_time()
-            self.there.add(slot)
-        self.world.rollouts[slot].role = "trainer"
+        async with self.turns[slot]:
+            if slot not in self.there:
+                with self.doing("take_device", slot):
+                    await self.world.pass_time()
+                self.there.add(slot)
+            self.world.rollouts[slot].role = "trainer"
 
     async def leave_device(self, slot):
-        if slot in self.there:
-            with self.doing("leave_device", slot):
-                await self.world.pass_time()
-            self.there.discard(slot)
-        self.world.rollouts[slot].role = "rollout"
+        async with self.turns[slot]:
+            if slot in self.there:
+                with self.doing("leave_device", slot):
+                    await self.world.pass_time()
+                self.there.discard(slot)
+            self.world.rollouts[slot].role = "rollout"
 
     async def log_probs(self, model, rows, slot=None):
         with self.doing("score", slot):
@@ -154,6 +157,8 @@ class ResidentTrainer(Trainer):
     async def save(self, folder):
         with self.doing("save"):
             await self.world.pass_time()
+        if self.disk_is_full:
+            raise NotSaved("no space left")
 
     async def load(self, folder):
         with self.doing("load"):
@@ -205,17 +210,13 @@ class ResidentWorld(World):
         tower = tower and TowerPush(self.trainer, self.encoder, tower)
         self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
+        self.not_saved: list[int] = []
         self.now = 0
 
     async def run(self):
         starts = [rollout.start for rollout in self.rollouts]
         await start_parts("cuda", self.trainer.start, None, starts, self.pass_time)
-        if self.resumed:
-            await colocation.load(self.engines(), Path("checkpoint"))
         await super().run()
-
-    def engines(self):
-        return type("Engines", (), {"rollout": self.rollouts, "trainer": self.trainer})
 
     def config(self):
         config = self.scene.config()
@@ -241,15 +242,19 @@ class ResidentWorld(World):
         return 0 < self.told <= self.now
 
     async def checkpoint(self, step):
-        await colocation.save(self.engines(), Path(f"global_step_{step}"))
-        self.saved.append(step)
+        try:
+            await self.trainer.save(Path(f"global_step_{step}"))
+        except NotSaved:
+            self.not_saved.append(step)
+        else:
+            self.saved.append(step)
 
     async def finish(self, step, board):
         self.now = step
         return await super().finish(step, board)
 
-    async def leave_if_told(self, step):
+    async def leave_if_told(self, step, checkpoint):
         if self.leaving and not due(0, step, self.scene.steps):
             if step not in self.saved:
-                await self.checkpoint(step)
+                await checkpoint(step)
             raise Preempted(f"step {step}")

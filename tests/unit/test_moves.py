@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlfuse.config.schema import ActorConfig, Config
-from rlfuse.engines import offloading, optimizing
+from rlfuse.engines import offloading, optimizing, ranks
 from rlfuse.engines.moves import gradient_bytes
 from rlfuse.engines.offloading import on_device, to_device, to_host
 from rlfuse.engines.optimizing import freeze, take_step, trainable
@@ -396,4 +396,41 @@ def test_a_move_that_fails_can_be_made_again(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
 def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
     with pytest.raises(EngineError, match=r"4096 bytes more of host memory.*MiB free.*--mem.*n_gpus_per_node"):
-        offloading._pinned(torch.empty(4096, dtype=torch.uint8, device="meta"))
+        offloading._pinned(4096, pin=True)
+
+
+def test_storages_share_pieces_of_pinned_memory(monkeypatch):
+    """torch rounds each piece up to a power of two: one for each tensor would take up to twice the bytes."""
+    monkeypatch.setattr(offloading, "_PIECE", 1024)
+    taken, pinned = [], offloading._pinned
+    monkeypatch.setattr(offloading, "_pinned", lambda size, pin: (taken.append(size), pinned(size, False))[1])
+    network = Network()
+    with torch.no_grad():
+        before, total = float(loss(network, 0)), sum(each.nbytes() for each in offloading._storages(network))
+        to_host(network)
+        to_device(network)
+        assert float(loss(network, 0)) == before
+    assert set(taken[:-1]) == {1024} and taken[-1] <= 1024 and total <= sum(taken) < total + 1024
+
+
+def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
+    rank, tries = Rank(Config(), 0, 1, "cuda"), []
+    rank.engines = {"actor": Network()}
+
+    def full(model):
+        tries.append(model)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError
+        to_device(model)
+
+    monkeypatch.setattr(ranks, "to_device", full)
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: None)
+    rank.switch("rollout")
+    rank.switch("trainer")
+    assert len(tries) == 3 and not rank.away
+    rank.switch("rollout")
+    monkeypatch.setattr(ranks, "FREED_S", -1.0)
+    tries.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        rank.switch("trainer")
+    assert len(tries) == 1 and rank.away

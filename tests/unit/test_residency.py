@@ -1,7 +1,10 @@
 """What lies on a device when: the real controller's calls on a ledger, for every policy and kind of trainer."""
 
+import asyncio
+
 import pytest
 from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from resident_engines import ResidentWorld
 from scenes import Scene, scenes
 
@@ -11,6 +14,7 @@ from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
 from rlfuse.planning.shapes import Shape
 from rlfuse.preemption import Preempted
+from rlfuse.run import start_parts
 from rlfuse.simulate.clock import run_virtual
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
@@ -83,6 +87,50 @@ def test_a_trained_tower_goes_to_the_encoders_after_every_step(tmp_path):
 
 def test_a_resumed_job_loads_before_it_generates():
     assert len(replay(ResidentWorld(scene_of("adaptive", "gae", 1), resumed=True)).learned) == 2
+
+
+def test_a_checkpoint_that_finds_no_room_costs_no_engine_its_device():
+    world = ResidentWorld(scene_of("adaptive", "grpo", 1))
+    world.trainer.disk_is_full = True
+    assert replay(world).not_saved == [1, 2] and len(world.learned) == 2
+
+
+@exploring
+@given(
+    scene=st.sampled_from(("tail_batching", "over_sampling", "partial_rollout", "one_step_off")).flatmap(
+        lambda data: scenes(data=data, steps=2)
+    )
+)
+def test_nor_where_samples_go_on_in_the_next_step(scene):
+    assert len(replay(ResidentWorld(scene)).learned) == 2
+
+
+async def test_parts_start_in_the_order_that_a_gpu_needs():
+    order = []
+
+    def start(name, result=None):
+        async def begin():
+            order.append(f"{name} begins")
+            await asyncio.sleep(0)
+            order.append(f"{name} stands")
+            return result
+
+        return begin
+
+    class Ranks:
+        async def leave_device(self, slot):
+            order.append(f"leave {slot}")
+
+    engines = [start("engine 0", 7), start("engine 1", 8)]
+    parts = {"ranks": start("ranks", (Ranks(), {})), "towers": start("towers"), "rewards": start("rewards")}
+    (_, facts), found = await start_parts("cuda", parts["ranks"], parts["towers"], engines, parts["rewards"])
+    assert facts == {} and found == [7, 8]
+    began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
+    then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
+    assert order == [*began, "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
+    order.clear()
+    (_, _), found = await start_parts("cpu", parts["ranks"], None, engines, parts["rewards"])
+    assert found == [7, 8] and order[:4] == [f"{name} begins" for name in ("ranks", "engine 0", "engine 1", "rewards")]
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():

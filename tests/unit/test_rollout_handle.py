@@ -45,7 +45,7 @@ class Actor:
 
     def __init__(self):
         self.answers = {"start": {}, "pulse": Pulse(0.0, "a step"), "begin_update": None, "finish_update": None}
-        self.answers |= {"receive": None, "version": 3, "evict": None}
+        self.answers |= {"receive": None, "version": 3, "evict": None, "sleep": None, "wake": None}
         self.asked, self.waiting, self.streams = [], [], []
         self.generate = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.stream))
 
@@ -202,3 +202,32 @@ async def test_an_engine_that_is_silent_or_still_for_too_long_is_lost_and_one_th
     with pytest.raises(EngineLost, match=words):
         await soon(slow)
     await engine.handle.stop()
+
+
+async def test_the_successor_of_a_lost_engine_sleeps_before_it_has_weights(engine):
+    """Else ranks would take the device beside it."""
+    task = asyncio.create_task(engine.generate(ONE))
+    await asyncio.sleep(0)
+    engine.actors[0].die()
+    with pytest.raises(EngineLost):
+        await soon(task)
+    await engine.handle.stand()
+    await engine.handle.sleep()
+    await engine.handle.wake("weights")
+    assert engine.actors[1].asked[-2:] == ["sleep", "wake"] and "sleep" not in engine.actors[0].asked
+    assert engine.handle.lost
+
+
+async def test_nothing_is_asked_of_a_successor_that_did_not_start(engine):
+    task = asyncio.create_task(engine.generate(ONE))
+    await asyncio.sleep(0)
+    engine.handle._create = lambda: 1 / 0
+    engine.actors[0].die()
+    with pytest.raises(EngineLost):
+        await soon(task)
+    with pytest.raises(ZeroDivisionError):
+        await engine.handle.stand()
+    asked = list(engine.actors[0].asked)
+    await engine.handle.sleep()
+    await engine.handle.wake()
+    assert engine.actors[0].asked == asked

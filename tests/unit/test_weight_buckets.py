@@ -162,6 +162,24 @@ async def test_an_engine_that_is_lost_in_a_push_is_replaced_and_served_alone(tmp
     assert first.held == second.held == 4 and not list(tmp_path.iterdir())
 
 
+async def test_a_bucket_is_shared_until_every_engine_has_loaded_it():
+    class Device(Recording):
+        async def share_ipc(self, names):
+            self.events.append(f"share {names[0]}")
+            return [{"names": names, "ipc_handles": [{}]}]
+
+        async def receive(self, info):
+            self.events.append(f"receive {info['names'][0]}")
+
+        async def release_ipc(self):
+            self.events.append("release")
+
+    device = Device([["a"], ["b"]])
+    await WeightPush(device, [device], bucket_mb=1, transfer="ipc").push(1)
+    moved = ["share a", "receive a", "release", "share b", "receive b", "release"]
+    assert device.events == ["sleep", "take", "wake weights", "begin", *moved, "finish", "leave", "wake all"]
+
+
 def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
     import torch
 

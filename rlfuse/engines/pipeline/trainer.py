@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.batching import micro_batches
 from rlfuse.engines.pipeline.group import PipelineGroup
@@ -103,9 +104,10 @@ class PipelineTrainer(PipelineGroup):
         await self._switch(slot, "rollout")
 
     async def _switch(self, slot: int, role: str) -> None:
-        width = self.config.rollout.tensor_model_parallel_size
-        for rank in range(slot * width, (slot + 1) * width):
-            await self._one(rank, "switch", "change its role", role)
+        width, limit = self.config.rollout.tensor_model_parallel_size, self.config.cluster.timeout_s
+        ranks = range(slot * width, (slot + 1) * width)  # beside other slots', too: nobody waits for a peer
+        action = "take its device" if role == "trainer" else "leave its device"
+        await all_of([call(self.ranks[i].switch.remote(role), f"trainer/{i}", action, limit) for i in ranks])
 
     async def drain(self) -> list[Span]:
         """Spans of the schedules and of all ranks since the last call."""

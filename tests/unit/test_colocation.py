@@ -1,0 +1,84 @@
+"""Who is asked to move, and how, where an engine and its ranks share a slot's device."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse.config.schema import Config
+from rlfuse.engines import trainer
+from rlfuse.engines.liveness import Liveness
+from rlfuse.engines.pipeline import trainer as pipeline_trainer
+from rlfuse.engines.pipeline.trainer import PipelineTrainer
+from rlfuse.engines.rollout import RolloutWorker
+from rlfuse.engines.trainer import TrainerGroup
+
+
+@pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])
+async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
+    told, config = [], Config()
+    config.rollout.tensor_model_parallel_size = 2
+
+    async def call(*_):
+        pass
+
+    for module in (trainer, pipeline_trainer):
+        monkeypatch.setattr(module, "call", call)
+    ranks = [SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: told.append((i, role)))) for i in range(6)]
+    group = kind(config, ranks)
+    await group.take_device(1)
+    await group.leave_device(2)
+    assert told == [(2, "trainer"), (3, "trainer"), (4, "rollout"), (5, "rollout")]
+
+
+class Engine:
+    """vLLM's calls that move memory, by its rules: a tag that is awake ends `wake_up` without a word."""
+
+    def __init__(self):
+        self.asleep, self.calls = set(), []
+
+    async def sleep(self, level):
+        self.calls.append("sleep")
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, tags=None):
+        self.calls.append(tags)
+        if set(tags or self.asleep) <= self.asleep:
+            self.asleep -= set(tags or self.asleep)
+
+    async def pause_generation(self, **_):
+        self.calls.append("pause")
+
+    async def start_weight_update(self):
+        assert "weights" not in self.asleep
+
+
+@pytest.fixture
+def worker():
+    worker = RolloutWorker(0)
+    worker._engine, worker._device, worker._liveness = Engine(), "cuda", Liveness(lambda: 0.0)
+    worker._meter = SimpleNamespace(pause=lambda: None)
+    return worker
+
+
+async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(worker):
+    for _ in range(2):
+        await worker.sleep()
+    with pytest.raises(RuntimeError, match="rollout/0 has its weights asleep: wake them before new ones are pushed"):
+        await worker.begin_update()
+    for _ in range(2):
+        await worker.wake("weights")
+    assert worker._engine.asleep == {"kv_cache"}
+    await worker.begin_update()
+    with pytest.raises(RuntimeError, match="rollout/0 is asleep: wake it before 0 samples"):
+        worker._admit([])
+    await worker.wake()
+    assert not worker._engine.asleep
+    worker._admit([])
+    assert worker._engine.calls == ["sleep", ["weights"], "pause", None]
+
+
+async def test_an_engine_sleeps_again_after_a_push_that_did_not_end(worker):
+    await worker.sleep()
+    await worker.wake("weights")
+    await worker.sleep()
+    assert worker._engine.asleep == {"weights", "kv_cache"} and worker._engine.calls == ["sleep", ["weights"], "sleep"]

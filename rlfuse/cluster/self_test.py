@@ -1,4 +1,4 @@
-"""`rlfuse doctor --self-test`: the steps of the GPU path, small, in processes of their own, within a minute or two.
+"""What `rlfuse doctor` runs where there are GPUs: the GPU path's steps in small, in processes of their own.
 
 Role: called by `rlfuse.cluster.doctor`. One process per GPU, two at least, go through `STEPS` side by side:
 

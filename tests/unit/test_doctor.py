@@ -74,3 +74,15 @@ def test_this_machine_is_examined(tmp_path):
     found = {each.what: each for each in doctor.examine(tmp_path / "runs" / "deep")}
     assert {"torch", "GPUs", "/dev/shm", "open files", "memory", "wandb"} <= set(found)
     assert any(name.startswith("disk of runs") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "runs"), [(2, None, True), (0, None, False), (2, False, False), (0, True, True)]
+)
+def test_the_self_test_runs_where_there_are_gpus_unless_told_otherwise(tmp_path, monkeypatch, gpus, asked, runs):
+    told = []
+    monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "examine_gpus", lambda *_: [])
+    monkeypatch.setattr(doctor, "self_test", lambda *given: told.append(given) or [])
+    assert list(doctor.examine(tmp_path, with_self_test=asked))
+    assert told == ([("cuda", 2) if gpus else ("cpu", 2)] if runs else [])

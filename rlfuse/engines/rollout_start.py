@@ -116,19 +116,24 @@ def engine_arguments(
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
-    clash = {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs)
-    if tail_speculation and clash:
+    if tail_speculation:
+        _check_drafting(tail_speculation, model, rollout, bool(placeholder_ids(served)))
+    arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
+    return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
+
+
+def _check_drafting(tail_speculation: int, model: ModelConfig, rollout: RolloutConfig, visual: bool) -> None:
+    """ValueError where vLLM can't draft; `visual`: whether the model has visual placeholders."""
+    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
         raise ValueError(
             f"fusion.tail_speculation={tail_speculation} doesn't go with rollout.engine_kwargs.{min(clash)}: "
             "drop one of them"
         )
-    if tail_speculation and placeholder_ids(served):
+    if visual:
         raise ValueError(
             f"fusion.tail_speculation={tail_speculation} doesn't go with {model.path}: vLLM can't keep its visual "
             "placeholders from being drawn while it drafts. Set it to 0"
         )
-    arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
-    return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
 
 
 def token_bytes(vllm_config: Any) -> int:

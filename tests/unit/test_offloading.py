@@ -1,0 +1,70 @@
+"""Moves that fail, that take little host memory, and that wait for device memory; on this process's memory."""
+
+import pytest
+import torch
+from small_network import Network, loss
+
+from rlfuse.config.schema import Config
+from rlfuse.engines import offloading, ranks
+from rlfuse.engines.offloading import on_device, to_device, to_host
+from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.ranks import Rank
+
+
+def test_a_move_that_fails_can_be_made_again(monkeypatch):
+    network = Network()
+    with torch.no_grad():
+        before = float(loss(network, 0))
+        to_host(network)
+        copy, failures = torch.Tensor.copy_, iter([False, True])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", lambda *a, **k: 1 / 0 if next(failures, False) else copy(*a, **k))
+            with pytest.raises(ZeroDivisionError):
+                to_device(network)
+        with on_device(network):
+            assert float(loss(network, 0)) == before
+        to_device(network)
+        assert float(loss(network, 0)) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
+    with pytest.raises(EngineError, match=r"4096 bytes more of host memory.*MiB free.*--mem.*n_gpus_per_node"):
+        offloading._pinned(4096, pin=True)
+
+
+def test_storages_share_pieces_of_pinned_memory(monkeypatch):
+    """torch rounds each piece up to a power of two: one for each tensor would take up to twice the bytes."""
+    monkeypatch.setattr(offloading, "_PIECE", 1024)
+    taken, pinned = [], offloading._pinned
+    monkeypatch.setattr(offloading, "_pinned", lambda size, pin: (taken.append(size), pinned(size, False))[1])
+    network = Network()
+    with torch.no_grad():
+        before, total = float(loss(network, 0)), sum(each.nbytes() for each in offloading._storages(network))
+        to_host(network)
+        to_device(network)
+        assert float(loss(network, 0)) == before
+    assert set(taken[:-1]) == {1024} and taken[-1] <= 1024 and total <= sum(taken) < total + 1024
+
+
+def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
+    rank, tries = Rank(Config(), 0, 1, "cuda"), []
+    rank.engines = {"actor": Network()}
+
+    def full(model):
+        tries.append(model)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError
+        to_device(model)
+
+    monkeypatch.setattr(ranks, "to_device", full)
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: None)
+    rank.switch("rollout")
+    rank.switch("trainer")
+    assert len(tries) == 3 and not rank.away
+    rank.switch("rollout")
+    monkeypatch.setattr(ranks, "FREED_S", -1.0)
+    tries.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        rank.switch("trainer")
+    assert len(tries) == 1 and rank.away

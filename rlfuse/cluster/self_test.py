@@ -54,8 +54,10 @@ class Report:
 # Judging -------------------------------------------------------------------------------------------------------------
 
 
-def judge_steps(reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S) -> list[Finding]:
-    """One finding per step; `expected`: how many processes take part in it.
+def judge_steps(
+    reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
+) -> list[Finding]:
+    """One finding per step; `expected`: how many processes take part in it; `uneven`: 0 where they share cores.
 
     What a step failed with is told; that later ones then have no report is not.
     """
@@ -71,7 +73,7 @@ def judge_steps(reports: Sequence[Report], expected: dict[str, int], limit_s: fl
             return [*found, Finding(f"self-test: {step}", "problem", text, remedy)]
         slowest, fastest = min(mine, key=lambda each: each.value), max(mine, key=lambda each: each.value)
         text = f"{slowest.value:.3g} {unit}" + (f" to {fastest.value:.3g}" if ranks > 1 else "")
-        if step == "compute" and slowest.value < UNEVEN * fastest.value:
+        if step == "compute" and slowest.value < uneven * fastest.value:
             why = f"GPU {slowest.rank} is slow: hot, throttled or busy (nvidia-smi -q -d PERFORMANCE)"
             found.append(Finding(f"self-test: {step}", "warning", text, why))
         else:
@@ -98,7 +100,8 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
         for process in started:
             process.start()
         try:
-            return judge_steps(_gather(reports, started, sum(expected.values()), limit_s), expected, limit_s)
+            told = _gather(reports, started, sum(expected.values()), limit_s)
+            return judge_steps(told, expected, limit_s, UNEVEN if device == "cuda" else 0.0)
         finally:
             until = time.monotonic() + GRACE_S
             for process in started:

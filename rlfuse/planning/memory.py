@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlfuse.cluster.cuda import BATCHED_TOKENS
+from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
 from rlfuse.engines.moves import REDUCED, gradient_bytes
 from rlfuse.engines.pipeline.partition import parts
@@ -24,6 +24,8 @@ ITEM = {"float32": 4, "bfloat16": 2}
 WIDTH = ITEM | {"float16": 2}
 STATES = 8
 """AdamW's two moments, in float32."""
+REDUCED_WHOLE = 500_000_000
+"""Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
 LIVE = 1_000_000_000
 """Parameters that ZeRO 3 holds gathered at a time, at the most."""
 HEAD_BYTES = 12
@@ -34,6 +36,10 @@ SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
+NCCL = 1 * GIB
+"""What a rank's communicators keep. Likewise."""
+SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
+"""A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
 LANES = 1 * GIB
 """What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
 
@@ -107,14 +113,18 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
     if tower:
         found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
     here = -(-len(served) // config.slots)  # on the slot that has the most of them
-    largest = sorted((shape.parameters for shape in served.values()), reverse=True)[:here]
-    if largest:
-        size = sum(largest) * WIDTH[config.reward.model_dtype]
-        found.append(Part("reward models", "parameters", size, Item.RESIDENTS))
+    if largest := sorted(served.values(), key=lambda shape: -shape.parameters)[:here]:
+        item = WIDTH[config.reward.model_dtype]
+        weights = sum(each.parameters for each in largest) * item
+        found.append(Part("reward models", "parameters", weights, Item.RESIDENTS))
+        work = sum(_layer_at_work(each, SCORED_TOKENS, item) + SCORER for each in largest)
+        found.append(Part("reward models", "work space", work, Item.RESIDENTS))
     count = 2 + bool(tower) + here
     found.append(Part("processes", "of their own", count * PROCESS[budget.device], Item.RESIDENTS))
     if budget.device == "cuda":
         found.append(Part("engine", "what does not sleep", GRAPHS, Item.RESIDENTS))
+        if config.slots > 1:
+            found.append(Part("processes", "NCCL's buffers", NCCL, Item.RESIDENTS))
         if config.training.pipeline_parallel_size > 1:
             found.append(Part("processes", "kernels and lanes", LANES, Item.RESIDENTS))
     return found
@@ -157,6 +167,9 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
         if role == "reference":
             continue
         found += _states(config, role, held, copies)
+        if zero == 0:
+            again = 4 * held if config.actor.grad_accum_dtype == "bfloat16" and item == 2 else 0
+            steps.append(Part(role, "gradients in a step", again + 4 * min(held, REDUCED_WHOLE), Item.ACTIVATIONS))
         if zero >= 1:
             touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
             wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
@@ -275,19 +288,26 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = (shape.parameters + shape.tower) * item / width
     per_token = shape.kv_bytes_per_token(item, width)
-    work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
-    work += BATCHED_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / width) * item
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    given = cuda.engine_arguments(config.rollout, longest) | config.rollout.engine_kwargs
+    work = given.get("max_num_seqs", config.rollout.max_num_seqs) * shape.vocabulary * SERVED_BYTES / width
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
-        work = config.rollout.max_num_seqs * shape.vocabulary * SERVED_BYTES / width
-    else:
-        cache = config.rollout.gpu_memory_utilization * budget.bytes - weights - work
+    else:  # some video models take a clip's whole embedding in one step
+        tokens = max(given["max_num_batched_tokens"], longest if shape.tower else 0)
+        work += _layer_at_work(shape, tokens, item, width)
+        cache = given["gpu_memory_utilization"] * budget.bytes - weights - work
     found = [
         Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS),
         Part("engine", "KV cache", max(0.0, cache), Item.KV_CACHE),
         Part("engine", "work space", work, Item.KV_CACHE),
     ]
     return found, int(cache // per_token)
+
+
+def _layer_at_work(shape: Shape, tokens: int, item: int, width: int = 1) -> float:
+    """Bytes while a layer runs without a backward pass to come."""
+    return tokens * (4 * shape.hidden + 3 * shape.intermediate / width) * item
 
 
 def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device: str) -> float:

@@ -88,7 +88,8 @@ def _build(settings: EngineSettings, device: str) -> Any:
     if device == "cpu":
         arguments |= {"enforce_eager": True, "block_size": 32}
     else:
-        arguments["gpu_memory_utilization"] = 0.2
+        # The cache is given in bytes, but vLLM starts only where this share is free, beside engine or ranks.
+        arguments["gpu_memory_utilization"] = 0.01
     if settings.pooling:
         arguments["runner"] = "pooling"
     try:

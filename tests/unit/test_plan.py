@@ -388,18 +388,9 @@ def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
     workload = recorded.workload_of(config, Costs(), 2, (7,) * 256, 11)
     recording = recorded.Recording("serial", fit, [recorded.Step(1, 0.0, 1.0, workload, [])])
     monkeypatch.setattr(recorded, "read_run", lambda folder: recording)
-    assert (
-        command(
-            small, "--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"
-        )
-        == 0
-    )
+    words = ["--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"]
+    assert command(small, *words) == 0
     assert "responses of 7 tokens in the mean, 7 at most; prompts of 11" in capsys.readouterr().out
     recording = replace(recording, fit=Fit(Costs(), {"decoding": accurate}))
-    assert (
-        command(
-            small, "--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"
-        )
-        == 2
-    )
+    assert command(small, *words) == 2
     assert "don't tell how long it scores and trains" in capsys.readouterr().err

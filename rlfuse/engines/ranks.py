@@ -74,11 +74,6 @@ class Rank:
         """The longest wait for another rank. On GPUs one ends the process, so it comes before the driver gives up."""
         return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
 
-    def address(self) -> tuple[str, int]:
-        """Where this rank's host is, and a port that is free there."""
-        with self._listen() as probe:
-            return probe.getsockname()[:2]
-
     def meeting_place(self) -> tuple[str, int]:
         """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
         self.listener = self._listen()

@@ -11,11 +11,13 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import re
 from collections.abc import Iterator
 
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
+from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, RANGES, WHY_NOT, in_range
@@ -90,11 +92,18 @@ def _files(config: Config, facts: Facts) -> Iterator[str]:
     for name in ("data.train_files", "data.val_files"):
         for path in value_of(config, name):
             if path in facts.missing:
-                yield f"{name}: `{path}` does not exist; correct the path (relative ones start at the working folder)"
+                remedy = _made_by(path) or "correct the path (relative ones start at the working folder)"
+                yield f"{name}: `{path}` does not exist; {remedy}"
     if not config.model.path:
         yield "model.path: is required; give a Hugging Face folder or a hub name"
     for name, why in facts.model_problems.items():
-        yield _problem(config, name, why, "give the folder of a Hugging Face model, or a hub name that can be reached")
+        remedy = "give the folder of a Hugging Face model, or a hub name that can be reached"
+        yield _problem(config, name, why, _made_by(value_of(config, name)) or remedy)
+
+
+def _made_by(path: str) -> str | None:
+    command = command_for(path)
+    return f"`{command}` makes it" if command else None
 
 
 def _lengths(config: Config, facts: Facts) -> Iterator[str]:
@@ -175,7 +184,7 @@ def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
     if config.algorithm.rollout_is_threshold is not None:
         valid = "corrects the engine against the trainer, so it needs algorithm.old_log_probs=trainer"
         yield _problem(config, "algorithm.rollout_is_threshold", valid, "set that, or null here")
-    for name, whole in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
+    for name, whole in (("rollout.top_p", 1.0), ("rollout.top_k", -1), ("rollout.min_p", 0.0)):
         if value_of(config, name) != whole:
             valid = "must be {} with algorithm.old_log_probs=engine: the engine's log-probs are of the truncated "
             valid = valid.format(as_typed(whole)) + "distribution, the trainer's are not"
@@ -193,6 +202,14 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     if parallel >= 1 and heads and heads % parallel:
         valid = f"must divide the {heads} attention heads of {config.model.path}"
         yield _problem(config, name, valid, f"set {name}={math.gcd(parallel, heads)}")
+    if config.cluster.device == "cuda" and facts.gpus == 0:
+        valid = "this machine has no GPU (no /dev/nvidia*)"
+        yield _problem(
+            config, "cluster.device", valid, "set auto or cpu, or cluster.ray_address for a cluster with GPUs"
+        )
+    elif facts.cuda and facts.gpus and local > facts.gpus:
+        valid = f"this machine has {facts.gpus} GPUs"
+        yield _problem(config, "trainer.n_gpus_per_node", valid, f"set {facts.gpus}, or cluster.device=cpu")
     if config.actor.offload_optimizer and config.actor.zero_stage == 0:
         valid = "needs actor.zero_stage of 1, 2 or 3"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.zero_stage=1, or false here")
@@ -304,6 +321,8 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _logging(config: Config, facts: Facts) -> Iterator[str]:
+    if facts.unwritable:
+        yield _problem(config, "trainer.default_local_dir", facts.unwritable, "give a folder that you may write to")
     if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
         remedy = "pip install 'rlfuse[tensorboard]', or leave it out"
         yield _problem(config, "trainer.logger", "tensorboard needs its package, which is not installed", remedy)
@@ -346,5 +365,18 @@ def _resume(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "trainer.resume_mode", valid, remedy)
 
 
-_OF_SAMPLES = (_batches, _advantages, _log_probs, _fusion, _pipelines, _slices, _video, _tower, _reward, _kl)
+def _sampling(config: Config, facts: Facts) -> Iterator[str]:
+    for name in ("rollout.min_p", "rollout.val_kwargs.min_p"):
+        if value_of(config, name) and config.fusion.tail_speculation:
+            valid = "must be 0 with fusion.tail_speculation: vLLM leaves it out of account where it drafts"
+            yield _problem(config, name, valid, f"set {name}=0, or fusion.tail_speculation=0")
+    for text in config.rollout.stop:
+        if not text:
+            yield _problem(config, "rollout.stop", "an empty text would end every response", "leave it out")
+        elif re.fullmatch(r"(\\[nrt])+", text):
+            valid = f"`{text}` is a backslash and a letter here, not a line break"
+            yield _problem(config, "rollout.stop", valid, 'write it into the job file, as stop: ["\\n\\n"]')
+
+
+_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _pipelines, _slices, _video, _tower, _reward, _kl)
 """What only jobs that generate have to heed."""

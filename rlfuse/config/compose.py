@@ -4,7 +4,7 @@ Role: `load(argv)` for notebooks and tests, and the same pieces for the Hydra ap
     read_command(argv)  job file and options taken apart, every name judged (keys.py); before Hydra starts
     Hydra               presets of conf/, the experiment or job file, the command line, on the typed schema
     to_config(...)      real dataclasses, all values judged together (checks.py)
-Later wins: schema < algorithm and fusion presets < experiment < job file < command line.
+Later wins: schema < algorithm and fusion presets < experiment < job file < presets of the user's own < command line.
 Invariants: every mistake is a `ConfigError`; Hydra's and OmegaConf's own errors are turned into one here. Nothing heavy
 is imported, so that a mistyped key shows within a second.
 """
@@ -12,12 +12,12 @@ is imported, so that a mistyped key shows within a second.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -28,10 +28,8 @@ from rlfuse.config import job_file
 from rlfuse.config.checks import ConfigError, check, value_of
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, read_facts
-from rlfuse.config.foreign import other_meanings
+from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
-    PRESET_GROUPS,
-    did_you_mean,
     explain_form,
     explain_name,
     explain_override,
@@ -39,8 +37,11 @@ from rlfuse.config.keys import (
     fits,
     is_free,
     parse_override,
+    rename,
 )
+from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
 from rlfuse.config.schema import Config
+from rlfuse.config.types import REFERENCE, SEVERAL, explain_type
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -55,6 +56,13 @@ class Command:
     """`key=value` and presets, for Hydra."""
     options: list[str]
     """Hydra's own options, such as --multirun or --cfg job."""
+    told: list[str]
+    """A line for each name of verl that was taken for a key here."""
+
+    def tell(self) -> None:
+        """Print these lines; on stderr, as stdout may be the job that --cfg prints."""
+        for line in self.told:
+            print(line, file=sys.stderr)
 
 
 def conf_folder() -> Path:
@@ -69,71 +77,98 @@ def conf_folder() -> Path:
 
 def read_command(argv: list[str]) -> Command:
     """Take `argv` apart and judge its names; a job file among it becomes Hydra's `job_file` group."""
-    parsed = get_args_parser().parse_args(argv)
-    words = list(parsed.overrides)
-    options = _options_left(argv, words)
-    if parsed.shell_completion:
-        return Command(words, options)
-    if parsed.config_path is not None:
-        raise ConfigError([f"--config-path {parsed.config_path}: can't be changed; name your folder with --config-dir"])
-    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
-    words = [word for word in words if word not in files]
-    extra: list[str] = []
-    if parsed.config_dir is not None:
-        folder = Path(parsed.config_dir).expanduser().resolve()
-        if not folder.is_dir():
-            raise ConfigError([f"--config-dir {parsed.config_dir}: there is no such folder; correct the path"])
-        extra.append(f"hydra.searchpath=['file://{folder}']")
-        options = _without(options, "--config-dir", "-cd")
-    if parsed.config_name not in (None, "config"):
-        files.append(str(Path(parsed.config_dir or ".") / parsed.config_name.removesuffix(".yaml")) + ".yaml")
-        options = _without(options, "--config-name", "-cn")
-    if len(files) > 1:
-        raise ConfigError([f"{' '.join(files)}: a job has one job file; put what differs on the command line"])
-    problems = [problem for word in words if (problem := explain_override(word) or _explain_grammar(word)) is not None]
-    if files:
-        presets, found = job_file.register(Path(files[0]))
-        extra += [*presets, f"job_file={job_file.NAME}"]
-        problems = found + problems
-    if problems:
-        given = [parse_override(word).name for word in words]
-        raise ConfigError(problems + other_meanings(given, frozenset(by_name())))
-    return Command(extra + [_opened(word) for word in words], options)
+    line = sort_out(argv)
+    if line.completes:
+        return Command(line.words, line.options, [])
+    if len(line.files) > 1:
+        given = " ".join(map(str, line.files))
+        raise ConfigError([f"{given}: a job has one job file; put what differs on the command line"])
+    own = own_groups(line.folder)
+    extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []
+    problems, told = [], []
+    if line.files:
+        file = job_file.register(line.files[0])
+        extra += [*(as_own_group(preset, own) or preset for preset in file.presets), f"job_file={job_file.NAME}"]
+        problems, told = file.problems, file.told
+    right, wrong, renamed = _judged(line.words, own)
+    if problems or wrong:
+        raise ConfigError([*problems, *wrong, *_wrong_besides([*problems, *wrong], extra + right)])
+    if "--multirun" in line.options:
+        right = [_each_opened(word) for word in right]
+    return Command(extra + right, line.options, [*told, *renamed])
 
 
-def _options_left(argv: list[str], words: list[str]) -> list[str]:
-    """`argv` without its positional words (each taken out once, from the end, where options' values rarely are)."""
-    left = list(reversed(argv))
-    for word in reversed(words):
-        left.remove(word)
-    return list(reversed(left))
+def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
+    """Settings and presets as Hydra takes them; what is wrong with the others; what was renamed."""
+    presets = {word: preset for word in words if (preset := as_own_group(word, own)) is not None}
+    settings = {word: parse_override(word) for word in words if word not in presets}
+    renames = rename({each.name: each.value for each in settings.values() if each.sign != "~"})
+    right, wrong = [], []
+    for word in words:
+        if word in presets:
+            right.append(presets[word])
+            continue
+        name, value = settings[word].name, settings[word].value
+        ours = f"{renames.names[name]}={value}" if name in renames.names else word
+        ours = re.sub(r"=(~/[^'\"\[\]{},\s]*)$", r'="\1"', ours)  # a shell leaves it so, Hydra can't read it unquoted
+        if problem := renames.problems.get(name) or explain_override(ours) or _explain_value(ours):
+            wrong.append(problem)
+        else:
+            right.append(_opened(ours))
+    if wrong and any(is_verls(each.name, frozenset(by_name())) for each in settings.values()):
+        wrong[-1] += " (`rlfuse translate -- WORDS` makes a job file of a whole command of verl)"
+    return right, wrong, list(renames.told.values())
 
 
-def _without(options: list[str], *names: str) -> list[str]:
-    """`options` without an option and its value, in both spellings (`--name value`, `--name=value`)."""
-    left, skip = [], False
-    for option in options:
-        if not skip and option.split("=")[0] not in names:
-            left.append(option)
-        skip = not skip and option in names
-    return left
+def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
+    """What is wrong with the rest of a job, for those who mend all in one go; nothing of keys that have a problem."""
+    try:
+        to_config(_composed([word for word in overrides if not _sweeps(word)]))
+    except ConfigError as error:
+        names = {word for problem in problems for word in re.findall(r"[\w.]+", problem)} & by_name().keys()
+        return [each for each in error.problems if not names & {*re.findall(r"[\w.]+", each.partition(": ")[0])}]
+    return []
 
 
 def _opened(word: str) -> str:
-    """Free dictionaries and keys below them need Hydra's `++`; the user does not have to know that."""
-    name = word.lstrip("+").partition("=")[0]
+    """As Hydra takes it: `++` before free dictionaries and keys below them, brackets about the one entry of a list."""
+    name, _, value = word.lstrip("+").partition("=")
+    if name in SEVERAL and not _sweeps(word):
+        return f"{name}={_bracketed(value)}"
     free = is_free(name) or (name in by_name() and by_name()[name].free)
     return f"++{word.lstrip('+')}" if free else word
+
+
+def _each_opened(word: str) -> str:
+    """Of a sweep: the same for each of several values."""
+    override = OverridesParser.create().parse_override(word)
+    if override.key_or_group not in SEVERAL or not override.is_choice_sweep():
+        return word
+    return f"{override.key_or_group}={','.join(map(_bracketed, override.sweep_string_iterator()))}"
+
+
+def _bracketed(value: str) -> str:
+    several = value.lstrip().startswith("[") or REFERENCE.fullmatch(value.strip()) or value.strip() in ("", "null")
+    return value if several else f"[{value}]"
+
+
+def _sweeps(word: str) -> bool:
+    return OverridesParser.create().parse_override(word).is_sweep_override()
 
 
 def compose_job(argv: list[str]) -> DictConfig:
     """The job that `argv` describes, typed but not yet checked."""
     command = read_command(argv)
+    command.tell()
+    return _composed(command.overrides)
+
+
+def _composed(overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            return compose("config", command.overrides)
+            return compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain_failure(error, command.overrides)]) from error
+        raise ConfigError([explain_failure(error, overrides)]) from error
 
 
 def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
@@ -185,15 +220,14 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
         grammar |= isinstance(cause, GrammarParseError)
         cause = cause.__cause__
     text = "\n".join(chain)
-    missing = re.search(r"Could not find '(\w+)/([^']*)'", text)
-    if missing and missing[1] in PRESET_GROUPS:
-        options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
-        near = did_you_mean(missing[2], options) or "; take one of these"
-        return f"{missing[1]}={missing[2]}: there is no such preset; presets: {', '.join(options)}{near}"
+    missing = re.search(r"Could not find '([\w/]+)/([^'/]*)'", text)
+    if missing:
+        return explain_choice(missing[1], missing[2], re.findall(r"^\t(\S+)$", text, re.MULTILINE))
     sweep = re.search(r"Ambiguous value for argument '([^']+)'", text)
     if sweep:
         name, _, value = sweep[1].partition("=")
-        return f"{sweep[1]}: several values; for a list write {name}=[{value}], to run one job for each add --multirun"
+        listed = f"for a list write {name}=[{value}], " if is_free(name) or _holds_list(name) else ""
+        return f"{sweep[1]}: several values; {listed}to run one job for each add --multirun"
     where = re.search(r"full_key: ([\w.\[\]]+)", text)
     if grammar or where is None or where[1].startswith("hydra."):  # in no key yet, or Hydra's own to explain
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -214,17 +248,24 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
     return prefix + explain_value(name, value[1] if value else _given(name, overrides))
 
 
+def _holds_list(name: str) -> bool:
+    return name in by_name() and by_name()[name].type.startswith("list")
+
+
 def _given(name: str, overrides: list[str]) -> str | None:
     """The value that the command line gave `name`, or None."""
     given = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith(name + "=")]
     return given[-1] if given else None
 
 
-def _explain_grammar(word: str) -> str | None:
-    """One line about an argument that Hydra's grammar refuses, or whose value no key can have."""
+def _explain_value(word: str) -> str | None:
+    """One line about an argument that Hydra's grammar refuses, or whose value no key or not this one can have."""
     try:
         override = OverridesParser.create().parse_override(word)
-        return None if override.is_sweep_override() else explain_form(parse_override(word).name, override.value())
+        if override.is_sweep_override():
+            return None
+        name, value = parse_override(word).name, override.value()
+        return explain_form(name, value) or explain_type(name, value)
     except RecursionError:
         return f"{word}: brackets are nested too deep to be read; no setting needs four levels"
     except (HydraException, ValueError):

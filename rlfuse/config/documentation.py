@@ -15,6 +15,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TextIO
 
 from omegaconf import MISSING
@@ -116,9 +117,12 @@ def groups() -> dict[str, str]:
 
 @functools.cache
 def _texts() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string below the field."""
+    return field_texts(schema, alerting, clusters, rewards, trainer)
+
+
+def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string below the field, of the dataclasses in these modules."""
     found: dict[tuple[str, str], str] = {}
-    modules = (schema, alerting, clusters, rewards, trainer)
     for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue

@@ -7,9 +7,11 @@ it records it; None means "not known", and no check is made of it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,10 @@ class Facts:
     """Top-level packages of reward functions that Python does not find."""
     cuda: bool | None = None
     """Whether workers will have GPUs."""
+    gpus: int | None = None
+    """GPUs of this machine, where it is to run the job."""
+    unwritable: str | None = None
+    """Why nothing can be written to the run folder."""
     nixl: bool | None = None
     """Whether NIXL is installed."""
     tensorboard: bool | None = None
@@ -52,6 +58,7 @@ class Facts:
 
 def read_facts(config: Config) -> Facts:
     """Look at what `config` names."""
+    _of_hub.cache_clear()  # a notebook's hub may be reached by now
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code)
     for key, path in (
@@ -61,15 +68,30 @@ def read_facts(config: Config) -> Facts:
     ):
         if path is not None and path != config.model.path:
             _folder_problem(path, key, problems, tokenizer=key != "reward.model_path")
+            if _is_hub_name(path) and isinstance(found := _of_hub(path), str):
+                problems[key] = found
     return Facts(
         **_of_model(model),
         model_problems=problems,
         missing=frozenset(path for path in _named_paths(config) if not os.path.exists(os.path.expanduser(path))),
         unknown_modules=frozenset(_unknown_modules(_functions(config))),
-        cuda=_cuda(config),
+        cuda=on_gpus(config),
+        gpus=_gpus(config),
+        unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
         nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
     )
+
+
+def on_gpus(config: Config) -> bool | None:
+    """Whether workers will have GPUs; None where that is not known here."""
+    gpus = _gpus(config)
+    return {"cpu": False, "cuda": True}.get(config.cluster.device, None if gpus is None else gpus > 0)
+
+
+def _gpus(config: Config) -> int | None:
+    """Of this machine; None where another one decides, a Ray cluster that is already running."""
+    return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
 def model_facts(config: Config) -> Facts:
@@ -147,6 +169,8 @@ def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bo
     return folder if key not in problems else None
 
 
+HUB_S = 10.0
+"""For the hub to answer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -166,23 +190,45 @@ def _model_config(
         except (ValueError, RecursionError) as error:
             problems[key] = f"its config.json is not JSON ({error})"
             return {}
-        if "max_position_embeddings" in {**raw, **(raw.get("text_config") or {})}:
-            return raw
+    elif isinstance(found := _of_hub(path), str):
+        problems[key] = found
+        return {}
+    else:
+        folder, raw = found.parent, json.loads(found.read_text())
+    if "max_position_embeddings" in {**raw, **(raw.get("text_config") or {})}:
+        return raw
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder or path), trust_remote_code=trust_remote_code).to_dict()
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     except (OSError, ValueError, KeyError) as error:
-        offline = " (HF_HUB_OFFLINE=1 is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        where = "the folder" if folder else f"neither a folder nor a model of the hub{offline}"
-        problems[key] = f"{where}: {str(error).strip().splitlines()[0]}"
+        problems[key] = f"the folder: {str(error).strip().splitlines()[0]}"
         return {}
 
 
-def _cuda(config: Config) -> bool | None:
-    """None where another machine decides: a Ray cluster that is already running."""
-    if config.cluster.device == "cpu":
-        return False
-    if config.cluster.device == "cuda":
-        return True
-    return None if config.cluster.ray_address else any(Path("/dev").glob("nvidia[0-9]*"))
+@functools.cache
+def _of_hub(name: str) -> Path | str:
+    """The config.json of a model of the hub, or why it can't be had; at once also where the hub can't be reached."""
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str) and any(Path(cached).parent.glob("*.safetensors")):
+            return Path(cached)
+        HfApi().model_info(name, timeout=HUB_S)  # does not try again for half a minute, as a download would
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S))
+    except OfflineModeIsEnabled:
+        return "is no folder, and HF_HUB_OFFLINE=1 keeps from asking the hub"
+    except Exception as error:  # those of its HTTP library, which changed twice, have no base of its own
+        return f"is no folder, and the hub has no such model or can't be reached ({' '.join(str(error).split())[:300]})"
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why a folder can't be made or written to: tried, because permissions tell half of it; nothing is left there."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".rlfuse-"):
+            return None
+    except OSError as error:
+        return f"{there} can't be written to ({error.strerror})"

@@ -1,15 +1,17 @@
 """Other trainers' setting names, and the key to use here.
 
-Role: what keys.py consults when someone brings a command line from verl, TRL or OpenRLHF. Data and two lookups.
-Invariants: every key named as a counterpart exists in the schema; a verl default whose name alone changes is a valid
-value here; every reason why something has no counterpart is proven by a test of what the code can do. A name that is
-also a key of ours is never looked up, but `other_meanings` tells where verl means something else by it.
+Role: what keys.py and translate.py consult when someone brings a command line from verl, TRL or OpenRLHF. Data and
+three lookups. Invariants: every key named as a counterpart exists in the schema; a counterpart of verl's without a note
+means the same, so its name alone changes, and verl's default is a valid value here; every reason why something has no
+counterpart is proven by a test of what the code can do. A name that is also a key of ours is never looked up, but
+`other_meanings` tells where verl means something else by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,13 @@ class Counterpart:
     """Keys to use instead; empty if there is none."""
     note: str = ""
     """How the value changes, or why there is no counterpart."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """The few values that are written otherwise here, as they are typed."""
+
+    @property
+    def same(self) -> bool:
+        """Whether the name alone changes, but for `values`."""
+        return bool(self.keys) and not self.note
 
 
 PER_RANK = "sequences on one rank, where verl counts those of all"
@@ -35,10 +44,14 @@ VERL = {
     "actor_rollout_ref.actor.fsdp_config.seed": ("data.seed", "one seed for the run"),
     "actor_rollout_ref.actor.optim.clip_grad": ("actor.grad_clip", ""),
     "actor_rollout_ref.actor.optim.warmup_style": ("actor.optim.lr_scheduler_type", "constant or cosine"),
-    "actor_rollout_ref.actor.optim.total_training_steps": ("trainer.total_training_steps", "null where verl has -1"),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": ("actor.optim.lr_warmup_steps", "0 where verl has -1"),
+    "actor_rollout_ref.actor.optim.total_training_steps": (
+        "trainer.total_training_steps",
+        "the run's own number of steps, by which verl replaces this one",
+    ),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": ("actor.optim.lr_warmup_steps", ""),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", "give steps, not a share"),
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("algorithm.rollout_is_threshold", "null where verl has -1"),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("algorithm.rollout_is_threshold", ""),
+    "actor_rollout_ref.model.use_rmpad": ("model.use_remove_padding", ""),
     "actor_rollout_ref.model.lora_adapter_path": ("", "LoRA is not supported; all weights are trained"),
     "actor_rollout_ref.ref.model.path": ("ref.path", ""),
     "actor_rollout_ref.rollout.prompt_length": ("data.max_prompt_length", ""),
@@ -57,15 +70,19 @@ VERL = {
     "actor_rollout_ref.nccl_timeout": ("cluster.timeout_s", "of a worker's start and of every remote call"),
     "critic.model.path": ("critic.path", ""),
     "critic.optim.weight_decay": ("actor.optim.weight_decay", "one setting for actor and critic"),
+    "critic.optim.lr_warmup_steps_ratio": (
+        "actor.optim.lr_warmup_steps",
+        "one setting for actor and critic; give steps, not a share",
+    ),
     "critic.optim.clip_grad": ("actor.grad_clip", "one setting for actor and critic"),
     "critic.enable": ("algorithm.adv_estimator", "gae has a critic, the others have none"),
     "custom_reward_function.path": ("reward.functions", "as reward.functions=[path/file.py:function]"),
     "custom_reward_function.name": ("reward.functions", "as reward.functions=[path/file.py:function]"),
     "reward.custom_reward_function.path": ("reward.functions", "as reward.functions=[path/file.py:function]"),
     "reward.custom_reward_function.name": ("reward.functions", "as reward.functions=[path/file.py:function]"),
-    "reward.reward_model.model_path": ("reward.model_path", ""),
+    "reward.reward_model.model_path": ("reward.model_path", "giving a path turns it on, in verl `enable` does"),
     "reward.reward_model.enable": ("reward.model_path", "giving a path turns it on"),
-    "reward_model.model.path": ("reward.model_path", ""),
+    "reward_model.model.path": ("reward.model_path", "giving a path turns it on, in verl `enable` does"),
     "reward_model.enable": ("reward.model_path", "giving a path turns it on"),
     "reward_model.num_workers": ("reward.num_workers", ""),
     "reward_model.micro_batch_size_per_gpu": ("reward.batch_items", ""),
@@ -83,18 +100,30 @@ VERL = {
     "algorithm.filter_groups.enable": ("algorithm.filter_groups.max_num_gen_batches", "above 0 turns it on"),
     "algorithm.rollout_is": ("algorithm.rollout_is_threshold", "a number turns it on"),
     "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_is_threshold", "a number turns it on"),
-    "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.rollout_is_threshold", ""),
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "algorithm.rollout_is_threshold",
+        "a number turns it on, in verl rollout_is does",
+    ),
     "algorithm.rollout_correction.bypass_mode": ("algorithm.old_log_probs", "`engine` in place of true"),
     "trainer.resume_from_path": ("trainer.resume_mode", "give the folder itself"),
     "trainer.max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep", ""),
     "trainer.max_critic_ckpt_to_keep": ("trainer.max_ckpt_to_keep", ""),
-    "trainer.log_val_generations": ("trainer.log_samples", "of every training step"),
+    "trainer.validation_data_dir": (
+        "trainer.log_val_generations",
+        "so many of each validation are in the run folder's validation.jsonl",
+    ),
     "trainer.rollout_data_dir": ("trainer.log_samples", "so many of each step are in the run folder's samples.jsonl"),
     "data.trust_remote_code": ("model.trust_remote_code", ""),
     "trainer.device": ("cluster.device", ""),
     "trainer.seed": ("data.seed", ""),
 }
 """verl names whose counterpart no rule finds: (key here, note)."""
+
+VERL_VALUES = {
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": {"-1": "0"},
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"},
+}
+"""verl name -> its values that are written otherwise here; all others mean the same."""
 
 VERL_LEAVES = {
     "ulysses_sequence_parallel_size": (
@@ -113,6 +142,9 @@ SAME_NAME = {
 }
 """Keys that verl has too, and what else it means by them."""
 
+OTHER_UNIT = {"algorithm.kl_ctrl.target_kl"}
+"""Those of SAME_NAME whose number would silently be wrong: refused beside verl's names, where the others are told."""
+
 VERL_PREFIXES = (
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
     ("actor_rollout_ref.actor.", "actor."),
@@ -122,10 +154,15 @@ VERL_PREFIXES = (
     ("reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
     ("reward.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
     ("reward_model.overlong_buffer.", "reward.overlong_buffer."),
+    ("custom_reward_function.overlong_buffer.", "reward.overlong_buffer."),
     ("critic.optim.", "actor.optim."),
+    ("critic.model.", "model."),
     ("critic.", "actor."),
 )
 """verl prefix -> ours; applies where the rest is a key there."""
+
+OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
+"""A switch and a length in verl, one number here."""
 
 VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
 """Where a name that is no key of ours is likely verl's."""
@@ -147,7 +184,7 @@ NO_COUNTERPART = (
     ("critic.strategy", "DeepSpeed trains always; its sharding is actor.zero_stage"),
     ("actor_rollout_ref.hybrid_engine", "generation and training share the slots always"),
     ("trainer.balance_batch", "tokens are balanced over the ranks always"),
-    ("trainer.val_only", "to validate only, take trainer.total_training_steps=1 with actor.optim.lr=0"),
+    ("trainer.val_only", "to validate only, write `rlfuse eval` in place of `rlfuse train`"),
     ("data.gen_batch_size", "prompts of a step are data.train_batch_size"),
     ("data.val_batch_size", "all validation rows are generated together"),
     ("data.reward_fn_key", "the column is data_source"),
@@ -200,6 +237,10 @@ TRL = {
     "num_ppo_epochs": ("actor.ppo_epochs", ""),
     "max_completion_length": ("data.max_response_length", ""),
     "response_length": ("data.max_response_length", ""),
+    "temperature": ("rollout.temperature", ""),
+    "top_p": ("rollout.top_p", ""),
+    "top_k": ("rollout.top_k", "-1 for all"),
+    "min_p": ("rollout.min_p", ""),
     "learning_rate": ("actor.optim.lr", ""),
     "warmup_steps": ("actor.optim.lr_warmup_steps", ""),
     "max_grad_norm": ("actor.grad_clip", ""),
@@ -268,10 +309,12 @@ def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
     of_verl = name.startswith(VERL_GROUPS)
     if name in VERL or (of_verl and leaf in VERL_LEAVES):
         key, note = VERL.get(name) or VERL_LEAVES[leaf]
-        return Counterpart("verl", (key,) if key else (), note)
+        return Counterpart("verl", (key,) if key else (), note, VERL_VALUES.get(name, {}))
     for start, why in NO_COUNTERPART:
         if name == start or name.startswith((start + ".", start + "_")):
             return Counterpart("verl", (), why)
+    if OVERLONG.search(name):
+        return Counterpart("verl", ("reward.overlong_buffer.len",), "above 0 turns it on, in verl `enable` does")
     for prefix, ours in VERL_PREFIXES:
         rest = name.removeprefix(prefix)
         free = ours == "rollout.engine_kwargs."
@@ -279,23 +322,37 @@ def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
             note = "one setting for actor and critic" if prefix.startswith("critic.") else ""
             return Counterpart("verl", (ours + rest,), note)
     if name.startswith("actor_rollout_ref.rollout.") and leaf in VLLM_OPTIONS:
-        return Counterpart("verl", (f"rollout.engine_kwargs.{leaf}",), "vLLM's own name and value")
+        return Counterpart("verl", (f"rollout.engine_kwargs.{leaf}",))
     for word, why in NO_COUNTERPART_WORDS:
         if word in name and of_verl:
             return Counterpart("verl", (), why)
-    if name.endswith(".overlong_buffer.enable"):
-        return Counterpart("verl", ("reward.overlong_buffer.len",), "above 0 turns it on")
     for origin, table in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
         if name in table:
             return Counterpart(origin, (table[name][0],), table[name][1])
     return None
 
 
-def other_meanings(names: Iterable[str], known: frozenset[str]) -> list[str]:
-    """Of names that are keys here a line for each that means something else in verl, if any of `names` is verl's."""
-    given = list(dict.fromkeys(names))
-    theirs = [name for name in given if name not in known]
-    if not any(n.startswith("actor_rollout_ref.") or ((found := counterpart(n, known)) and found.origin == "verl")
-               for n in theirs):  # fmt: skip
-        return []
-    return [f"{name}: a key here as in verl, but {SAME_NAME[name]}" for name in given if name in SAME_NAME]
+def renamed(name: str, value: str, known: frozenset[str]) -> str | None:
+    """Our key for verl's `name` where it means the same with this value; None where something else changes too."""
+    found = None if name in known else counterpart(name, known)
+    plain = found is not None and found.origin == "verl" and found.same and value.strip() not in found.values
+    return found.keys[0] if plain else None
+
+
+def is_verls(name: str, known: frozenset[str]) -> bool:
+    """Whether only verl has such a name."""
+    found = None if name in known else counterpart(name, known)
+    return name.startswith("actor_rollout_ref.") or (found is not None and found.origin == "verl")
+
+
+def other_meanings(given: Mapping[str, str], known: frozenset[str]) -> dict[str, str]:
+    """Of settings (name -> value as typed) a line for each that means something else in verl, if any name is verl's."""
+    if not any(is_verls(name, known) for name in given):
+        return {}
+    same = {name: value for name, value in given.items() if name in SAME_NAME and value != "null"}
+    told = {name: text for name, text in SAME_NAME.items() if name in same}
+    return {
+        name: f"{name}={same[name]}: a key here as in verl, but {text}"
+        for name, text in told.items()
+        if not text.startswith("-1 ") or same[name] == "-1"
+    }

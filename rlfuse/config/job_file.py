@@ -9,6 +9,7 @@ What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.documentation import as_typed, by_name, groups
-from rlfuse.config.foreign import other_meanings
-from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name
+from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, rename
+from rlfuse.config.types import explain_type, listed
 
 NAME = "given"
 """Name of the file's content in the group `job_file`."""
@@ -29,8 +30,20 @@ BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
 
 
-def register(path: Path) -> tuple[list[str], list[str]]:
-    """Give the file to Hydra: (presets it chooses, as `group=name`; problems with its names)."""
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """What a file says beside its settings, which Hydra has."""
+
+    presets: list[str]
+    """`group=name`."""
+    problems: list[str]
+    """With its names and its values' types."""
+    told: list[str]
+    """A line for each name of verl that was taken for a key here."""
+
+
+def register(path: Path) -> JobFile:
+    """Give the file to Hydra. What has a problem is left out, so that the rest can be judged beside it."""
     try:
         text = Path(os.path.expanduser(path)).read_text()
         content = OmegaConf.to_container(OmegaConf.create(text) if text.strip() else OmegaConf.create({}))
@@ -46,16 +59,35 @@ def register(path: Path) -> tuple[list[str], list[str]]:
         raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)
     lines, settings = _lines(text), _settings(content)
+    renames = rename({name: as_typed(value) for name, value in settings})
     for name, value in settings:
-        given = as_typed(value) if name in groups() and value != {} else None
-        problem = explain_name(name, given) or explain_form(name, value)
+        key = renames.names.get(name, name)
+        given = as_typed(value) if key in groups() and value != {} else None
+        problem = renames.problems.get(name) or explain_name(key, given)
+        problem = problem or explain_form(key, value) or explain_type(key, value)
         if problem is not None:
             problems.append(f"{path}:{lines.get(name, 1)}: {problem}")
-    meanings = other_meanings((name for name, _ in settings), frozenset(by_name()))
-    problems += [f"{path}:{lines.get(line.partition(':')[0], 1)}: {line}" for line in meanings]
-    if not problems:
-        ConfigStore.instance().store(group="job_file", name=NAME, node=_nested(content), package="_global_")
-    return presets, problems
+        if problem is not None or key != name:
+            _leave_out(content, name)
+        if problem is None and key != name:
+            content[key] = value
+    told = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.told.items()]
+    nested = _nested(content)
+    if isinstance(nested.setdefault("trainer", {}), dict):
+        nested["trainer"].setdefault("job_name", path.stem)
+    ConfigStore.instance().store(group="job_file", name=NAME, node=nested, package="_global_")
+    return JobFile(presets, problems, told)
+
+
+def _leave_out(content: dict[str, Any], name: str) -> None:
+    """Take a setting out, under whichever of its parts are groups of the file and which have dots."""
+    for key, value in list(content.items()):
+        if key == name:
+            del content[key]
+        elif isinstance(value, dict) and name.startswith(f"{key}."):
+            _leave_out(value, name.removeprefix(f"{key}."))
+            if not value:
+                del content[key]
 
 
 def _presets(content: dict[str, Any], path: Path) -> tuple[list[str], list[str]]:
@@ -117,7 +149,7 @@ def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         for part in above:
             node = node.setdefault(part, {})
         # Below a key that is a dictionary names are the user's own, dots and all: data sources, for instance.
-        value = _nested(value, name) if isinstance(value, dict) and name not in by_name() else value
+        value = _nested(value, name) if isinstance(value, dict) and name not in by_name() else listed(name, value)
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             node[last] |= value
         else:

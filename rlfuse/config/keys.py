@@ -1,4 +1,4 @@
-"""What is wrong with the name of a setting, and which key was probably meant.
+"""What is wrong with the name of a setting, and which key was probably meant; names of verl that are another's alone.
 
 Role: pure decisions on names, called by compose.py before Hydra sees a command line or a job file. Hydra by itself
 accepts `+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently.
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlfuse.config.documentation import Key, by_name, groups, keys
-from rlfuse.config.foreign import VERL_PREFIXES, counterpart
+from rlfuse.config.foreign import OTHER_UNIT, VERL_PREFIXES, Counterpart, counterpart, is_verls, other_meanings, renamed
 
 PRESET_GROUPS = ("algorithm", "fusion", "experiment")
 """Groups with files in conf/, chosen by name: algorithm=grpo."""
+DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
+"""What conf/config.yaml chooses."""
 
 ALL_KEYS = "`rlfuse train --help` lists every key"
 
@@ -53,7 +56,7 @@ def explain_override(text: str) -> str | None:
     if re.match(r"hydra([./]|$)", name):
         return None
     if sign == "~":
-        return f"~{name}: keys of a job can't be removed; leave it out for the default, or set it: {name}=null"
+        return _explain_removal(name)
     if value is None:
         return _explain_bare(name)
     if name in PRESET_GROUPS or is_free(name):
@@ -63,13 +66,28 @@ def explain_override(text: str) -> str | None:
     return explain_name(name, value, sign)
 
 
+def _explain_removal(name: str) -> str | None:
+    """One line about `~name`, which Hydra can do below free dictionaries alone: all keys of a job have a value."""
+    if is_free(name):
+        return None
+    if name in PRESET_GROUPS:
+        instead = f"write {name}={DEFAULT_PRESETS[name]}"
+    elif name in by_name():
+        key = by_name()[name]
+        instead = "give it a value" if key.required else f"write its default, {name}={key.default_text}"
+    else:
+        return explain_name(name, None, "~") or f"~{name}: is a group of keys, which a job always has; leave it out"
+    return f"~{name}: keys of a job can't be removed; leave it out, or {instead}"
+
+
 def _explain_bare(name: str) -> str:
     """One line about an argument without an equals sign."""
     if name in by_name() or is_free(name):
         return f"{name}: has no value; write {name}=VALUE"
     wrong = None if name in groups() else explain_name(name, None)
     if wrong is None or "." not in name:
-        return f"{name}: settings are written KEY=VALUE, presets as experiment={name}, a job file as {name}.yaml"
+        forms = "KEY=VALUE (rollout.n=8), presets GROUP=NAME (experiment=quickstart), job files by path (my_job.yaml)"
+        return f"{name}: is no setting; settings are written {forms}"
     return wrong
 
 
@@ -88,19 +106,20 @@ def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
         return f"{shown}: a setting of {found.origin} with no counterpart here: {found.note}"
     if found is not None:
         note = f" ({found.note})" if found.note else ""
-        return f"{shown}: {found.origin}'s name; use `{found.keys[0]}` here{note}{_write(found.keys[0], value, note)}"
+        return f"{shown}: {found.origin}'s name; use `{found.keys[0]}` here{note}{_write(found.keys[0], value, found)}"
     for prefix, ours in VERL_PREFIXES:
         if name.startswith(prefix) and prefix.startswith("actor_rollout_ref."):
             same_group = [key for key in nearest(ours + name.removeprefix(prefix)) if key.name.startswith(ours)]
             near = _suggest(same_group) if same_group else ALL_KEYS
             return f"{shown}: a setting of verl with no counterpart here; {near}"
-    refused = "`+` adds keys only below rollout.engine_kwargs; " if sign else ""
+    refused = "`+` adds keys only below rollout.engine_kwargs" if sign[:1] == "+" else ""
+    refused += ", and presets from the folders in --config-dir; " if refused else ""
     return f"{shown}: unknown key; {refused}{_suggest(nearest(name))}"
 
 
-def _write(key: str, value: str | None, note: str) -> str:
-    """The argument to type instead, unless its value has to change too."""
-    return "" if value is None or note else f"; write {key}={value}"
+def _write(key: str, value: str | None, found: Counterpart) -> str:
+    """The argument to type instead, unless its value has to change in a way that only the user knows."""
+    return "" if value is None or found.note else f"; write {key}={found.values.get(value, value)}"
 
 
 def _suggest(near: list[Key]) -> str:
@@ -115,6 +134,9 @@ def nearest(name: str) -> list[Key]:
     leaf = name.rsplit(".", 1)[-1]
     group = name.split(".", 1)[0] if "." in name else ""
     same_leaf = [key for key in keys() if key.leaf == leaf]
+    if not same_leaf and (other := counterpart(leaf, frozenset(by_name()))) is not None and other.keys:
+        leaf = by_name()[other.keys[0]].leaf  # actor.optim.learning_rate: another framework's word in a group of ours
+        same_leaf = [key for key in keys() if key.leaf == leaf]
     if same_leaf:
         return [key for key in same_leaf if key.group == group] or same_leaf[:3]
     close_leaves = difflib.get_close_matches(leaf, {key.leaf for key in keys()}, n=3, cutoff=0.75)
@@ -125,6 +147,45 @@ def nearest(name: str) -> list[Key]:
     close_names = difflib.get_close_matches(name, list(by_name()), n=2, cutoff=0.72)
     candidates += [by_name()[wanted] for wanted in close_names]
     return list(dict.fromkeys(candidates))[:3]
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """What becomes of settings some of which have names of verl."""
+
+    names: dict[str, str]
+    """Name as given -> key, of those whose name alone differs."""
+    told: dict[str, str]
+    """Name as given -> a line for the user about it."""
+    problems: dict[str, str]
+    """Name as given -> why it can't stand beside the others."""
+
+
+def rename(given: Mapping[str, str | None]) -> Renames:
+    """Find the names of verl among settings (name -> value as typed) that mean the same as a key under its name."""
+    known = frozenset(by_name())
+    typed = {name: value for name, value in given.items() if value is not None}
+    names = {name: key for name, value in typed.items() if (key := renamed(name, value, known)) is not None}
+    told = {name: f"{name}={typed[name]} -> {key}={typed[name]}" for name, key in names.items()}
+    problems: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name, value in typed.items():
+        other = first.setdefault(names.get(name, name), name)
+        if other != name and _plain(typed[other]) != _plain(value):
+            key = names.get(name, name)
+            problems[name] = f"{name}={value}: {other}={typed[other]} gives {key} another value; leave one of them out"
+    for name, text in other_meanings(typed, known).items():
+        if name in OTHER_UNIT:
+            verls = next(each for each in typed if is_verls(each, known))
+            problems[name] = f"{text}; beside names of verl ({verls}) it is unclear whose it is: use the names here"
+        else:
+            told[name] = text
+    return Renames(names, told, problems)
+
+
+def _plain(value: str) -> str:
+    """A value without what is written in several ways: quotes, blanks, True or true."""
+    return re.sub(r"[\s'\"]", "", value).lower()
 
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -172,7 +233,7 @@ def explain_value(name: str, value: str | None) -> str:
     key = by_name()[name]
     base = key.type.removesuffix(" | None")
     null = " or null" if key.type.endswith("| None") else ""
-    remedy = f"the default is {name}={key.default_text}"
+    remedy = f"give it as {name}=VALUE" if key.required else f"the default is {name}={key.default_text}"
     if base.startswith("list"):
         kind = "a list"
         brackets = value is None or value.startswith("[")

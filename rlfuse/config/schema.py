@@ -63,12 +63,18 @@ class ModelConfig:
 
 @dataclass
 class ValKwargs:
-    """Sampling while validating."""
+    """Sampling while validating, and of `rlfuse eval` and `rlfuse generate`."""
 
     n: int = 1
     """Responses per validation prompt."""
     temperature: float = 0.0
     """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus mass."""
+    top_k: int = -1
+    """Candidates per token, -1 for all."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are left out; 0 for none."""
 
 
 @dataclass
@@ -85,6 +91,12 @@ class RolloutConfig:
     """Nucleus mass. Below 1 the engine's log-probs are of the truncated distribution."""
     top_k: int = -1
     """Candidates per token, -1 for all."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are left out, 0 for none. As with top_p, log-probs are then
+    of what is left."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response, in training and validation. All tokens up to the one that completes such a text are
+    kept, scored and trained on."""
     tensor_model_parallel_size: int = 1
     """Devices per engine; slots / this = number of engines."""
     gpu_memory_utilization: float = 0.5
@@ -310,7 +322,7 @@ class VideoConfig:
     max_failure_rate: float = 0.1
     """Rows whose clips can't be used are left out; above this share of the rows, or of a step's, the run stops."""
     log_clips: int | None = None
-    """Logged samples of a step whose frames are drawn beside question, answer and reward; null: all, 0: none."""
+    """Clips of a step's logged samples whose frames are drawn, with question, answers, rewards; null: all, 0: none."""
     freeze_tower: bool = True
     """False: the actor's updates train the vision tower too, on clips encoded again with gradient."""
 
@@ -341,9 +353,10 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """Where the run leaves everything, absolute."""
+        """Where the run leaves everything, absolute; `rlfuse.acceptance` gives a run its name."""
         trainer = self.trainer
-        return (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()
+        name = trainer.experiment_name or trainer.job_name or "run"
+        return (Path(trainer.default_local_dir) / trainer.project_name / name).absolute()
 
     @property
     def uses_critic(self) -> bool:

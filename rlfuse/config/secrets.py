@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,11 @@ SECRET_NAME = re.compile(r"(^|[_-])(api_?key|access_?key|secret_?key|token|secre
 SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 USER = re.compile(r"(?<=://)[^/\s@\"']+@")
 QUERY = re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)[^&\s\"']+", re.I)
+GIVEN = re.compile(
+    r"([\w.-]*(?:api_?key|access_?key|secret_?key|token|secret|passw(?:or)?d|credentials?)\s*[=:]\s*)"
+    r"(?!\$\{)('[^']*'|\"[^\"]*\"|[^\s,}\]'\"]+)",
+    re.I,
+)
 SHORTEST = 8
 """Shorter values are words that also stand elsewhere."""
 HIDDEN = "***"
@@ -35,6 +41,11 @@ def hidden(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
 def hidden_text(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` with its secrets hidden."""
     return QUERY.sub(rf"\1{HIDDEN}", USER.sub(f"{HIDDEN}@", by_name(text, environment)))
+
+
+def hidden_command(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A command line with what is given to keys of a secret's name hidden too, within `{...}` as well."""
+    return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(hidden_text(text, environment)))
 
 
 def by_name(value: Any, environment: Mapping[str, str] = os.environ) -> Any:

@@ -1,6 +1,10 @@
 import dataclasses
+import itertools
 import json
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
 import types
@@ -13,9 +17,9 @@ from omegaconf import OmegaConf
 
 from rlfuse import cli, train
 from rlfuse.config.checks import ConfigError
-from rlfuse.config.compose import CONF, compose_job, load
+from rlfuse.config.compose import CONF, compose_job, load, read_command
 from rlfuse.config.schema import Config
-from rlfuse.preemption import Preempted
+from rlfuse.stopping import Stopped
 
 JOB = """\
 algorithm: grpo
@@ -50,16 +54,28 @@ def job(tmp_path):
     return path
 
 
+SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "steps": 3}
+
+
+class Ran(list):
+    """Configurations, and the group of the sweep that each was run in."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = []
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """Configurations that reached rlfuse.run.run, which leaves the folder of a run whose held-out score is n / 8."""
-    configs = []
+    configs = Ran()
 
     def run(config):
         configs.append(config)
+        configs.groups.append(os.environ.get("WANDB_RUN_GROUP"))
         config.run_folder.mkdir(parents=True, exist_ok=True)
         (config.run_folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-        (config.run_folder / "summary.json").write_text(json.dumps({"val_after": config.rollout.n / 8}))
+        (config.run_folder / "summary.json").write_text(json.dumps(SUMMARY | {"val_after": config.rollout.n / 8}))
         return config.run_folder
 
     monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=run))
@@ -119,9 +135,12 @@ def test_what_is_no_job_file_says_so(tmp_path, text, part):
     [
         ("actor.optim.lr=abc", "actor.optim.lr=abc: needs a number"),
         ("rollout.n=1.5", "rollout.n=1.5: needs a whole number"),
-        ("reward.functions=a:b", "reward.functions=[a:b]"),
+        ("lengths@data=long", "lengths@data=long: unknown key"),
+        ("data.levels=1", "data.levels=1: unknown key"),
+        ("video.levels=1", "video.levels=[1]"),
         ("rollout.n=[1", "rollout.n=[1: the value can't be read"),
-        ("rollout.n=2,3", "rollout.n=[2,3], to run one job for each add --multirun"),
+        ("rollout.n=2,3", "rollout.n=2,3: several values; to run one job for each add --multirun"),
+        ("data.val_files=a,b", "for a list write data.val_files=[a,b], to run one job for each add --multirun"),
         ("algorithm=grop", "algorithm=grop: there is no such preset"),
         ("fusion=", "fusion=: there is no such preset; presets: adaptive, "),
         ("trainer.experiment_name=${absent}", "correct what stands in"),
@@ -133,6 +152,10 @@ def test_hydras_errors_become_one_line(job, override, part):
         load([str(job), override])
     assert part in str(error.value) and len(error.value.problems) == 1
     assert "\n" not in error.value.problems[0]
+
+
+def test_a_home_folder_needs_no_quotes():
+    assert compose_job(["model.path=~/models/q", "critic.model.path=~/c"]).model.path == "~/models/q"
 
 
 def test_required_keys_are_reported_beside_all_others():
@@ -187,16 +210,44 @@ def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
 
 
 def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_RUN_GROUP", "of another sweep")
-    monkeypatch.delenv("WANDB_RUN_GROUP")
-    assert train.main(["-m", str(job), "trainer.experiment_name=lengths-of-${now:%H%M%S%f}", "rollout.n=1,2,4"]) == 2
+    monkeypatch.chdir(job.parent)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    argv = ["-m", "trainer.experiment_name=a", str(job), "rollout.n=1,2,4", "actor.optim.weight_decay=0.1"]
+    assert train.main(argv) == 2
     assert [config.rollout.n for config in ran] == [2, 4]
-    names = [config.trainer.experiment_name for config in ran]
-    assert [name.partition("-algorithm=grpo-fusion=stream-rollout.n=")[2] for name in names] == ["2", "4"]
-    assert os.environ["WANDB_RUN_GROUP"].rstrip("0123456789") == "lengths-of-"
-    told = capsys.readouterr().err
-    assert told.count("rollout.n=1: ") == 1 and "-rollout.n=1 failed; its message stands above" in told
-    assert len(train.sweep_name("a", [f"rollout.engine_kwargs.{i}={'x' * 30}" for i in range(9)])) <= train.LONGEST_NAME
+    assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "by what varies"
+    assert ran.groups == ["a", "a"] and "WANDB_RUN_GROUP" not in os.environ
+    told = capsys.readouterr()
+    assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; its message stands above" in told.err
+    table = told.out[told.out.index("job ") :].splitlines()
+    assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "seconds", "folder"]
+    assert [line.split() for line in table[1:4]] == [
+        ["2", "4", "finished", "0.100", "->", "0.200", "0.500", "7", "runs/rlfuse/a-rollout.n=4"],
+        ["1", "2", "finished", "0.100", "->", "0.200", "0.250", "7", "runs/rlfuse/a-rollout.n=2"],
+        ["0", "1", "refused", "-", "-", "-", "-"],
+    ], "the best first"
+    assert table[-2].startswith("job 0 refused: rollout.n=1: must be 2 or more")
+    assert table[-1] == "side by side  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
+
+
+def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
+    (job.parent / "lengths").mkdir()
+    (job.parent / "lengths" / "long.yaml").write_text("# @package _global_\ndata:\n  max_response_length: 32\n")
+    (job.parent / "lengths" / "short.yaml").write_text("data:\n  max_response_length: 16\n")
+    argv = ["--config-dir", str(job.parent), str(job), "+lengths=short,long", "-m", "algorithm=rloo"]
+    assert train.main(argv) == 0
+    assert [(config.data.max_response_length, config.algorithm.adv_estimator) for config in ran] == [
+        (16, "rloo"),
+        (32, "rloo"),
+    ]
+    assert [config.run_folder.name for config in ran] == ["mine-lengths=short", "mine-lengths=long"]
+    assert train.main(argv) == 0 and len(ran) == 2, "a job that is done is not trained again"
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[-3:-1]] == [
+        ["0", "short", "finished"],
+        ["1", "long", "finished"],
+    ]
+    with pytest.raises(ConfigError, match="lengths=lang: there is no such preset; presets: long, short; did you mean"):
+        load(["--config-dir", str(job.parent), str(job), "lengths=lang"])
 
 
 def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
@@ -204,21 +255,33 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
 
     def leave(config):
         started.append(config)
-        raise Preempted("SIGTERM")
+        raise Stopped("SIGTERM", signal.SIGTERM)
 
     monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=leave))
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.PREEMPTED and len(started) == 1
 
 
-def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran):
+def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
+    monkeypatch.setattr(train, "told", lambda: signal.SIGINT)
+    assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1
+
+
+def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
     argv = ["-m", str(job), "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
     argv += ["hydra.sweeper.sampler.seed=1", "rollout.n=choice(1,2,4)"]
     argv += ["hydra.sweeper.direction=maximize", f"data.val_files=[{job.parent}/train.jsonl]"]
     assert train.main([*argv, "hydra.sweeper.max_failure_rate=1"]) == 0
-    assert {config.rollout.n for config in ran} == {2, 4} and len(ran) == 3, "rollout.n=1 is refused"
+    assert [config.rollout.n for config in ran] == [2, 4], "rollout.n=1 is refused, 4 is trained once"
     found = yaml.safe_load((job.parent / "runs" / "rlfuse" / "optimization_results.yaml").read_text())
     assert found == {"name": "optuna", "best_params": {"rollout.n": 4}, "best_value": 0.5}
+    table = capsys.readouterr().out.partition("job  rollout.n")[2].splitlines()
+    assert [line.split()[:3] for line in table[1:5]] == [
+        ["2", "4", "finished"],
+        ["3", "4", "finished"],
+        ["0", "2", "finished"],
+        ["1", "1", "refused"],
+    ]
 
 
 def test_a_sweeper_that_could_not_optimise_the_score_is_told_so_before_a_job_starts(job):
@@ -248,6 +311,48 @@ def test_mistakes_end_with_status_2_and_no_traceback(job, ran, capsys):
 def test_the_composed_job_is_shown_without_running(job, ran, capsys):
     assert train.main(["--cfg", "job", str(job)]) == 0
     assert "experiment_name: mine" in capsys.readouterr().out and ran == []
+
+
+@pytest.mark.parametrize(
+    "option", [["--cfg", "job"], ["--cfg=job"], ["-m"], ["--info"], ["-i", "config"], ["-p", "data"]]
+)
+def test_options_settings_and_the_file_come_in_any_order(job, option):
+    parts = [option, [str(job)], ["rollout.n=8", "algorithm=rloo"]]
+    commands = [read_command([word for part in order for word in part]) for order in itertools.permutations(parts)]
+    assert all(command == commands[0] for command in commands)
+    assert commands[0].overrides[-2:] == ["rollout.n=8", "algorithm=rloo"] and len(commands[0].options) == 1
+    between = read_command(["rollout.n=8", str(job), *option, "algorithm=rloo"])
+    assert between == commands[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["-m", "--cfg", "job"], "--multirun --cfg: are different things to do"),
+        (["--resolve"], "write --cfg job --resolve"),
+        (["--multi-run"], "unrecognized arguments: --multi-run"),
+        (["--cfg", "jobs"], "invalid choice: 'jobs' (choose from"),
+        (["--config-path", "x"], "name your folder with --config-dir"),
+        (["a.yaml", "b.yaml"], "a job has one job file"),
+        (["hydra/launcher=joblib"], "comes in a package that is not installed; pip install hydra-joblib-launcher"),
+        (["hydra/sweeper=ax"], "pip install hydra-ax-sweeper"),
+        (
+            ["hydra/launcher=slurm"],
+            "there is no such plugin; plugins: basic, joblib (pip install hydra-joblib-launcher)",
+        ),
+    ],
+)
+def test_options_that_can_not_be_say_what_can(words, part, job, ran, capsys):
+    assert train.main([*words, *([] if "a.yaml" in words else [str(job)])]) == 2
+    told = capsys.readouterr().err
+    assert part in told and "Traceback" not in told and ran == []
+
+
+def test_hydras_info_is_shown(job, ran, capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one, and notes everything from then on
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    assert train.main([str(job), "--info", "searchpath", "--config-dir", str(job.parent), "rollout.n=8"]) == 0
+    assert f"file://{job.parent}" in capsys.readouterr().out and ran == []
 
 
 def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
@@ -313,3 +418,22 @@ def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
     code += "print(s, sorted({'torch', 'ray', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 []\n" and "did you mean actor.optim.lr" in done.stderr
+
+
+def test_everything_that_is_wrong_is_told_together(job):
+    job.write_text(job.read_text() + "critic: {optim: {lr: fast}}\nvideo.levels: [1, x]\n")
+    words = ["data.seed=[1]", "rollout.n=two", "rollout.top_p=3", "critic.optimlr=3", "data.val_files=absent.parquet"]
+    with pytest.raises(ConfigError) as error:
+        load([str(job), *words])
+    keys = [problem.removeprefix(f"{job}:").lstrip("0123456789: ") for problem in error.value.problems]
+    named = [re.match(r"[\w.]+", key)[0] for key in keys]
+    assert named == ["critic.optim.lr", "video.levels", "data.seed", "rollout.n", "critic.optimlr", "rollout.top_p",
+                     "data.val_files"]  # fmt: skip
+
+
+def test_a_list_may_be_given_as_its_one_entry(job):
+    job.write_text(job.read_text().replace("[{", "{").replace("train_files: [", "train_files: ").replace("l]", "l"))
+    folder = job.parent
+    config = load([str(job), f"data.val_files={folder}/train.jsonl", "trainer.logger=console"])
+    assert config.data.train_files == config.data.val_files == [f"{folder}/train.jsonl"]
+    assert config.trainer.logger == ["console"]

@@ -1,11 +1,16 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from rlfuse.config.checks import ConfigError, check
 from rlfuse.config.facts import Facts, read_facts
+from rlfuse.config.mistakes import Mistakes
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import RANGES
+from rlfuse.data.rows import DataError
 
 
 def sound(**changes):
@@ -47,6 +52,8 @@ def test_latent_attention_needs_gpus():
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0.0: must be above 0", "val_kwargs.temperature=0"]),
         ({"rollout__top_p": 1.5}, ["must be above 0 and 1 or less"]),
         ({"rollout__top_k": 0}, ["rollout.top_k=0: must be -1 or 1 or more"]),
+        ({"rollout__min_p": 1.5}, ["rollout.min_p=1.5: must be 0 or more and 1 or less"]),
+        ({"rollout__val_kwargs__top_p": 0.0}, ["rollout.val_kwargs.top_p=0.0: must be above 0 and 1 or less"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
         ({"actor__zero_stage": 4}, ["0 or more and 3 or less"]),
         ({"trainer__deterministic": True}, ["fusion.policy=adaptive: what is added up first", "fusion.policy=serial"]),
@@ -120,6 +127,10 @@ def test_latent_attention_needs_gpus():
         ({"algorithm__filter_groups__max_num_gen_batches": 2}, ["must be 0 with rollout.n=1"]),
         ({"rollout__val_kwargs__n": 4}, ["all responses to a prompt are equal"]),
         ({"algorithm__old_log_probs": "engine", "rollout__top_p": 0.9}, ["must be 1.0 with algorithm.old_log_probs"]),
+        ({"algorithm__old_log_probs": "engine", "rollout__min_p": 0.1}, ["must be 0.0 with algorithm.old_log_probs"]),
+        ({"rollout__min_p": 0.1, "fusion__tail_speculation": 2}, ["rollout.min_p=0.1: must be 0 with fusion.tail_sp"]),
+        ({"rollout__stop": ["a", ""]}, ["rollout.stop=[a,]", "an empty text would end every response"]),
+        ({"rollout__stop": ["\\n\\n"]}, ["a backslash and a letter here, not a line break", "job file"]),
         (
             {"algorithm__old_log_probs": "engine", "algorithm__rollout_is_threshold": 2.0},
             ["needs algorithm.old_log_probs=trainer"],
@@ -200,3 +211,66 @@ def test_facts_of_a_model_folder(tmp_path):
     assert facts.unknown_modules == {"no_such_package_1"}
     (tmp_path / "config.json").write_text("{")
     assert "not JSON" in read_facts(config).model_problems["model.path"]
+
+
+def test_a_device_that_is_not_there():
+    assert check(sound(cluster__device="cuda"), Facts(cuda=True, gpus=None)) == []
+    [problem] = check(sound(cluster__device="cuda"), Facts(cuda=True, gpus=0))
+    assert problem.startswith("cluster.device=cuda: this machine has no GPU") and "cluster.ray_address" in problem
+    [problem] = check(sound(trainer__n_gpus_per_node=4), Facts(cuda=True, gpus=2))
+    assert problem.startswith("trainer.n_gpus_per_node=4: this machine has 2 GPUs; set 2")
+
+
+def test_a_folder_that_nothing_can_be_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    config = sound(trainer__default_local_dir=str(tmp_path / "file" / "runs"))
+    [problem] = [p for p in check(config, read_facts(config)) if p.startswith("trainer.default_local_dir")]
+    assert f"{tmp_path}/file can't be written to (Not a directory)" in problem
+    config = sound(trainer__default_local_dir=str(tmp_path / "new"))
+    assert read_facts(config).unwritable is None and not (tmp_path / "new").exists()
+
+
+def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
+    """In a process of its own: the hub's address is read when its library is imported."""
+    code = """if True:
+        import os, time, sys
+        from pathlib import Path
+        from rlfuse.config.facts import read_facts
+        from rlfuse.config.schema import Config
+        config = Config()
+        config.data.train_files, config.model.path = [], "some/policy"
+        config.ref.path, config.reward.model_path = "some/reference", "some/policy"
+        began = time.monotonic()
+        for name, why in read_facts(config).model_problems.items():
+            print(name, why)
+        assert time.monotonic() - began < 8, "a download tries again for half a minute"
+        kept = Path(os.environ["HF_HOME"], "hub", "models--some--policy")
+        (kept / "snapshots" / "a").mkdir(parents=True), (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("a")
+        (kept / "snapshots" / "a" / "config.json").write_text('{"max_position_embeddings": 77}')
+        (kept / "snapshots" / "a" / "model.safetensors").touch()
+        config.ref.path = None
+        assert read_facts(config).context_length == 77, "what failed before is asked again"
+        assert "transformers" not in sys.modules"""
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert [line.split()[0] for line in told.stdout.splitlines()] == ["model.path", "ref.path"]
+    assert told.stdout.count("can't be reached") == 2
+
+
+def test_mistakes_of_several_parts_are_told_together():
+    mistakes = Mistakes()
+    mistakes.tell()
+    with mistakes.noted():
+        raise DataError("a row is wrong")
+    with pytest.raises(DataError, match="a row is wrong"):
+        mistakes.tell()
+    with mistakes.noted():
+        raise ConfigError(["one key", "another"])
+    with pytest.raises(ConfigError) as error:
+        mistakes.tell()
+    assert error.value.problems == ["a row is wrong", "one key", "another"]
+    with pytest.raises(ValueError, match="a defect"), mistakes.noted():
+        raise ValueError("a defect")

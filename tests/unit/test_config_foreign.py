@@ -9,11 +9,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rlfuse
+from rlfuse.cli import MODULES
 from rlfuse.config import foreign
 from rlfuse.config.checks import check
-from rlfuse.config.compose import ConfigError, read_command
+from rlfuse.config.compose import ConfigError, compose_job, read_command
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import NO_COUNTERPART, NO_COUNTERPART_WORDS, SAME_NAME, VERL, VERL_LEAVES, counterpart
@@ -62,7 +64,7 @@ FACTS = {
     "tokens are balanced over the ranks": lambda _: (
         [len(share) for share in balance([9, 3, 3, 3], 2)] in ([1, 3], [3, 1])
     ),
-    "to validate only": lambda _: not check_values({"trainer.total_training_steps": 1, "actor.optim.lr": 0.0}),
+    "to validate only": lambda _: importlib.util.find_spec(MODULES["eval"]) is not None,
     "prompts of a step are": lambda _: no_key("gen_batch_size") and "data.train_batch_size" in KNOWN,
     "all validation rows": lambda _: no_key("val_batch_size"),
     "the column is data_source": lambda _: says("data/rows.py", "data_source"),
@@ -138,25 +140,97 @@ RENAMED = {
     name: found.keys[0]
     for name, value in VERLS.items()
     if name not in KNOWN and value is not None
-    if (found := counterpart(name, KNOWN)) and found.keys and found.keys[0] in KNOWN and not found.note
+    if (found := counterpart(name, KNOWN)) and found.same and found.keys[0] in KNOWN
 }
 
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_a_default_of_verl_is_valid_under_the_name_to_write_instead(name):
-    key, value = by_name()[RENAMED[name]], VERLS[name]
-    value = float(value) if key.type.startswith("float") else value
+    key, typed = by_name()[RENAMED[name]], as_typed(VERLS[name])
+    written = counterpart(name, KNOWN).values.get(typed)
+    value = yaml.safe_load(written) if written else VERLS[name]
+    value = float(value) if key.type.startswith("float") and not written else value
     assert fits(value, key.type) and check_values({key.name: value}) == []
-    assert explain_override(f"{name}={as_typed(value)}").endswith(f"write {key.name}={as_typed(value)}")
+    if written:
+        with pytest.raises(ConfigError, match=re.escape(f"write {key.name}={written} (")):
+            read_command([f"{name}={typed}"])
+    elif not typed.startswith("~"):  # which a command line has to put into quotes
+        taken = read_command([f"{name}={typed}"])
+        assert taken.overrides == read_command([f"{key.name}={typed}"]).overrides
+        assert taken.told == [f"{name}={typed} -> {key.name}={typed}"]
 
 
 def test_same_names_with_other_meanings_are_told_to_users_of_verl_alone():
-    verls = ["actor_rollout_ref.rollout.n=4", "algorithm.kl_ctrl.target_kl=0.1"]
+    verls = ["actor_rollout_ref.rollout.n=4", "trainer.save_freq=-1", "trainer.default_local_dir=a"]
+    told = read_command(verls).told
+    assert told[0] == "actor_rollout_ref.rollout.n=4 -> rollout.n=4" and len(told) == 3
+    assert "trainer.save_freq=-1: a key here as in verl, but -1 saves at the end here" in told[2]
+    assert len(read_command(["trainer.save_freq=5", *verls[:1]]).told) == 1
+    assert read_command(verls[1:]).told == [] and set(SAME_NAME) <= KNOWN & set(VERLS)
+
+
+def test_a_number_of_another_unit_is_refused_beside_names_of_verl():
+    other_unit = ["algorithm.kl_ctrl.target_kl=0.1", "algorithm.use_kl_in_reward=true"]
+    with pytest.raises(ConfigError, match=r"the KL of a whole response here, of a token in verl.* use the names here"):
+        read_command(["actor_rollout_ref.rollout.n=4", *other_unit])
+    assert read_command(other_unit).overrides == other_unit
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["rollout.n=4", "actor_rollout_ref.rollout.n=8"], "rollout.n=4 gives rollout.n another value"),
+        (
+            ["actor_rollout_ref.rollout.prompt_length=8", "data.max_prompt_length=9"],
+            "actor_rollout_ref.rollout.prompt_length=8 gives data.max_prompt_length another value",
+        ),
+    ],
+)
+def test_two_names_that_give_a_key_different_values_are_refused(words, part, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        read_command(words)
+    (tmp_path / "job.yaml").write_text("\n".join(word.replace("=", ": ") for word in words))
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        read_command([str(tmp_path / "job.yaml")])
+    same = ["rollout.n=4", "+actor_rollout_ref.rollout.n=4"]
+    assert read_command(same).overrides == ["rollout.n=4", "rollout.n=4"]
+
+
+def test_a_job_file_may_use_verls_names(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "experiment: quickstart\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {n: 3, enforce_eager: true}\n"
+        "  actor.optim.lr: 1e-4\n"
+        "reward_model.num_workers: 2\n"
+    )
+    job = compose_job([str(path), "actor_rollout_ref.rollout.temperature=0.5"])
+    assert (job.rollout.n, job.rollout.temperature, job.actor.optim.lr) == (3, 0.5, 1e-4)
+    assert job.rollout.engine_kwargs.enforce_eager is True and job.reward.num_workers == 2
+    told = read_command([str(path)]).told
+    assert told[0] == f"{path}:3: actor_rollout_ref.rollout.n=3 -> rollout.n=3" and len(told) == 4
+    path.write_text("actor_rollout_ref: {actor: {strategy: fsdp}, rollout.seed: 3}\n")
     with pytest.raises(ConfigError) as error:
-        read_command(verls)
-    assert "algorithm.kl_ctrl.target_kl: a key here as in verl, but the KL of a whole response" in str(error.value)
-    assert read_command(verls[1:]).overrides == verls[1:]
-    assert set(SAME_NAME) <= KNOWN & set(VERLS)
+        read_command([str(path)])
+    assert [each.split(": ")[1] for each in error.value.problems[:2]] == [
+        "actor_rollout_ref.actor.strategy",
+        "actor_rollout_ref.rollout.seed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reward_model.model.path",
+        "reward_model.overlong_buffer.len",
+        "reward.reward_kwargs.overlong_buffer_cfg.len",
+        "actor_rollout_ref.actor.optim.total_training_steps",
+    ],
+)
+def test_what_has_no_effect_in_verl_by_itself_has_none_here_unasked(name):
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}=9: verl's name; use .*in verl|by which verl"):
+        read_command([f"{name}=9"])
 
 
 def test_ulysses_is_named_wherever_verl_has_it():

@@ -1,9 +1,11 @@
 import dataclasses
 import io
+import re
 
 import pytest
 
 from rlfuse.config import foreign
+from rlfuse.config.compose import read_command
 from rlfuse.config.documentation import COLUMNS, by_name, help_text, keys, print_help
 from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
 from rlfuse.config.schema import Config
@@ -11,7 +13,7 @@ from rlfuse.config.valid_values import CHOICES, RANGES
 
 
 def test_every_key_is_documented_and_the_list_stays_short():
-    assert len(keys()) < 150
+    assert len(keys()) < 160
     assert [key.name for key in keys() if not key.text] == []
     assert len({key.name for key in keys()}) == len(keys())
 
@@ -59,6 +61,8 @@ def test_right_names_pass(text):
         ("rollout.temprature=1", "rollout.temperature"),
         ("seed=3", "data.seed"),
         ("data.trainfiles=[a]", "data.train_files"),
+        ("actor.optim.learning_rate=1e-4", "actor.optim.lr"),
+        ("critic.learning_rate=1e-4", "critic.optim.lr"),
     ],
 )
 def test_unknown_key_names_the_nearest(typed, meant):
@@ -80,7 +84,6 @@ def test_a_leaf_in_two_groups_lists_both():
         ("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", "model.path=Qwen/Qwen3-0.6B"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "rollout.engine_kwargs.seed=1"),
         ("critic.model.path=x", "critic.path=x"),
-        ("reward_model.model.path=x", "reward.model_path=x"),
         ("trainer.max_actor_ckpt_to_keep=3", "trainer.max_ckpt_to_keep=3"),
         ("num_generations=8", "rollout.n=8"),
         ("n_samples_per_prompt=8", "rollout.n=8"),
@@ -141,3 +144,37 @@ def test_a_value_of_the_wrong_type_says_what_is_needed():
     assert "needs a number; the default is actor.optim.lr=1e-06" in explain_value("actor.optim.lr", "abc")
     assert "reward.functions=[a:b]" in explain_value("reward.functions", "a:b")
     assert "a whole number or null" in explain_value("trainer.total_training_steps", "many")
+
+
+ADVICE = re.compile(r"(?<![\w.=])(\+{0,2}[a-z_]+(?:[./][a-z_]+)*=(?:\[[^\]]*\]|[^\s;,()`]+))")
+"""What a message says to type: KEY=VALUE."""
+MISTAKES = {
+    "removed": lambda key: explain_override(f"~{key.name}"),
+    "bare": lambda key: explain_override(key.name),
+    "added": lambda key: None if key.free else explain_override(f"+{key.name}={key.default_text}"),
+    "of another type": lambda key: explain_value(key.name, "[x,{y: 1}]"),
+    "one for a list": lambda key: explain_value(key.name, "x.parquet") if key.type.startswith("list[str") else None,
+}
+
+
+VALUES = {"int": "1", "float": "1", "bool": "true", "str": "a", "list": "[]", "dict": "{}"}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_message_says_to_type_can_be_typed(mistake):
+    advised = 0
+    for key in keys():
+        told = (MISTAKES[mistake](key) or "").replace(key.text.rstrip("."), "")
+        value = next(value for kind, value in VALUES.items() if key.type.startswith(kind))
+        for typed in ADVICE.findall(told.partition(": ")[2]):
+            assert read_command([typed.replace("VALUE", value)]).overrides, told
+            advised += 1
+    assert advised >= 4
+
+
+def test_advice_about_presets_and_files_can_be_typed():
+    for typed in ("~experiment", "~algorithm", "~fusion", "quickstart", "rollout.n"):
+        for advice in ADVICE.findall(explain_override(typed).partition(": ")[2]):
+            assert read_command([advice.replace("VALUE", "1")]).overrides
+    assert "experiment=null" in explain_override("~experiment")
+    assert explain_override("~rollout.engine_kwargs.seed") is None, "which Hydra can do"

@@ -1,0 +1,163 @@
+"""What a change of each setting means to a run that is resumed: the table, and what differs between two configurations.
+
+Role: `rlfuse.acceptance` asks before a job starts; `config.yaml` of the run folder is the one side, the job's own
+configuration the other. Pure. Invariants: every key of the schema is in one class, by its own name or that of its
+group; a key that is new and in no listed group is in none, and the tests say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.documentation import as_typed, by_name
+
+
+class Effect(Enum):
+    """What becomes of a change; the value is told to the user, of keys."""
+
+    BESIDE = "take effect at once, beside the training"
+    NEXT_STEP = "take effect from the next step on"
+    EXPERIMENT = "take effect, but before and after are then no longer one experiment"
+    FIXED = "can't change in a run"
+
+
+_LAYOUT = ("actor.zero_stage", "training.pipeline_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+"""How optimizer state is cut up."""
+
+TABLE: tuple[tuple[Effect, str, str], ...] = (
+    (Effect.BESIDE, "names the run folder", "trainer.project_name trainer.experiment_name trainer.job_name "
+     "trainer.default_local_dir"),
+    (Effect.BESIDE, "where to go on from", "trainer.resume_mode"),
+    (Effect.BESIDE, "what is logged, and when to call for a person", "trainer.logger trainer.wandb_mode "
+     "trainer.log_samples trainer.log_val_generations trainer.timeline_freq video.log_clips alerts"),
+    (Effect.BESIDE, "when to validate and to save", "trainer.val_before_train trainer.test_freq trainer.save_freq "
+     "trainer.max_ckpt_to_keep trainer.preemption_grace_s"),
+    (Effect.BESIDE, "memory, processes and time limits", "rollout.gpu_memory_utilization rollout.kv_cache_memory_mb "
+     "rollout.max_num_seqs rollout.weight_transfer rollout.kv_transfer rollout.update_weights_bucket_mb "
+     "reward.engine_kwargs reward.device reward.batch_items reward.batch_age_s reward.num_workers reward.memory_mb "
+     "reward.timeout_s video.encoder_ranks video.cache_mb video.disk_cache video.decode_workers "
+     "video.decode_timeout_s cluster"),
+    (Effect.BESIDE, "what the run puts up with", "rollout.on_mismatch reward.max_failure_rate video.max_failure_rate "
+     "model.trust_remote_code"),
+    (Effect.NEXT_STEP, "how long it trains", "trainer.total_epochs trainer.total_training_steps"),
+    (Effect.NEXT_STEP, "how large the optimizer's steps are", "actor.optim critic.optim actor.grad_clip "
+     "actor.grad_accum_dtype trainer.critic_warmup"),
+    (Effect.NEXT_STEP, "weights and bounds in the loss", "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high "
+     "actor.clip_ratio_c actor.entropy_coeff actor.kl_loss_coef critic.cliprange_value algorithm.kl_coef_by_source "
+     "algorithm.rollout_is_threshold"),
+    (Effect.NEXT_STEP, "a new coefficient is where the controller starts again", "algorithm.kl_ctrl"),
+    (Effect.NEXT_STEP, "when and where work runs, never what is computed", "fusion.training fusion.policy "
+     "fusion.credit_samples fusion.credit_mb training.ulysses_sequence_parallel_size training.split_backward "
+     "training.activation_memory rollout.tensor_model_parallel_size actor.ppo_max_token_len_per_gpu "
+     "actor.ppo_micro_batch_size_per_gpu model.use_remove_padding model.enable_gradient_checkpointing"),
+    (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
+    (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
+    (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.prompt_key "
+     "data.truncation data.filter_overlong_prompts data.max_prompt_length"),
+    (Effect.EXPERIMENT, "another order: some prompts of this epoch come twice, others not at all",
+     "data.shuffle data.seed"),
+    (Effect.EXPERIMENT, "another batch; the place in the data is counted in batches", "data.train_batch_size "
+     "rollout.n fusion.data fusion.excess"),
+    (Effect.EXPERIMENT, "another number of updates by a batch", "actor.ppo_mini_batch_size actor.ppo_epochs"),
+    (Effect.EXPERIMENT, "responses are drawn otherwise", "data.max_response_length rollout.temperature rollout.top_p "
+     "rollout.top_k rollout.min_p rollout.stop rollout.engine_kwargs"),
+    (Effect.EXPERIMENT, "held-out scores before and after can't be compared", "data.val_files rollout.val_kwargs"),
+    (Effect.EXPERIMENT, "another reward: values before and after can't be compared", "reward.functions reward.weights "
+     "reward.model_path reward.model_dtype reward.overlong_buffer"),
+    (Effect.EXPERIMENT, "another advantage", "algorithm.adv_estimator algorithm.gamma algorithm.lam "
+     "algorithm.norm_adv_by_std_in_grpo algorithm.filter_groups"),
+    (Effect.EXPERIMENT, "another loss", "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.old_log_probs "
+     "actor.loss_mode actor.loss_agg_mode actor.use_kl_loss actor.kl_loss_type"),
+    (Effect.EXPERIMENT, "another reference to stay near", "ref.path"),
+    (Effect.EXPERIMENT, "the model sees other frames", "video.sampling video.max_tokens video.levels video.fps_general "
+     "video.fps_detail video.fps_motion video.task video.frames video.tokens_per_frame"),
+    (Effect.FIXED, "weights are the checkpoint's", "model.path critic.path"),
+    (Effect.FIXED, "weights and optimizer state are kept so", "model.dtype actor.offload_optimizer"),
+    (Effect.FIXED, "what is trained, and beside which engine", "trainer.task video.freeze_tower rollout.name"),
+    (Effect.FIXED, "optimizer state is cut up so", " ".join(_LAYOUT)),
+)  # fmt: skip
+"""(effect, what it means, keys and groups of keys)."""
+
+_BY_NAME = {name: (effect, reason) for effect, reason, names in TABLE for name in names.split()}
+_PATHS = ("data.train_files", "data.val_files", "video.disk_cache", "trainer.default_local_dir")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that differs."""
+
+    key: str
+    was: Any
+    now: Any
+    effect: Effect
+    reason: str
+
+
+def rule(key: str) -> tuple[Effect, str]:
+    """The class of a key and what a change means; KeyError for one that the table lacks."""
+    group = key
+    while group not in _BY_NAME and "." in group:
+        group = group.rpartition(".")[0]
+    return _BY_NAME[group]
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """What differs between two configurations as they stand in `config.yaml`, in the order of the schema.
+
+    A key that one does not have, as it is older, has its default there.
+    """
+    before, after = _settings(was), _settings(now)
+    return [
+        Change(key, before[key], value, *_judged(key, before, after))
+        for key, value in after.items()
+        if _same_place(key, before[key]) != _same_place(key, value)
+    ]
+
+
+def _judged(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Effect, str]:
+    """As `rule`, where the values matter too."""
+    effect, reason = rule(key)
+    if key in _LAYOUT and _loads(before, after):
+        return Effect.NEXT_STEP, "where work runs; the checkpoint can be loaded so"
+    if key == "algorithm.adv_estimator" and "gae" in (before[key], after[key]):
+        return Effect.FIXED, "with a critic or without: the checkpoint is of the other"
+    return effect, reason
+
+
+def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether trainers of the one layout load what those of the other saved."""
+    stages = "training.pipeline_parallel_size"
+    zero = {each["actor.zero_stage"] for each in (before, after)}
+    if len(zero) > 1 and zero != {1, 2}:  # these two cut it up alike
+        return False
+    slots = {each["trainer.nnodes"] * each["trainer.n_gpus_per_node"] for each in (before, after)}
+    return min(before[stages], after[stages]) > 1 or (before[stages] == after[stages] and len(slots) == 1)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Full name -> value, of every key."""
+    found = {}
+    for name, key in by_name().items():
+        value: Any = config
+        for part in name.split("."):
+            value = value.get(part, key.default) if isinstance(value, Mapping) else key.default
+        found[name] = value
+    return found
+
+
+def _same_place(key: str, value: Any) -> Any:
+    """`value` with paths made absolute, by which the same file is known."""
+    if key not in _PATHS or not value:
+        return value
+    return [str(Path(path).absolute()) for path in value] if isinstance(value, list) else str(Path(value).absolute())
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value for the table: as it is typed, without the middle of a long one."""
+    text = " ".join(as_typed(value).split())
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"

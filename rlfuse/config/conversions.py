@@ -1,0 +1,223 @@
+"""What settings of verl become whose values change on the way, or that need a look at others.
+
+Role: pure data and functions for `translate.py`; names that change alone, and reasons why something has no counterpart,
+are in foreign.py. A function here gets the value and all that the command sets, and returns settings of ours, or why
+there is none: a text for the reader, empty where nothing is lost. Invariant: what a command leaves open is verl's
+default, so `DEFAULTS` has every key whose default differs here and that decides what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Given = Mapping[str, Any]
+Outcome = dict[str, Any] | str
+"""Key -> value; or what to say."""
+
+DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 1024,
+    "actor.ppo_mini_batch_size": 256,
+    "model.enable_gradient_checkpointing": True,
+    "rollout.tensor_model_parallel_size": 2,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": 0,
+    "trainer.test_freq": -1,
+    "trainer.max_ckpt_to_keep": None,
+}
+"""verl's, under our names, where ours differ."""
+
+AS_HERE = {
+    "data.train_files": "required",
+    "data.val_files": "none here, a file of verl's examples there",
+    "model.path": "required",
+    "critic.path": "the actor's model",
+    "trainer.project_name": "a name",
+    "trainer.experiment_name": "a name",
+    "trainer.default_local_dir": "where runs are kept",
+    "trainer.logger": "what is shown",
+    "trainer.log_val_generations": "what is shown",
+    "rollout.name": "there is one engine",
+    "rollout.update_weights_bucket_mb": "memory",
+    "reward.num_workers": "processes",
+    "data.seed": "null is no number of anyone",
+    "cluster.device": "auto finds GPUs",
+    "actor.kl_loss_type": "k3 is low_var_kl",
+    "algorithm.kl_penalty": "k1 is kl",
+    "actor.clip_ratio_low": "null is clip_ratio",
+    "actor.clip_ratio_high": "null is clip_ratio",
+    "algorithm.kl_ctrl.target_kl": "without effect under kl_ctrl.type=fixed, verl's default",
+    "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
+    "video.freeze_tower": "towers of clips are trained when asked for",
+    "data.max_prompt_length": "the same number under another name",
+    "data.max_response_length": "the same number under another name",
+}
+"""Keys whose default differs as well -> why it stays ours."""
+
+OVERLONG = (
+    "reward_model.overlong_buffer",
+    "custom_reward_function.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+ROLLOUT_IS = ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
+REWARD = ("custom_reward_function", "reward.custom_reward_function")
+NO_RESUME = "checkpoints of verl can't be resumed here"
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
+
+
+def per_rank(value: Any, given: Given) -> Outcome:
+    """Sequences of all ranks -> of one."""
+    slots = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", DEFAULTS["trainer.n_gpus_per_node"])
+    return {"actor.ppo_micro_batch_size_per_gpu": max(1, value // slots)} if isinstance(value, int) else ""
+
+
+def adaptive(value: Any, given: Given) -> Outcome:
+    """kl_ctrl.type."""
+    if value == "fixed":
+        return {"algorithm.kl_ctrl.target_kl": None}
+    target = given.get("algorithm.kl_ctrl.target_kl", 0.1)
+    return f"set algorithm.kl_ctrl.target_kl to {target} times the tokens of a usual response; verl's is per token"
+
+
+def share_of_steps(value: Any, given: Given) -> Outcome:
+    """lr_warmup_steps_ratio."""
+    if not value or given.get("actor_rollout_ref.actor.optim.lr_warmup_steps", -1) >= 0:
+        return ""
+    if steps := given.get("trainer.total_training_steps"):
+        return {"actor.optim.lr_warmup_steps": int(value * steps)}
+    return f"set actor.optim.lr_warmup_steps to {value} times the optimizer steps of the run"
+
+
+def importance(value: Any, given: Given) -> Outcome:
+    """rollout_is: verl's threshold counts only with it."""
+    if value in (None, False, "null"):
+        return ""
+    if value not in (True, "token"):
+        return f"weights are per token here; algorithm.rollout_is_threshold turns them on ({value} in verl)"
+    default = 2.0
+    names = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold")
+    return {"algorithm.rollout_is_threshold": next((given[name] for name in names if name in given), default)}
+
+
+def dynamic_sampling(value: Any, given: Given) -> Outcome:
+    """filter_groups: on or off is another key in verl, and 0 batches are any number."""
+    most = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
+    if not given.get("algorithm.filter_groups.enable", False):
+        return {"algorithm.filter_groups.max_num_gen_batches": 0}
+    if most > 0:
+        return {"algorithm.filter_groups.max_num_gen_batches": most}
+    return "set algorithm.filter_groups.max_num_gen_batches to a number: 0, no limit in verl, turns it off here"
+
+
+def own_reward(value: Any, given: Given) -> Outcome:
+    """A file and a name are one entry here."""
+    group = next((group for group in REWARD if given.get(f"{group}.path")), None)
+    if group is None:
+        return ""
+    path = f"{given[f'{group}.path']}:{given.get(f'{group}.name') or 'compute_score'}"
+    start = f"{group}.reward_kwargs."
+    kwargs = {name.removeprefix(start): option for name, option in given.items() if name.startswith(start)}
+    return {"reward.functions": [{"path": path, "kwargs": kwargs} if kwargs else path]}
+
+
+def reward_model(value: Any, given: Given) -> Outcome:
+    """A path turns it on here, `enable` does in verl."""
+    on = given.get("reward_model.enable") or given.get("reward.reward_model.enable")
+    paths = (given.get(name) for name in ("reward_model.model.path", "reward.reward_model.model_path"))
+    path = next((path for path in paths if path), None)
+    if path and not on:
+        return "without effect in verl, where reward_model.enable is not true"
+    return {"reward.model_path": path} if path else ""
+
+
+def overlong(value: Any, given: Given) -> Outcome:
+    """A length above 0 turns it on here, `enable` does in verl."""
+    group = next(group for group in OVERLONG if f"{group}.enable" in given or f"{group}.len" in given)
+    on = given.get(f"{group}.enable", False)
+    return {"reward.overlong_buffer.len": given.get(f"{group}.len", 0) if on else 0}
+
+
+def run_folder(value: Any, given: Given) -> Outcome:
+    """verl's is the run's own, ours that of all."""
+    names = [given.get("trainer.project_name"), given.get("trainer.experiment_name")]
+    end = "/" + "/".join(map(str, names))
+    if isinstance(value, str) and value.rstrip("/").endswith(end):
+        return {"trainer.default_local_dir": value.rstrip("/").removesuffix(end)}
+    return "the run's own folder in verl; here trainer.default_local_dir/PROJECT/EXPERIMENT" if value else ""
+
+
+def greedy(value: Any, given: Given) -> Outcome:
+    """val_kwargs.do_sample."""
+    return {"rollout.val_kwargs.temperature": 0.0} if value is False else ""
+
+
+def validation_temperature(value: Any, given: Given) -> Outcome:
+    """Without effect in verl where do_sample is false."""
+    return "" if given.get(f"{VALIDATION}.do_sample") is False else {"rollout.val_kwargs.temperature": value}
+
+
+def loggers(value: Any, given: Given) -> Outcome:
+    """Of verl's, those that are here."""
+    names = [value] if isinstance(value, str) else list(value or [])
+    return {"trainer.logger": [name for name in names if name in ("console", "wandb", "tensorboard")]}
+
+
+def resumed(value: Any, given: Given) -> Outcome:
+    """auto and disable are verl's words, too."""
+    return (
+        {"trainer.resume_mode": value} if value in ("auto", "disable") else "verl's checkpoints can't be resumed here"
+    )
+
+
+def unless(value: Any, key: str, to: Any, nothing: Any) -> Outcome:
+    """`to` for `key`, but for a value that asks for nothing."""
+    return "" if value == nothing or value is None else {key: to}
+
+
+CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
+    "algorithm.kl_ctrl.type": adaptive,
+    "algorithm.kl_ctrl.target_kl": lambda value, given: "",
+    "actor_rollout_ref.actor.optim.total_training_steps": lambda value, given: "",  # verl puts the run's own there
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": share_of_steps,
+    "actor_rollout_ref.actor.optim.warmup_style": lambda value, _: unless(
+        value, "actor.optim.lr_scheduler_type", value, None
+    ),
+    "algorithm.rollout_correction.rollout_is": importance,
+    "algorithm.rollout_is": importance,
+    "algorithm.rollout_correction.rollout_is_threshold": lambda value, given: "",
+    "algorithm.rollout_correction.bypass_mode": lambda value, _: unless(
+        value, "algorithm.old_log_probs", "engine", False
+    ),
+    "algorithm.filter_groups.enable": dynamic_sampling,
+    "algorithm.filter_groups.max_num_gen_batches": dynamic_sampling,
+    **{f"{group}.{leaf}": own_reward for group in REWARD for leaf in ("path", "name")},
+    "reward_model.enable": reward_model,
+    "reward_model.model.path": reward_model,
+    "reward.reward_model.enable": reward_model,
+    "reward.reward_model.model_path": reward_model,
+    **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
+    "trainer.default_local_dir": run_folder,
+    "trainer.save_freq": lambda value, _: {"trainer.save_freq": 0 if value == -1 else value},
+    "trainer.logger": loggers,
+    "trainer.resume_mode": resumed,
+    "trainer.resume_from_path": lambda value, _: NO_RESUME if value else "",
+    "actor_rollout_ref.rollout.do_sample": lambda value, _: (
+        "" if value else "training compares responses that were drawn; rollout.temperature must be above 0"
+    ),
+    f"{VALIDATION}.do_sample": greedy,
+    f"{VALIDATION}.temperature": validation_temperature,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": lambda value, _: unless(
+        value, "training.ulysses_sequence_parallel_size", value, 1
+    ),
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": lambda value, _: unless(
+        value, "training.ulysses_sequence_parallel_size", value, 1
+    ),
+    "actor_rollout_ref.actor.fsdp_config.full_determinism": lambda value, _: unless(
+        value, "trainer.deterministic", True, False
+    ),
+    "reward_model.rollout.name": lambda value, _: unless(value, "reward.model_backend", value, None),
+    "reward.reward_model.rollout.name": lambda value, _: unless(value, "reward.model_backend", value, None),
+}

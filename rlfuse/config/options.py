@@ -1,0 +1,141 @@
+"""Hydra's own options among settings and the job file, in any order; groups of presets that a user brings along.
+
+Role: `compose.read_command` hands a command line over before names are judged, and gets it sorted. What an option means
+is Hydra's to say: its parser reads them, and gets them back in its own spelling. Also what its optional packages are
+called, for those who ask for one that is missing. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.documentation import groups
+from rlfuse.config.keys import PRESET_GROUPS, did_you_mean, parse_override
+
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+PLUGINS = {
+    "hydra/launcher": {
+        "joblib": "hydra-joblib-launcher",
+        "ray": "hydra-ray-launcher",
+        "ray_aws": "hydra-ray-launcher",
+        "rq": "hydra-rq-launcher",
+        "submitit_local": "hydra-submitit-launcher",
+        "submitit_slurm": "hydra-submitit-launcher",
+    },
+    "hydra/sweeper": {
+        "ax": "hydra-ax-sweeper",
+        "nevergrad": "hydra-nevergrad-sweeper",
+        "optuna": "hydra-optuna-sweeper",
+    },
+}
+"""Group of Hydra -> its choices that come in packages of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """A command line by kind; nothing in it is judged yet."""
+
+    words: list[str]
+    """Settings and presets."""
+    files: list[Path]
+    """Job files, of which there may be one."""
+    options: list[str]
+    """Hydra's, as it reads them."""
+    folder: Path | None
+    """Of the user's own presets: --config-dir."""
+    completes: bool
+    """Whether a shell asks what could be typed next."""
+
+
+def sort_out(argv: list[str]) -> Sorted:
+    """Take a command line apart."""
+    parser = get_args_parser()
+    parser.error = _refuse
+    parsed = parser.parse_intermixed_args(_with_choice(argv))
+    words = [] if parsed.shell_completion else [word for word in parsed.overrides if _names_file(word)]
+    files = [Path(word) for word in words]
+    if parsed.config_path is not None:
+        raise ConfigError([f"--config-path {parsed.config_path}: can't be changed; name your folder with --config-dir"])
+    if parsed.config_name not in (None, "config"):
+        files.append(Path(parsed.config_dir or ".") / f"{parsed.config_name.removesuffix('.yaml')}.yaml")
+    settings = [word for word in parsed.overrides if word not in words]
+    return Sorted(settings, files, _spelled(parsed), _folder(parsed.config_dir), parsed.shell_completion)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError([f"{message}; options are Hydra's (--multirun, --cfg job, --info), settings KEY=VALUE"])
+
+
+def _names_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) and ("=" not in word or Path(word).is_file())  # folders of sweeps have some
+
+
+def _with_choice(argv: list[str]) -> list[str]:
+    """`--info` followed by a setting or a file means all of it; argparse would take what follows for its choice."""
+    words = list(argv)
+    for at, (word, following) in enumerate(itertools.pairwise(argv)):
+        if word in ("--info", "-i") and following not in INFO and not following.startswith("-"):
+            words[at] = "--info=all"
+    return words
+
+
+def _spelled(parsed: Namespace) -> list[str]:
+    """The options given, but for those that name folders and files."""
+    given = {name: value for name, value in vars(parsed).items() if value not in (None, False)}
+    modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in given]
+    if len(modes) > 1:
+        raise ConfigError([f"{' '.join(modes)}: are different things to do; leave all but one out"])
+    if parsed.resolve and not parsed.cfg:
+        raise ConfigError(["--resolve: says how --cfg prints the job; write --cfg job --resolve"])
+    flags = {name.replace("_", "-"): value for name, value in given.items()}
+    kept = flags.keys() - {"overrides", "config-dir", "config-name", "config-path"}
+    return [f"--{name}" if flags[name] is True else f"--{name}={flags[name]}" for name in flags if name in kept]
+
+
+def _folder(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    folder = Path(os.path.expanduser(name)).resolve()
+    if not folder.is_dir():
+        raise ConfigError([f"--config-dir {name}: there is no such folder; correct the path"])
+    return folder
+
+
+def own_groups(folder: Path | None) -> frozenset[str]:
+    """The folder's groups of presets: `lengths` where there is lengths/long.yaml."""
+    if folder is None:
+        return frozenset()
+    found = {path.parent.relative_to(folder).as_posix() for path in folder.glob("*/**/*.yaml")}
+    return frozenset(group for group in found if group.partition("/")[0] not in (*PRESET_GROUPS, "hydra"))
+
+
+def as_own_group(word: str, own: frozenset[str]) -> str | None:
+    """`lengths=long`, with or without `+`, as Hydra takes it; None for what is no choice from such a group.
+
+    A file's settings are those of the job, as in conf/, unless the group is called as one of ours: then they are in it.
+    """
+    override = parse_override(word)
+    group, _, package = override.name.partition("@")
+    if group not in own or override.value is None or override.sign == "~":
+        return None
+    package = package or ("" if group in groups() else "_global_")
+    return f"+{group}@{package}={override.value}" if package else f"+{group}={override.value}"
+
+
+def explain_choice(group: str, choice: str, choices: list[str]) -> str:
+    """One line about a preset that is not there. `choices`: those that are."""
+    packages = {name: package for name, package in PLUGINS.get(group, {}).items() if name not in choices}
+    if choice in packages:
+        return f"{group}={choice}: comes in a package that is not installed; pip install {packages[choice]}"
+    near = did_you_mean(choice, [*choices, *packages]) or "; take one of these"
+    more = "".join(f", {name} (pip install {package})" for name, package in packages.items())
+    kind = "plugin" if group in PLUGINS else "preset"
+    return f"{group}={choice}: there is no such {kind}; {kind}s: {', '.join(choices)}{more}{near}"

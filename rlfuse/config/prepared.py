@@ -1,0 +1,27 @@
+"""Where `rlfuse prepare` writes each bundled task: what experiments and ready jobs read.
+
+Role: plain data, shared by rlfuse/tasks/prepare.py, which writes there, and checks.py, whose messages about missing
+files name the command that makes them. The files of conf/experiment and jobs/ name the same folders; a test compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDERS = {
+    "quickstart": Path(".cache/rlfuse/remainder"),
+    "preferences": Path(".cache/rlfuse/preferences"),
+    "judge": Path(".cache/rlfuse/judge"),
+    "long_video": Path(".cache/rlfuse/clips"),
+    "gsm8k": Path("data/gsm8k"),
+}
+"""From the current directory."""
+
+
+def command_for(path: str | None) -> str | None:
+    """The command that writes `path`; None where it is in no folder of a bundled task."""
+    if path is None:
+        return None
+    return next(
+        (f"rlfuse prepare {task}" for task, folder in FOLDERS.items() if Path(path).is_relative_to(folder)), None
+    )

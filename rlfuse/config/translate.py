@@ -1,0 +1,299 @@
+"""`rlfuse translate FILE | - | -- WORDS`: a job file from a verl script, its YAML, or the words of its command line.
+
+Role: reads what the command sets (shell.py), gives each setting its name and value here (foreign.py, conversions.py)
+and prints YAML that `rlfuse train` takes, with a comment for each line that changed. Nothing is left out in silence:
+what only the reader can decide stands as a comment where it belongs, what has no counterpart at the end with the
+reason. What the command leaves open is verl's default. Nothing of the script is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.foreign import SAME_NAME, counterpart
+from rlfuse.config.keys import explain_value, fits, is_free
+from rlfuse.config.shell import Script, Word
+from rlfuse.config.types import SEVERAL
+from rlfuse.config.valid_values import CHOICES, RANGES, in_range
+
+USAGE = """\
+A job file from what verl is started with, on stdout:
+  rlfuse translate run_qwen2-7b_grpo.sh > my_job.yaml      a script that calls verl.trainer.main_ppo (it is not run)
+  rlfuse translate ppo_trainer.yaml > my_job.yaml          a configuration of verl
+  rlfuse translate -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
+  ... | rlfuse translate - > my_job.yaml                   either of the files from stdin
+Then look at its comments, and: rlfuse plan my_job.yaml; rlfuse train my_job.yaml
+"""
+COLUMNS = 118
+ENTRY = re.compile(r"(?:^|[./])main_\w+(?:\.py)?$")
+"""The program of verl or of one of its recipes: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
+SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
+REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
+GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
+
+
+@dataclass(slots=True)
+class Command:
+    """What verl would be given."""
+
+    origin: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Name in verl -> value."""
+    left: dict[str, str] = field(default_factory=dict)
+    """What can't be a setting -> why."""
+
+    def add(self, word: Word) -> None:
+        """Take one argument in."""
+        found = SETTING.fullmatch(word.text)
+        if found is None:
+            if not REDIRECTION.match(word.text):
+                self.left[word.text] = "is no setting (a configuration that it names is not read)"
+        elif word.unknown:
+            said = ", ".join(word.unknown)
+            self.left[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
+        else:
+            self.settings[found[1]] = _value(found[2])
+
+
+def _value(text: str) -> Any:
+    """As Hydra reads it; a text that it can't read stays one."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        return text if override.is_sweep_override() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        return text
+
+
+# What is given ------------------------------------------------------------------------------------------------------
+
+
+def read(arguments: list[str]) -> Command:
+    """Raises ConfigError for what holds no command of verl."""
+    if arguments[0] == "--":
+        return _of_words("words", [Word(text) for text in arguments[1:]])
+    if len(arguments) > 1 or "=" in arguments[0]:
+        raise ConfigError([f"{' '.join(arguments)}: takes one file; words of a command line stand behind --"])
+    name = arguments[0]
+    try:
+        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text()
+    except FileNotFoundError:
+        raise ConfigError([f"{name}: there is no such file; correct the path"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{name}: can't be read ({error})"]) from error
+    origin = "stdin" if name == "-" else Path(name).name
+    if name.endswith((".yaml", ".yml")):
+        return _of_yaml(origin, text)
+    found = [words for words in Script().commands(text) if any(ENTRY.search(word.text) for word in words)]
+    if len(found) == 1:
+        return _of_words(origin, found[0])
+    if name == "-" and not found:
+        return _of_yaml(origin, text)
+    problem = f"has {len(found)} commands that start verl" if found else "has no command that starts verl"
+    raise ConfigError([f"{name}: {problem} (verl.trainer.main_ppo KEY=VALUE ...); give the words of one behind --"])
+
+
+def _of_words(origin: str, words: list[Word]) -> Command:
+    start = next((at for at, word in enumerate(words) if ENTRY.search(word.text)), -1)
+    command = Command(origin)
+    before = ""
+    for word in words[start + 1 :]:
+        into = REDIRECTION.fullmatch(before)
+        if into is None or into[1]:  # a blank may stand between > and the file
+            command.add(word)
+        before = word.text
+    if not command.settings:
+        raise ConfigError([f"{origin}: no setting was found; they are written KEY=VALUE, as for verl.trainer.main_ppo"])
+    return command
+
+
+def _of_yaml(origin: str, text: str) -> Command:
+    try:
+        content = OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError([f"{origin}: is not valid YAML: {' '.join(str(error).split())[:300]}"]) from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])
+    command = Command(origin)
+    if "defaults" in content:
+        command.left["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
+    _take_leaves(command, content)
+    return command
+
+
+def _take_leaves(command: Command, content: DictConfig, prefix: str = "") -> None:
+    """Every setting of a configuration, with what its `${...}` stand for."""
+    for key, raw in OmegaConf.to_container(content).items():
+        name = f"{prefix}{key}"
+        if name.partition(".")[0] in ("defaults", "hydra") or key == "_target_" or raw == "???":
+            continue
+        try:
+            value = content[key]
+            if isinstance(value, DictConfig) and value:
+                _take_leaves(command, value, f"{name}.")
+            else:
+                command.settings[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException:
+            command.left[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
+
+
+# What becomes of it ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class JobFile:
+    """Lines of the file to be."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    """Key -> what is said behind it."""
+    open: list[tuple[str, str]] = field(default_factory=list)
+    """(setting of verl, what the reader has to decide)."""
+    without: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> settings of verl that have no counterpart for it."""
+
+    def set(self, key: str, value: Any, of: str, comment: str) -> None:
+        """One key, unless another setting gave it another value already. `of`: verl's, as typed."""
+        value = [value] if key in SEVERAL and isinstance(value, str) else value
+        known = by_name().get(key)
+        if known is not None and value is None and not known.type.endswith("| None"):
+            return  # in verl a value that comes from elsewhere
+        if known is not None and (problem := _problem(key, value)):
+            self.open.append((of, problem))
+        elif key in self.settings and self.settings[key] != value:
+            self.open.append(
+                (of, f"{key} is {as_typed(self.settings[key])} already, by {self.comments.get(key) or key}")
+            )
+        else:
+            self.settings[key] = value
+            self.comments.setdefault(key, comment)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if not fits(value, by_name()[key].type):
+        return explain_value(key, as_typed(value))
+    if key in CHOICES and not {*(value if isinstance(value, list) else [value])} <= {*CHOICES[key]}:
+        return f"{key} is one of {', '.join(CHOICES[key])}"
+    return f"{key} must be {RANGES[key]}" if key in RANGES and value is not None and not in_range(value, RANGES[key]) \
+        else None  # fmt: skip
+
+
+def translated(command: Command) -> JobFile:
+    """The job that means what the command does."""
+    job, given, later = JobFile(), command.settings, []
+    for name, value in given.items():
+        of = f"{name}={as_typed(value)}"
+        if name in CONVERSIONS:
+            outcome = CONVERSIONS[name](value, given)
+            if isinstance(outcome, str):
+                job.open += [(of, outcome)] if outcome else []
+                continue
+            for key, converted in outcome.items():
+                job.set(key, converted, of, "" if (key, converted) == (name, value) else of)
+        elif name in by_name() or is_free(name):
+            job.set(name, value, of, SAME_NAME[name] if name in SAME_NAME and value == -1 else "")
+        else:
+            later.append((name, value, of))
+    for name, value, of in later:
+        _elsewhere(job, name, value, of)
+    for reason, what in ((why, setting) for setting, why in command.left.items()):
+        job.open.append((what, reason))
+    _left_open(job, given, {_key(setting.partition("=")[0]) for setting in command.left})
+    return job
+
+
+def _elsewhere(job: JobFile, name: str, value: Any, of: str) -> None:
+    """A name that only verl has."""
+    found = counterpart(name, frozenset(by_name()))
+    if found is None or found.origin != "verl":
+        job.without.setdefault("nothing here is called so, or does that", []).append(of)
+    elif not found.keys:
+        job.without.setdefault(found.note, []).append(of)
+    elif found.same:
+        written = found.values.get(as_typed(value))
+        job.set(found.keys[0], value if written is None else yaml.safe_load(written), of, of if written else name)
+    elif value not in (None, False, {}, []) and job.settings.get(found.keys[0], _default(found.keys[0])) != value:
+        job.open.append((of, f"{found.keys[0]} here: {found.note}"))
+
+
+def _default(key: str) -> Any:
+    return by_name()[key].default if key in by_name() else None
+
+
+def _key(name: str) -> str:
+    """Ours, for what is called so in verl."""
+    found = None if name in by_name() else counterpart(name, frozenset(by_name()))
+    return found.keys[0] if found is not None and found.keys else name
+
+
+def _left_open(job: JobFile, given: dict[str, Any], left: set[str]) -> None:
+    """What the command leaves to verl: its defaults, and its choice of a reward by the data's source.
+
+    `left`: keys that it sets to a value that nobody knows here.
+    """
+    for key, value in DEFAULTS.items():
+        epochs = key == "trainer.total_epochs" and job.settings.get("trainer.total_training_steps") is not None
+        if key not in job.settings and key not in left and not epochs:
+            job.set(key, value, "", "verl's default")
+    if "reward.functions" not in job.settings and "reward.model_path" not in job.settings:
+        guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER
+        said = "verl chooses by data_source; take your own as [path/file.py:compute_score]"
+        job.set("reward.functions", [guess], "", said)
+
+
+# As text --------------------------------------------------------------------------------------------------------------
+
+
+def as_text(job: JobFile, origin: str) -> str:
+    """The file."""
+    lines = [f"# From {origin} by `rlfuse translate`. Behind a line stands what it was in verl, where it differs."]
+    order = {name: number for number, name in enumerate(by_name())}
+    for group in (name for name in groups() if "." not in name):
+        keys = sorted((key for key in job.settings if key.startswith(f"{group}.")), key=lambda key: order.get(key, 999))
+        lines += [f"{group}:"] * bool(keys)
+        for key in keys:
+            line = f"  {key.removeprefix(f'{group}.')}: {_yaml(job.settings[key])}"
+            comment = job.comments.get(key, "")
+            together = f"{line}  # {comment}"
+            lines += [together] if comment and len(together) <= COLUMNS else [*_said(comment, "  # "), line]
+    if job.open:
+        lines += ["", "# For you to decide:"]
+        lines += [line for of, why in job.open for line in _said(f"{of}: {why}", "#   ", "#     ")]
+    if job.without:
+        lines += ["", "# Without a counterpart:"]
+        for why, settings in job.without.items():
+            lines += _said(f"{', '.join(settings)}: {why}", "#   ", "#     ")
+    return "\n".join(lines) + "\n"
+
+
+def _said(text: str, first: str, others: str | None = None) -> list[str]:
+    wrapped = {"width": COLUMNS, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(" ".join(text.split()), initial_indent=first, subsequent_indent=others or first, **wrapped)
+
+
+def _yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def main(argv: list[str]) -> None:
+    """Print the job file."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    command = read(argv)
+    print(as_text(translated(command), command.origin), end="")

@@ -1,0 +1,340 @@
+"""Whether a job may begin: finished runs, other settings, names, and folders of runs that go on elsewhere."""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+
+import psutil
+import pytest
+import yaml
+
+from rlfuse import checkpoints
+from rlfuse.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.schema import Config
+from rlfuse.job import open_job
+from rlfuse.observe import status
+from rlfuse.recovery import recovered
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config()
+    config.model.path, config.algorithm.adv_estimator = "somewhere", "grpo"
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "mine"
+    config.trainer.total_training_steps, config.trainer.logger = 4, []
+    return config
+
+
+def changed(config, **settings):
+    """A copy with other settings: `actor__optim__lr=1`."""
+    config = dataclasses.replace(
+        config, **{field.name: dataclasses.replace(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    )
+    for name, value in settings.items():
+        *groups, leaf = name.split("__")
+        node = config
+        for group in groups:
+            setattr(node, group, dataclasses.replace(getattr(node, group)))
+            node = getattr(node, group)
+        setattr(node, leaf, value)
+    return config
+
+
+def leave(config, step, state="finished", rows=True):
+    """The folder of a run that came to this step and ended so."""
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    if rows:
+        (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, step + 1)))
+    if step:
+        kept = folder / f"global_step_{step}"
+        kept.mkdir()
+        (kept / "run.json").write_text(json.dumps({"step": step}))
+        (kept / checkpoints.MARKER).touch()
+    status.begin(folder, "rlfuse/mine", time.time())
+    if state == "finished":
+        (folder / "summary.json").write_text("{}")
+    if state != "running":
+        status.end(folder, state)
+    return folder
+
+
+@pytest.fixture
+def untouched(tmp_path):
+    """Nothing may be written, renamed or removed during the test once it has called this."""
+    before = []
+
+    def look():
+        return sorted((str(path), path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+
+    yield lambda: before.append(look())
+    assert before in ([], [look()])
+
+
+def test_the_same_settings_of_a_finished_run_leave_nothing_to_do(config, untouched, capsys):
+    folder = leave(config, 4)
+    untouched()
+    with pytest.raises(NothingToDo) as end:
+        accept(changed(config, trainer__logger=["wandb"], alerts__kl=1.0))
+    first, longer, another = str(end.value).splitlines()
+    assert first == f"{folder} finished after 4 steps on {time.strftime('%Y-%m-%d %H:%M')}: nothing to do."
+    assert longer.endswith("trainer.experiment_name=mine trainer.total_training_steps=8")
+    assert another.endswith("trainer.experiment_name=mine-2")
+    assert recovered(config, lambda job: pytest.fail("begun")) == folder and first in capsys.readouterr().out
+
+
+def test_a_finished_run_goes_on_when_it_is_to_be_longer_and_only_then(config):
+    folder = leave(config, 4)
+    accepted = accept(changed(config, trainer__total_training_steps=6, actor__optim__lr=1e-3))
+    assert accepted.checkpoint == folder / "global_step_4"
+    assert [change.key for change in accepted.changes] == ["actor.optim.lr", "trainer.total_training_steps"]
+    with pytest.raises(NothingToDo, match="nothing to do"):
+        accept(changed(config, trainer__total_training_steps=3))
+    with pytest.raises(RunRefused, match=r"finished after 4 steps, so that no change .* would take effect") as error:
+        accept(changed(config, actor__optim__lr=1e-3))
+    assert "actor.optim.lr  1e-06 -> 0.001" in str(error.value)
+    assert "train longer with them  rlfuse train ... trainer.experiment_name=mine trainer.total" in str(error.value)
+    with pytest.raises(RunRefused, match=r"model.path  somewhere -> elsewhere"):
+        accept(changed(config, trainer__total_training_steps=6, model__path="elsewhere"))
+
+
+def test_epochs_are_judged_once_the_data_is_there(config):
+    by_epochs = changed(config, trainer__total_training_steps=None)
+    leave(by_epochs, 4)
+    with pytest.raises(NothingToDo):
+        accept(by_epochs)
+    job = open_job(changed(by_epochs, trainer__total_epochs=2))
+    before = (job.folder / "config.yaml").read_text()
+    with pytest.raises(NothingToDo, match="is after step 4 already, and 3 are asked for"):
+        job.journal(3)
+    assert (job.folder / "config.yaml").read_text() == before
+    job.journal(8).close()
+    assert yaml.safe_load((job.folder / "config.yaml").read_text())["trainer"]["total_epochs"] == 2
+
+
+def test_a_run_that_died_at_its_end_is_closed_by_the_same_command(config):
+    leave(config, 4, state="failed")
+    assert accept(config).checkpoint.name == "global_step_4"
+    with pytest.raises(NothingToDo, match="after step 4 already, and 3 are asked for"):
+        accept(changed(config, trainer__total_training_steps=3))
+
+
+def test_what_may_not_change_is_refused_with_the_command_for_either(config, untouched, monkeypatch):
+    folder = leave(config, 2, state="stopped")
+    typed = "/venv/bin/python /venv/bin/rlfuse train my_job.yaml algorithm=ppo trainer.experiment_name=mine"
+    monkeypatch.setattr(sys, "orig_argv", typed.split())
+    untouched()
+    with pytest.raises(RunRefused) as error:
+        accept(changed(config, algorithm__adv_estimator="gae", data__seed=3, actor__optim__lr=1.0))
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{folder} holds a run with other settings, which it can't go on with. Nothing was touched."
+    assert [" ".join(line.split()[:4]) for line in lines[1:7] if "->" in line] == [
+        "algorithm.adv_estimator grpo -> gae",
+        "data.seed 1 -> 3",
+        "actor.optim.lr 1e-06 -> 1.0",
+    ]
+    given = "rlfuse train my_job.yaml algorithm=ppo trainer.experiment_name=mine"
+    assert lines[-2].endswith(f"  {given} algorithm.adv_estimator=grpo")
+    assert lines[-1].endswith(f"  {given}-2")
+
+
+def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
+    folder = leave(config, 2, state="stopped")
+    job = open_job(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32))
+    said = capsys.readouterr().out
+    assert f"goes on from {folder}/global_step_2 with settings that differ" in said
+    assert "  take effect, but before and after are then no longer one experiment:\n    data.train_batch_size" in said
+    assert "start another run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    assert not (folder / "changes.jsonl").exists()
+    job.journal(4).close()
+    rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 2, "key": "data.train_batch_size", "was": 64, "is": 32},
+        {"step": 2, "key": "actor.optim.lr", "was": 1e-6, "is": 1e-3},
+    ]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["actor"]["optim"]["lr"] == 1e-3
+    assert accept(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32)).told == ""
+
+
+def test_a_checkpoint_that_is_named_is_compared_too(config):
+    folder = leave(config, 2, state="stopped")
+    of = changed(config, trainer__resume_mode=str(folder / "global_step_2"), trainer__experiment_name="other")
+    accepted = accept(of)
+    assert accepted.changes == () and accepted.config.run_folder.name == "other"
+    with pytest.raises(RunRefused, match=r"go on from it .*model.dtype=bfloat16") as error:
+        accept(changed(of, model__dtype="float32"))
+    assert error.match("trainer.experiment_name=other-?2? trainer.resume_mode=auto")
+
+
+def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(config, untouched):
+    source, other = leave(config, 2, state="stopped"), changed(config, trainer__experiment_name="other")
+    folder = leave(changed(other, actor__optim__lr=1e-2), 4)
+    untouched()
+    path = source / "global_step_2"
+    with pytest.raises(RunRefused, match="global_step_2 is a checkpoint of another") as error:
+        accept(changed(other, trainer__resume_mode=str(path)))
+    assert error.match(f"{folder} holds a run already(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
+    assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
+
+
+def test_commands_can_be_pasted_for_sweeps_and_verls_names(config, monkeypatch):
+    from rlfuse.config.compose import compose_job
+
+    leave(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
+    python, swept = (
+        "/venv/bin/python /venv/bin/rlfuse train",
+        changed(config, trainer__experiment_name="s-actor.lr=1e-6"),
+    )
+
+    def told(words, accepted):
+        monkeypatch.setattr(sys, "orig_argv", f"{python} {words}".split())
+        with pytest.raises((NothingToDo, RunRefused)) as end:
+            accept(accepted)
+        lines = [line for line in str(end.value).splitlines() if "rlfuse train" in line]
+        return [shlex.split(line[line.index("rlfuse train") :])[2:] for line in lines]
+
+    longer, another = told("experiment=quickstart", swept)
+    assert compose_job(longer).trainer.experiment_name == "s-actor.lr=1e-6"
+    assert compose_job(another).trainer.experiment_name == "s-actor.lr=1e-6-2"
+    sweep = "-m experiment=quickstart actor.optim.lr=1e-6,1e-5"
+    assert told(sweep, swept)[0] == [*sweep.split(), "trainer.total_training_steps=8"], "the sweep names its runs"
+    go_on, _ = told(
+        "experiment=quickstart actor_rollout_ref.model.path=b",
+        changed(swept, model__path="b", trainer__total_training_steps=8),
+    )
+    assert compose_job(go_on).model.path == "somewhere"
+
+
+def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
+    leave(config, 2, state="stopped")
+    untouched()
+    with pytest.raises(RunRefused, match=r"resume_mode=disable finds nothing(.|\n)*resume_mode=auto(.|\n)*mine-2"):
+        accept(changed(config, trainer__resume_mode="disable"))
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_joined(config, untouched):
+    folder, sleeper = leave(config, 2, state="running"), subprocess.Popen(["sleep", "60"])
+    try:
+        running = dataclasses.replace(
+            status.read(folder), pid=sleeper.pid, created=psutil.Process(sleeper.pid).create_time()
+        )
+        status._write(folder, running)
+        job = open_job(changed(config, trainer__experiment_name="free"))
+        untouched()
+        with pytest.raises(RunRefused, match=f"goes on: process {sleeper.pid} on .*rlfuse watch .*mine"):
+            accept(config)
+        late = dataclasses.replace(job, folder=folder)  # accepted before the other began
+        with pytest.raises(RunRefused):
+            late.journal(4)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert accept(config).checkpoint.name == "global_step_2", "crashed now"
+
+
+def test_of_two_that_begin_at_once_one_does(config):
+    jobs, both, told = [open_job(config) for _ in range(2)], multiprocessing.Barrier(2), multiprocessing.Queue()
+
+    def begin(job):
+        both.wait()
+        try:
+            job.journal(4)
+            told.put("begun")
+        except RunRefused as error:
+            told.put("goes on" if "a run that goes on" in str(error) else str(error))
+        both.wait()  # neither has ended before
+
+    processes = [multiprocessing.get_context("fork").Process(target=begin, args=(job,)) for job in jobs]
+    for process in processes:
+        process.start()
+    assert sorted(told.get(timeout=30) for _ in processes) == ["begun", "goes on"]
+    for process in processes:
+        process.join()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_of_another_host_files_tell(config, monkeypatch, writes):
+    folder, alive = leave(config, 2, state="running"), threading.Event()
+    status._write(folder, dataclasses.replace(status.read(folder), host="another"))
+    monkeypatch.setattr("rlfuse.acceptance.SILENT_S", 1.0)
+
+    def write():
+        while not alive.wait(0.05):
+            (folder / "live.json").write_text("{}")
+
+    writer = threading.Thread(target=write)
+    if writes:
+        writer.start()
+    try:
+        with pytest.raises(RunRefused, match="on another") if writes else nullcontext():
+            assert accept(config).checkpoint.name == "global_step_2"
+    finally:
+        alive.set()
+        if writes:
+            writer.join()
+
+
+def test_a_run_without_a_name_gets_one_and_two_in_a_second_get_two(config):
+    unnamed = changed(config, trainer__experiment_name=None, trainer__job_name="my job")
+    first, second = accept(unnamed).config, accept(unnamed).config
+    assert first.run_folder != second.run_folder
+    for each in (first, second):
+        assert re.fullmatch(r"my_job-grpo-\d{8}-\d{6}(-2)?", each.trainer.experiment_name)
+    assert unnamed.trainer.experiment_name is None
+
+
+def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, capsys):
+    unnamed = changed(config, trainer__experiment_name=None)
+    folder = leave(config, 2, state="stopped")
+    other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
+    accepted = accept(changed(unnamed, trainer__save_freq=7))
+    assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
+    assert f"{folder} is the last run of this configuration: it goes on (" in capsys.readouterr().out
+    assert accept(changed(unnamed, actor__optim__lr=1e-3)).config.run_folder == other
+    assert accept(changed(unnamed, actor__optim__lr=1e-4)).config.run_folder not in (folder, other)
+    assert accept(changed(unnamed, trainer__resume_mode="disable")).checkpoint is None
+    status.end(folder, "finished")
+    with pytest.raises(NothingToDo) as end:
+        leave_at(folder, 4)
+        accept(unnamed)
+    assert str(end.value).splitlines()[-1].endswith("trainer.resume_mode=disable")
+
+
+def leave_at(folder, step):
+    (folder / "global_step_2").rename(folder / f"global_step_{step}")
+    (folder / f"global_step_{step}" / "run.json").write_text(json.dumps({"step": step}))
+
+
+def test_without_a_name_a_run_that_can_not_go_on_is_left_alone(config):
+    unnamed = changed(config, trainer__experiment_name=None)
+    folder = leave(config, 0, state="failed", rows=False)
+    assert accept(unnamed).config.run_folder == folder, "it never began"
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert accept(unnamed).config.run_folder != folder
+
+
+def test_a_name_that_nothing_came_of_is_given_back(tmp_path):
+    program = f"""
+from rlfuse.acceptance import accept
+from rlfuse.config.schema import Config
+config = Config()
+config.model.path, config.trainer.default_local_dir = "somewhere", {str(tmp_path)!r}
+print(accept(config).config.run_folder.exists())
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "True\n" and list((tmp_path / "rlfuse").iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_made_names_its_key(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer.default_local_dir: .*/file/.* can't be made"):
+        accept(changed(config, trainer__experiment_name=None, trainer__default_local_dir=str(tmp_path / "file")))

@@ -1,0 +1,331 @@
+"""`rlfuse translate`: what verl is started with becomes a job file that means the same, and nothing is lost."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlfuse import cli
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.conversions import AS_HERE, CONVERSIONS, DEFAULTS
+from rlfuse.config.documentation import by_name
+from rlfuse.config.facts import Facts
+from rlfuse.config.foreign import counterpart
+from rlfuse.config.shell import Script
+from rlfuse.config.translate import as_text, main, read, translated
+
+VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
+KNOWN = frozenset(by_name())
+
+GRPO = r"""set -x
+
+python3 -m verl.trainer.main_ppo \
+    data.train_files=$HOME/data/gsm8k/train.parquet \
+    data.val_files=$HOME/data/gsm8k/test.parquet \
+    data.train_batch_size=1024 \
+    data.val_batch_size=1312 \
+    data.max_prompt_length=512 \
+    data.max_response_length=512 \
+    algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.ppo_micro_batch_size=128 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size=128 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.rollout.val_kwargs.do_sample=False \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    trainer.critic_warmup=0 \
+    trainer.logger=['console','wandb'] \
+    trainer.project_name='verl_grpo_example_gsm8k' \
+    trainer.experiment_name='qwen2_7b' \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.save_freq=-1 \
+    trainer.total_epochs=15 $@
+"""
+
+PPO = r"""# Discliamer: the model used in the script is only for academic example,
+gsm8k_train_path=$HOME/data/gsm8k/train.parquet
+math_train_path=$HOME/data/math/train.parquet
+train_files="['$gsm8k_train_path', '$math_train_path']"
+test_files="['$HOME/data/gsm8k/test.parquet']"
+NNODES=${NNODES:-2}
+COMMON=(
+    algorithm.adv_estimator=gae      # PPO
+    data.train_files="$train_files"
+    data.val_files="$test_files"
+    # data.shuffle=False
+    trainer.nnodes=${NNODES}
+)
+if [ "$DEBUG" = 1 ]; then steps=2; else steps=100; fi
+
+python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
+    "${COMMON[@]}" \
+    data.train_batch_size=1024 \
+    data.max_prompt_length=$((512 * 2)) \
+    data.max_response_length=512 \
+    actor_rollout_ref.model.path="$HOME/models/Qwen2.5-3B-Instruct" \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.enforce_eager=False \
+    actor_rollout_ref.rollout.name=sglang \
+    critic.optim.lr=1e-5 \
+    critic.model.use_remove_padding=True \
+    critic.optim.lr_warmup_steps_ratio=0.05 \
+    critic.model.path="$HOME/models/Qwen2.5-3B-Instruct" \
+    critic.model.enable_gradient_checkpointing=False \
+    critic.ppo_micro_batch_size_per_gpu=32 \
+    reward_model.enable=True \
+    reward_model.model.path="$REWARD_MODEL" \
+    algorithm.use_kl_in_reward=True \
+    algorithm.kl_ctrl.type=adaptive \
+    algorithm.kl_ctrl.target_kl=0.1 \
+    +trainer.val_before_train=False \
+    trainer.logger='["console","swanlab","wandb"]' \
+    trainer.default_local_dir=checkpoints/a/b \
+    trainer.project_name=a trainer.experiment_name=b \
+    trainer.total_training_steps=$steps \
+    trainer.test_freq=10 $@
+"""
+
+
+def of(text, folder, name="run.sh"):
+    """The job file, and the checked job that it makes."""
+    (folder / name).write_text(text)
+    printed = as_text(translated(read([str(folder / name)])), name)
+    (folder / "job.yaml").write_text(printed)
+    return printed, to_config(compose_job([str(folder / "job.yaml")]), lambda _: Facts())
+
+
+def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/home/me")
+    printed, job = of(GRPO, tmp_path)
+    assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet"] and job.data.train_batch_size == 1024
+    assert (job.rollout.n, job.rollout.val_kwargs.temperature, job.algorithm.adv_estimator) == (5, 0.0, "grpo")
+    assert job.actor.ppo_micro_batch_size_per_gpu == 16, "128 over 8 ranks"
+    assert (job.actor.use_kl_loss, job.actor.kl_loss_type, job.actor.optim.lr) == (True, "low_var_kl", 1e-6)
+    assert (job.trainer.logger, job.trainer.save_freq, job.trainer.total_epochs) == (["console", "wandb"], 0, 15)
+    assert job.reward.functions == ["rlfuse.rewards.verifiers.numeric:score"]
+    assert "  n: 5  # actor_rollout_ref.rollout.n\n" in printed and "max_prompt_length: 512\n" in printed
+    assert "  save_freq: 0  # trainer.save_freq=-1\n" in printed and "test_freq: -1  # verl's default\n" in printed
+    assert "data.val_batch_size=1312: all validation rows are generated together" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0 and capsys.readouterr().out == printed
+
+
+def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    printed, job = of(PPO, tmp_path)
+    assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
+    assert (job.data.max_prompt_length, job.trainer.nnodes, job.trainer.val_before_train) == (1024, 2, False)
+    assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
+    assert job.rollout.engine_kwargs == {"enforce_eager": False} and job.trainer.logger == ["console", "wandb"]
+    assert (job.trainer.default_local_dir, job.run_folder.name) == ("checkpoints", "b")
+    assert job.training.ulysses_sequence_parallel_size == 2 and job.algorithm.kl_ctrl.target_kl is None
+    decide = " ".join(printed.partition("# For you to decide:")[2].replace("#", "").split())
+    for part in (
+        "lr_warmup_steps_ratio=0.1: set actor.optim.lr_warmup_steps to 0.1 times the optimizer steps",
+        "kl_ctrl.type=adaptive: set algorithm.kl_ctrl.target_kl to 0.1 times the tokens of a usual response",
+        "reward_model.model.path=$REWARD_MODEL: only the script's surroundings know $REWARD_MODEL; write the value",
+        "trainer.total_training_steps=$steps: only the script's surroundings know $steps",
+        "rollout.name=sglang: rollout.name is one of vllm",
+        "critic.ppo_micro_batch_size_per_gpu=32: actor.ppo_micro_batch_size_per_gpu here: one setting for actor and",
+        "--config-name=ppo_trainer.yaml: is no setting",
+    ):
+        assert part in decide
+
+
+def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
+    words = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=3",
+        "data.train_files=a",
+        "data.shuffle=False",
+    ]
+    main(["--", "python3", "-m", "verl.trainer.main_ppo", *words])
+    typed = capsys.readouterr().out.partition("\n")[2]
+    script = "python3 -m verl.trainer.main_ppo " + " ".join(words) + " 2>&1 | tee log"
+    tree = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 3}}\n"
+    tree += "data: {train_files: a, shuffle: false, again: '${actor_rollout_ref.rollout.n}'}\n"
+    for text in (script, tree.replace(", again: '${actor_rollout_ref.rollout.n}'", "")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        main(["-"])
+        assert capsys.readouterr().out.partition("\n")[2] == typed
+    (tmp_path / "a.yaml").write_text("defaults: [ppo_trainer]\n" + tree + "trainer: {project_name: '${absent}'}\n")
+    main([str(tmp_path / "a.yaml")])
+    printed = capsys.readouterr().out
+    assert "defaults: files that it names are not read" in printed and "again=3: nothing here is called so" in printed
+    assert "trainer.project_name=${absent}: what stands in ${...} is not in the file" in printed
+
+
+def test_every_key_of_verl_is_in_the_file_or_told(tmp_path):
+    given = {name: value for name, value in VERLS.items() if value is not None} | {"trainer.save_freq": 5}
+    printed, job = of(yaml.safe_dump(given), tmp_path, "all.yaml")
+    settled = {name for name, value in given.items() if value in (False, {}, [])} | set(CONVERSIONS) | KNOWN
+    for name in given:
+        found = counterpart(name, KNOWN)
+        assert name in printed or name in settled or (found and found.keys), name
+    assert (job.trainer.save_freq, job.trainer.total_epochs, job.rollout.tensor_model_parallel_size) == (5, 30, 2)
+    assert set(CONVERSIONS) & set(VERLS), "conversions are of verl's names"
+
+
+def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
+    differ = {}
+    for name, value in VERLS.items():
+        found = None if name in KNOWN else counterpart(name, KNOWN)
+        key = name if name in KNOWN else found.keys[0] if found and found.same else None
+        settled = name in CONVERSIONS or (found and found.values)
+        if key in KNOWN and value != by_name()[key].default and not settled:
+            differ[key] = value
+    assert set(differ) <= set(DEFAULTS) | set(AS_HERE), differ
+    assert {key: value for key, value in DEFAULTS.items() if key in differ and key != "trainer.save_freq"}.items() <= (
+        differ.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to"),
+    [
+        ({"actor_rollout_ref.rollout.do_sample": False}, {}),
+        ({"algorithm.rollout_correction.rollout_is": "token"}, {"algorithm.rollout_is_threshold": 2.0}),
+        ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
+        ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
+        (
+            {"algorithm.kl_ctrl.type": "fixed", "algorithm.kl_ctrl.target_kl": 0.1},
+            {"algorithm.kl_ctrl.target_kl": None},
+        ),
+        ({"algorithm.adv_estimator": "remax"}, {}),
+        ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": 0}),
+        (
+            {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
+            {"actor.optim.lr_warmup_steps": 5, "trainer.total_training_steps": 50},
+        ),
+        (
+            {"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},
+            {"reward.functions": [{"path": "a.py:compute_score", "kwargs": {"weight": 2}}]},
+        ),
+        ({"reward_model.enable": True, "reward_model.model.path": "m"}, {"reward.model_path": "m"}),
+        ({"reward_model.enable": False, "reward_model.model.path": "m"}, {}),
+        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}, {}),
+        ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
+         {"reward.overlong_buffer.len": 0}),
+        ({"critic.optim.weight_decay": 0.01}, {}),
+        ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}, {"rollout.val_kwargs.temperature": 0.6}),
+        (
+            {
+                "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+                "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
+            },
+            {"rollout.val_kwargs.temperature": 0.0},
+        ),
+    ],
+)  # fmt: skip
+def test_values_are_converted_where_they_can_be(given, set_to):
+    command = read(["--", "data.shuffle=true"])
+    command.settings = given
+    job = translated(command)
+    left_open = {"reward.functions", *DEFAULTS} - set_to.keys()
+    assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
+
+
+def test_two_names_with_different_values_are_for_the_reader_to_settle():
+    command = read(["--", "data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"])
+    assert translated(command).open == [
+        ("actor_rollout_ref.rollout.prompt_length=8", "data.max_prompt_length is 9 already, by data.max_prompt_length")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["a=1"], "words of a command line stand behind --"),
+        (["absent.sh"], "there is no such file"),
+        (["--", "nothing"], "no setting was found"),
+        (["two.sh"], "has 2 commands that start verl"),
+        (["none.sh"], "has no command that starts verl"),
+        (["bad.yaml"], "is not valid YAML"),
+        (["list.yaml"], "holds no keys"),
+    ],
+)
+def test_what_is_no_command_of_verl_says_so(arguments, part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "two.sh": "python -m verl.trainer.main_ppo a=1\npython -m verl.trainer.main_ppo a=2",
+        "none.sh": "echo hello",
+        "bad.yaml": "a: [1",
+        "list.yaml": "- a",
+    }.items():
+        Path(name).write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        main(arguments)
+
+
+SHELL = r"""
+A="x y"; B=${B:-"${C:-$HOME/q}"}   # comment
+LIST=(one "two $A")
+LIST+=('three#3')
+N=$((2 * (3 + 4) - 1))
+UNKNOWN=$(date +%s)
+for i in 1 2; do INSIDE=$i; done
+run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N "$UNKNOWN" $INSIDE $EMPTY "$@" \
+   # in between \
+   last=a\ b`pwd`; other
+"""
+
+
+def test_a_script_is_read_as_a_shell_would_and_never_run():
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
+    assert [word.text for word in words[1:]] == [
+        *("x", "y", "x y", "$A", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3", "one", "two x y", "three#3"),
+        *("13", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`pwd`"),
+    ]
+    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`pwd`",)]
+    for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
+        assert next(Script().commands(f"run {text}"))[0].text == "run"
+
+
+ODD = r"""cat > notes.txt <<'END'
+python3 -m verl.trainer.main_ppo data.train_files=never.parquet
+it's no command
+END
+[ -n "$LONG" ] && LENGTH=4096
+ARGS=(
+    data.train_batch_size=64
+    # the reader's own
+    actor_rollout_ref.actor.optim.total_training_steps=500
+)
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" \
+    data.max_response_length=$LENGTH data.max_prompt_length=512 trainer.total_epochs=$EPOCHS \
+    trainer.experiment_name="one \
+two" trainer.project_name=`date +%F` > out.log 2>&1
+"""
+
+
+def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
+    (tmp_path / "run.sh").write_text(ODD)
+    job = translated(read([str(tmp_path / "run.sh")]))
+    assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
+    assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
+    assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
+    assert [of for of, _ in job.open] == [
+        "data.max_response_length=$LENGTH", "trainer.total_epochs=$EPOCHS", "trainer.project_name=`date +%F`"
+    ]  # fmt: skip
+    assert "trainer.total_epochs" not in job.settings, "what nobody knows here is not verl's default"

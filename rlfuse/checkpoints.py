@@ -3,7 +3,7 @@
 Role: called by the journal to write and by the run to resume. Layout, in the run folder:
 
     global_step_N/{actor,critic}/   weights and optimizer; actor/huggingface loads with from_pretrained and vLLM
-    global_step_N/run.json          step, position in the data, KL coefficient
+    global_step_N/run.json          step, position in the data, KL coefficient, number of optimizer steps
     global_step_N/COMPLETE          written last
     latest_checkpointed_iteration.txt
 

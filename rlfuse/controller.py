@@ -29,6 +29,7 @@ from rlfuse.fusion.fleet import Fleet
 from rlfuse.fusion.selection import Draw, Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.journal import Journal, due
+from rlfuse.observe.progress import timed
 from rlfuse.samples import Group, Prompt, make_groups
 
 
@@ -52,13 +53,12 @@ class Controller:
         self.config, self.engines, self.policy, self.experience = config, engines, policy, experience
         self.prompts, self.held_out, self.journal, self.total_steps = prompts, held_out, journal, total_steps
         self.selection, self.tuning, self.clock, self.recorder = selection, tuning, clock, journal.recorder
-        rollout, longest = config.rollout, config.data.max_response_length
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest)
-        self.validation = Sampling(rollout.val_kwargs.temperature, 1.0, -1, longest)
+        self.sampling, self.validation = Sampling.training(config), Sampling.validation(config)
 
     async def run(self, step: int) -> None:
-        """From the state after `step` (0: the start) to the last step. Preempted after a step in which SIGTERM came."""
-        await self.sync(step)
+        """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
+        with timed("first weights to the engines", self.journal.say):
+            await self.sync(step)
         await self.compare(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
@@ -68,6 +68,7 @@ class Controller:
         """Those after `step`; the engines have its weights."""
         while step < self.total_steps:
             step += 1
+            self.journal.begin(step)
             with self.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.sync(step)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
+import socket
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,16 +22,19 @@ from typing import Any
 import yaml
 
 from rlfuse import checkpoints
+from rlfuse.acceptance import NothingToDo, accept, long_enough, refuse_running
 from rlfuse.cluster import placement
-from rlfuse.config.checks import ConfigError
-from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.changes import Change
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.durable import write_whole
 from rlfuse.engines.protocols import WorkerLost
+from rlfuse.observe import status
 from rlfuse.observe.events import Span
 from rlfuse.observe.journal import Journal
+from rlfuse.observe.json_lines import RowFile
 from rlfuse.observe.watchdog import watching
+from rlfuse.stopping import Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,27 @@ class Job:
     """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
     restart: Span | None = None
     """From the loss of a worker to this attempt, if it is not the first."""
+    resumed_after: int = 0
+    """The step at which this process went on, whatever it lost since."""
+    changes: tuple[Change, ...] = ()
+    """Of settings, since the run that the checkpoint is of."""
 
     def journal(self, total_steps: int) -> Journal:
-        """The run folder's, with `config.yaml` beside it."""
+        """The run folder's, with `config.yaml` beside it; before this the job has touched nothing.
+
+        NothingToDo where no step is left; RunRefused if another process has begun the run since it was accepted.
+        """
+        step, state = self.state["step"], status.read(self.folder)
+        if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
+            raise NothingToDo(self.folder, long_enough(self.config, step, total_steps))
         resolved = hidden(dataclasses.asdict(self.config))
         self.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(self.folder):
+            refuse_running(self.folder)
+            trainer = self.config.trainer
+            status.begin(self.folder, f"{trainer.project_name}/{trainer.experiment_name}", self.started, total_steps)
+        if self.changes:
+            _note_changes(self.folder, self.state["step"], self.changes)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         journal = Journal(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
         if self.restart is not None:
@@ -68,71 +90,77 @@ class Job:
     def carry_out(self, work: Coroutine[Any, Any, None], journal: Journal) -> float:
         """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start.
 
-        Preempted if SIGTERM ended it.
+        Stopped if Ctrl-C or SIGTERM ended it.
         """
         error: BaseException | None = None
         try:
             with watching(self.folder, journal.recorder, journal.say):
-                asyncio.run(journal.preemption.heed(work))
+                asyncio.run(journal.stopping.listen_during(work))
         except BaseException as caught:
             error = _one(caught)
             raise error from error.__cause__
         finally:
-            placement.stop()
-            journal.close(error)
+            ended = _state(error)
+            with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
+                ending.callback(journal.close, error)
+                ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
             if error is not None and not isinstance(error, WorkerLost):  # else `recovery` says how it goes on
-                print(how_to_resume(self.folder), flush=True)
+                print(how_to_resume(self), flush=True)
+                if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
+                    print(f"logs: {self.folder / 'logs'}", flush=True)
         return time.time() - self.started
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process looks whether this run goes on, or says that it does: of two only one begins it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # file systems of networks may have no locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
+    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step."""
+    with closing(RowFile(folder / "changes.jsonl")) as file:
+        file.append({"step": step, "key": each.key, "was": each.was, "is": each.now} for each in changes)
+
+
+@contextmanager
+def noting_the_end(folder: Path) -> Iterator[None]:
+    """Around all attempts of a run and its summary: if it began in this process, its status says how it ended."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        begun = status.read(folder)
+        if begun is not None and (begun.pid, begun.host, begun.state) == (os.getpid(), socket.gethostname(), "running"):
+            status.end(folder, _state(error), "" if error is None else str(error))
+
+
+def _state(error: BaseException | None) -> str:
+    """For `status`, of a run that ended so."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, Stopped | KeyboardInterrupt | asyncio.CancelledError) else "failed"
+
+
 def open_job(config: Config) -> Job:
-    """Find the folder and the checkpoint; ConfigError for a folder that holds a run which can't be resumed.
-
-    Also for several nodes without a cluster, which `rlfuse plan` and `rlfuse submit` don't mind.
-    """
-    if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
-        raise ConfigError(
-            [
-                f"trainer.nnodes={count}: a run's own Ray is of this machine alone. Start a cluster (ray start --head "
-                "here, ray start --address=HEAD:6379 on the others, or jobs/several_nodes.*) and set "
-                "cluster.ray_address=auto, or send the job there by rlfuse submit"
-            ]
-        )
-    folder = config.run_folder
-    checkpoint = checkpoints.find(folder, config.trainer.resume_mode)
-    _refuse_used_folder(folder, checkpoint)
-    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    """What `rlfuse.acceptance.accept` makes of it, ready to begin; raises what that raises."""
+    accepted = accept(config)
+    if accepted.told:
+        print(accepted.told, flush=True)
+    state = checkpoints.read_state(accepted.checkpoint) if accepted.checkpoint else {"step": 0}
     started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
-    return Job(_with_local_paths(config), folder, checkpoint, state, started)
-
-
-def _with_local_paths(config: Config) -> Config:
-    """Model folders as absolute paths: workers may have another working directory. Hub names stay as they are."""
-
-    def local(path: str | None) -> str | None:
-        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
-
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=local(config.model.path)),
-        critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
-        ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
-        reward=dataclasses.replace(
-            config.reward,
-            model_path=local(config.reward.model_path),
-            functions=with_judges_at(config.reward.functions, local),
-        ),
-    )
-
-
-def _refuse_used_folder(folder: Path, checkpoint: Path | None) -> None:
-    if checkpoint is None and (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
-        raise ConfigError(
-            [
-                f"{folder} holds a run already, and trainer.resume_mode finds nothing there to resume. Choose another "
-                "trainer.experiment_name, or remove the folder."
-            ]
-        )
+    config = accepted.config
+    more = {"resumed_after": state["step"], "changes": accepted.changes}
+    return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 
 
 def _one(error: BaseException) -> BaseException:
@@ -142,9 +170,12 @@ def _one(error: BaseException) -> BaseException:
     return error
 
 
-def how_to_resume(folder: Path) -> str:
+def how_to_resume(job: Job) -> str:
     """What the person at the terminal can do next."""
-    whole = checkpoints.complete(folder)
+    whole, auto = checkpoints.complete(job.folder), "trainer.resume_mode=auto"
     if not whole:
-        return f"No checkpoint was written (trainer.save_freq); what was logged is in {folder}"
-    return f"The last checkpoint is {whole[-1]}; the same command goes on from there (trainer.resume_mode=auto)"
+        return f"No checkpoint was written (trainer.save_freq); what was logged is in {job.folder}"
+    if job.config.trainer.resume_mode == "auto":
+        return f"The last checkpoint is {whole[-1]}; the same command goes on from there ({auto})"
+    named = f"trainer.experiment_name={job.config.trainer.experiment_name}"
+    return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"

@@ -16,29 +16,44 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlfuse import checkpoints
+from rlfuse.acceptance import NothingToDo
 from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden_text
 from rlfuse.engines.protocols import EngineError, WorkerLost
-from rlfuse.job import Job, how_to_resume, open_job
+from rlfuse.job import Job, how_to_resume, noting_the_end, open_job
 from rlfuse.observe.events import Span
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.tracking import read_metrics
 
 
 def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
-    """What `attempt` returns, which is made again whenever a worker was lost. Raises what it raises."""
-    job, reached = open_job(config), list[int]()
+    """What `attempt` returns, which is made again whenever a worker was lost. Raises what it raises.
+
+    Of a run that is as long as it is to be its folder, and a line that says so.
+    """
+    try:
+        job = open_job(config)
+        with noting_the_end(job.folder):
+            return _recovered(job, attempt)
+    except NothingToDo as end:
+        print(end, flush=True)
+        return end.folder
+
+
+def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
+    reached: list[int] = []
     while True:
         try:
             return attempt(job)
         except WorkerLost as error:
             reached.append(_last_step(job.folder))
-            if why := futile(reached, config.cluster.max_restarts):
-                print(how_to_resume(job.folder), flush=True)
+            if why := futile(reached, job.config.cluster.max_restarts):
+                print(how_to_resume(job), flush=True)
                 raise EngineError(f"{error}\n{why}") from error
             job = again(job, error)
             where = f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
-            count = f"restart {len(reached)} of at most {config.cluster.max_restarts}"
-            print(f"lost: {error}\nThe run goes on {where} ({count}).", flush=True)
+            count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
+            print(hidden_text(f"lost: {error}\nThe run goes on {where} ({count})."), flush=True)
 
 
 @contextmanager
@@ -67,7 +82,7 @@ def again(job: Job, error: WorkerLost) -> Job:
     checkpoint = written[-1] if written else job.checkpoint
     state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
     restart = Span("restart", "driver", time.time(), cause=str(error))
-    return dataclasses.replace(job, checkpoint=checkpoint, state=state, restart=restart)
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, restart=restart, changes=())
 
 
 def _last_step(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 Role: command line -> checked `Config` -> `rlfuse.run.run`. Everything a user can get wrong ends here as one message and
 an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed, 75 for a run
-that SIGTERM ended (`preemption`), 130 for Ctrl-C. RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets,
+that SIGTERM ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets,
 `--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what `run_job` returns.
 Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
 """
@@ -10,17 +10,15 @@ Invariant: torch, Ray and Transformers are imported only after the names of all 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 from rlfuse.config.secrets import hidden_text
-from rlfuse.preemption import Preempted
+from rlfuse.stopping import Stopped, told
 
-LONGEST_NAME = 120
 OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 """PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 
@@ -29,10 +27,12 @@ Train a job:
   rlfuse train experiment=quickstart actor.optim.lr=1e-6    a preset of conf/experiment, one change
   rlfuse train my_job.yaml rollout.n=8                      your own YAML file with the keys below
   rlfuse train --config-dir DIR --config-name my_job        the same, in Hydra's words
-  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value, in one wandb group
+  rlfuse train my_job.yaml actor_rollout_ref.rollout.n=8    verl's names, where they mean the same (rlfuse translate)
+  rlfuse train --config-dir DIR my_job.yaml +lengths=long   a preset of your own, DIR/lengths/long.yaml
+  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value, in one wandb group; then a table
   rlfuse train -m my_job.yaml hydra/sweeper=optuna hydra.sweeper.direction=maximize 'rollout.n=choice(4,8,16)'
                                                             the best last validation score (hydra-optuna-sweeper)
-  rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing
+  rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing; --info: its files
   rlfuse train --help WORD                                  only keys about WORD
 Presets:
   algorithm={algorithms}
@@ -57,9 +57,16 @@ def launch(argv: list[str]) -> None:
 
     from rlfuse.config.checks import ConfigError
     from rlfuse.config.compose import conf_folder, explain_failure, read_command
+    from rlfuse.sweeps import Sweep
 
     command = read_command(argv)
-    application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(run_job)
+    command.tell()
+    sweep = Sweep(command.overrides)
+
+    def one(job) -> float | None:
+        return run_job(job, sweep)
+
+    application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(one)
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [arguments[0], *command.options, *command.overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; raised, errors can be told in one line
@@ -68,6 +75,7 @@ def launch(argv: list[str]) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain_failure(error, command.overrides)]) from error
     finally:
+        sweep.end()
         sys.argv = arguments
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error is not None:
@@ -82,7 +90,7 @@ class JobFailed(Exception):
         self.status = status
 
 
-def run_job(job) -> float | None:
+def run_job(job, sweep) -> float | None:
     """One composed job; of a sweep, its last validation score.
 
     In a sweep a job that fails raises JobFailed, by which Hydra's launchers go on with the others and optimising
@@ -92,34 +100,62 @@ def run_job(job) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    sweeper, scores = HydraConfig.get().sweeper if HydraConfig.get().mode == RunMode.MULTIRUN else None, []
-    status = reported(lambda: scores.append(_run(job, sweeper)))
+    hydra, trial = HydraConfig.get(), None
+    if hydra.mode == RunMode.MULTIRUN:
+        stem = job.trainer.experiment_name or job.trainer.job_name or "run"
+        trial = sweep.begin(stem, list(hydra.overrides.task), hydra.sweeper)
+        job.trainer.experiment_name = trial.name
+    status = reported(lambda: _run(job, trial, hydra.sweeper))
+    ended = (PREEMPTED, INTERRUPTED)
+    if trial is not None:
+        trial.state = {OK: "finished", USER_ERROR: "refused"}.get(status, "stopped" if status in ended else "failed")
+    if trial is not None and status == OK and told() is not None:  # in its last step, so that it is finished
+        raise SystemExit(stopped_by(told()))
     if status == OK:
-        return next(iter(scores), None)
-    if sweeper is not None and status not in (PREEMPTED, INTERRUPTED):
-        raise JobFailed(job.trainer.experiment_name, status)
+        return trial and trial.numbers().get("val_after")
+    if trial is not None and status not in ended:
+        raise JobFailed(trial.name, status)
     raise SystemExit(status)
 
 
-def _run(job, sweeper) -> float | None:
-    """`sweeper`: Hydra's settings of it, None for a single job."""
-    from hydra.core.hydra_config import HydraConfig
-
+def _run(job, trial, sweeper) -> None:
+    """`trial`: of a sweep, None for a single job; `sweeper`: Hydra's settings of it."""
+    from rlfuse import __version__
+    from rlfuse.acceptance import NothingToDo, accept
+    from rlfuse.cluster.scratch import keep_temporary_files
     from rlfuse.config.compose import to_config
-    from rlfuse.observe.run_folder import open_run
+    from rlfuse.observe.progress import part, quiet_libraries
 
-    if sweeper is not None:
-        os.environ.setdefault("WANDB_RUN_GROUP", job.trainer.experiment_name)  # wandb's own: a sweep stands together
-        job.trainer.experiment_name = sweep_name(job.trainer.experiment_name, list(HydraConfig.get().overrides.task))
-    config = to_config(job)
-    if sweeper is not None:
-        check_sweeper(sweeper, config)
-    if config.trainer.task == "reward_model":
-        from rlfuse.rewards.training import run
-    else:
-        from rlfuse.run import run
-    folder = run(config)
-    return None if sweeper is None else open_run(folder).summary()["val_after"]
+    try:
+        config = to_config(job)
+        if trial is not None:
+            check_sweeper(sweeper, config)
+            trial.folder = config.run_folder
+        config = accept(config).config  # before the seconds that torch takes
+        quiet = "console" not in config.trainer.logger
+        if not quiet:
+            print(f"rlfuse {__version__}: {config.run_folder}", flush=True)
+        keep_temporary_files()  # before libraries are imported, which remember where they were
+        quiet_libraries()
+        with part("libraries", quiet):
+            if config.trainer.task == "reward_model":
+                from rlfuse.rewards.training import run
+            else:
+                from rlfuse.run import run
+        run(config)
+    except NothingToDo as end:
+        print(end)
+    except Exception as error:
+        if trial is not None:
+            trial.error = first_line(error)
+        raise
+
+
+def first_line(error: Exception) -> str:
+    """What a table has room for."""
+    if problems := getattr(error, "problems", None):
+        return hidden_text(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+    return hidden_text(next(iter(str(error).splitlines()), type(error).__name__))
 
 
 def check_sweeper(sweeper, config) -> None:
@@ -135,31 +171,18 @@ def check_sweeper(sweeper, config) -> None:
         raise ConfigError(problems)
 
 
-def sweep_name(name: str, overrides: list[str]) -> str:
-    """A folder of its own for each job of a sweep; two in one folder would resume each other's checkpoints."""
-    own = r"job_file=|experiment=|trainer\.experiment_name=|\+*hydra[./]"
-    settings = [word.lstrip("+") for word in overrides if not re.match(own, word)]
-    parts = []
-    for word in settings:
-        key, _, value = word.partition("=")
-        group, _, below = key.partition(".")  # group and leaf tell keys apart: actor.lr=1e-5
-        parts.append(f"{group}.{below.rpartition('.')[2]}={value}" if below else word)
-    full = "-".join([name, *(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)])
-    if len(full) <= LONGEST_NAME:
-        return full
-    return f"{full[: LONGEST_NAME - 9]}-{hashlib.blake2b(full.encode(), digest_size=4).hexdigest()}"
-
-
 def reported(action: Callable[[], None]) -> int:
     """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
     try:
         action()
     except KeyboardInterrupt:
+        _trace()
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
-    except Preempted as end:
+    except Stopped as end:
+        _trace()
         print(end, file=sys.stderr)
-        return PREEMPTED
+        return stopped_by(end.by)
     except BrokenPipeError:  # the reader of a pipe left, as in `rlfuse train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
@@ -167,16 +190,24 @@ def reported(action: Callable[[], None]) -> int:
         return error.code if isinstance(error.code, int) else OK if error.code is None else FAILED
     except Exception as error:
         status = known_failure(error)
-        if status is None:
-            print(hidden_text(traceback.format_exc()), file=sys.stderr)
-            return FAILED
-        if os.environ.get("RLFUSE_TRACEBACK") == "1":
-            print(hidden_text(traceback.format_exc()), file=sys.stderr)
-        else:
+        if not _trace(always=status is None):
             text = hidden_text(str(error))
             print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)
-        return status
+        return FAILED if status is None else status
     return OK
+
+
+def _trace(always: bool = False) -> bool:
+    """Print the traceback of the error at hand if that is asked for, with those of workers; whether it is."""
+    shown = always or os.environ.get("RLFUSE_TRACEBACK") == "1"
+    if shown:
+        print(hidden_text(traceback.format_exc()), file=sys.stderr)
+    return shown
+
+
+def stopped_by(number: signal.Signals) -> int:
+    """The exit status of what a signal ended."""
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def known_failure(error: Exception) -> int | None:

@@ -1,6 +1,7 @@
 """What happens when workers are lost, as far as it is decided: attempts, signs of life, counts."""
 
 import os
+import threading
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -11,7 +12,8 @@ from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
 from rlfuse.engines.liveness import Liveness
 from rlfuse.engines.protocols import EngineError, EngineLost, WorkerLost
-from rlfuse.job import open_job
+from rlfuse.job import how_to_resume, open_job
+from rlfuse.observe import status
 from rlfuse.observe.events import Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.recovery import futile, recovered
@@ -21,7 +23,7 @@ from rlfuse.recovery import futile, recovered
 def config(tmp_path):
     config = Config()
     config.model.path = "somewhere"
-    config.trainer.default_local_dir = str(tmp_path)
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "run"
     return config
 
 
@@ -49,14 +51,51 @@ class Attempts:
 
 
 def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(config, capsys):
-    attempts = Attempts((1, WorkerLost("trainer/1 died")), (5, WorkerLost("trainer/0 died")), (8, None))
+    lost = WorkerLost("trainer/0 died"), WorkerLost("trainer/1 died: http://me:secret@host")
+    attempts = Attempts((1, lost[1]), (5, lost[0]), (8, None))
     folder = recovered(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [0, 0, 4]
     assert attempts.jobs[2].checkpoint == folder / "global_step_4"
-    assert [job.restart.cause for job in attempts.jobs[1:]] == ["trainer/1 died", "trainer/0 died"]
+    assert [job.restart.cause for job in attempts.jobs[1:]] == [str(lost[1]), str(lost[0])]
     said = capsys.readouterr().out
-    assert "trainer/1 died\nThe run goes on from its beginning (restart 1 of at most 3)" in said
+    assert "trainer/1 died: http://***@host\nThe run goes on from its beginning (restart 1 of at most 3)" in said
     assert "from global_step_4 (restart 2 of at most 3)" in said
+
+
+def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
+    seen, ends = [], [WorkerLost("trainer/1 died"), None]
+
+    async def work():
+        if end := ends.pop(0):
+            raise end
+
+    def attempt(job):
+        seen.append(state := status.read(job.folder))
+        assert state is None or state.now == "running"
+        job.carry_out(work(), job.journal(8))
+        assert status.read(job.folder).state == "running", "those who look on read the summary first"
+        return job.folder
+
+    config.trainer.logger = []
+    folder = recovered(config, attempt)
+    assert [state and state.state for state in seen] == [None, "running"]
+    assert status.read(folder).state == "finished"
+
+
+def test_a_run_that_fails_before_its_work_says_so_and_draws_nothing_more(config, monkeypatch):
+    def attempt(job):
+        job.journal(8)
+
+    def refused(*_):
+        raise RuntimeError("no key for wandb")
+
+    monkeypatch.setattr("rlfuse.observe.journal.sinks", refused)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="no key"):
+        recovered(config, attempt)
+    told = status.read(config.run_folder)
+    assert (told.state, told.error) == ("failed", "no key for wandb")
+    assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
 def test_a_checkpoint_that_an_earlier_run_left_is_not_gone_on_from(config):
@@ -107,6 +146,11 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
     with pytest.raises(EngineError, match="trainer/1 died\nNo restart: the last of 1 completed no step"):
         recovered(config, dying)
     assert "goes on from there (trainer.resume_mode=auto)" in capsys.readouterr().out.splitlines()[-1]
+    again = dying.jobs[-1]
+    again.config.trainer.resume_mode = str(again.folder / "global_step_2")
+    assert how_to_resume(again).endswith(
+        f"with trainer.experiment_name={again.folder.name} trainer.resume_mode=auto goes on from there"
+    )
 
 
 # Signs of life -------------------------------------------------------------------------------------------------------
@@ -144,8 +188,8 @@ def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_no
 def test_what_another_process_may_do_is_told_from_what_is_wrong(error, kind):
     explained = explain(error, "trainer/0", "update the actor", 5)
     assert type(explained) is kind
-    if kind is WorkerLost and not isinstance(error, TimeoutError):
-        assert "lower actor.ppo_max_token_len_per_gpu" in str(explained)
+    lacking = "memory" in repr(getattr(error, "cause", None)).lower()
+    assert ("It is out of memory. Lower actor.ppo_max_token_len_per_gpu" in str(explained)) == lacking
 
 
 async def test_of_several_failures_the_death_is_told_and_not_its_echo():

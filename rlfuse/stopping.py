@@ -1,0 +1,122 @@
+"""Stopping when told to: by Ctrl-C, or by SIGTERM, which clouds and schedulers send before they take a machine.
+
+Role: `Job.carry_out` listens while the job's work runs; the journal tells which step is under way, and asks `asked`
+wherever one is over.
+
+    the first --> a step is under way: it ends --> checkpoint --> Stopped
+             '--> none has begun: there is nothing to save, work cancelled --> Stopped
+    SIGTERM  --> and the grace is over first: work cancelled --> Stopped, the last checkpoint counts
+    Ctrl-C, and Ctrl-C again --> work cancelled --> Stopped, the last checkpoint counts; and again: KeyboardInterrupt
+
+Invariant: whatever ends the work after a signal, workers that got it too and died included, the job ends as `Stopped`:
+the same command goes on from its last whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from signal import SIGINT, SIGTERM
+from types import FrameType
+from typing import Any
+
+NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM"}
+ONCE_S = 0.3
+"""Two within this time are one: a wrapper (srun, docker, a script) hands on what the terminal sent to all."""
+
+_last: signal.Signals | None = None
+
+
+def told() -> signal.Signals | None:
+    """By which signal this process was told to stop, be it that its work was over by then."""
+    return _last
+
+
+class Stopped(Exception):
+    """The run was told to end by signal `by`, and ended; the message says what became of the step under way."""
+
+    def __init__(self, text: str, by: signal.Signals):
+        super().__init__(text)
+        self.by = by
+
+
+class Stopping:
+    """Whether this job was told to stop. `grace_s`: what a step may take after SIGTERM; `say`: tells the person."""
+
+    def __init__(self, grace_s: float, say: Callable[[str], None]):
+        self.grace_s, self._say = grace_s, say
+        self.step: int | None = None
+        """Under way, its end is worth waiting for; None before the first."""
+        self.by: signal.Signals | None = None
+        """What came first."""
+        self._at = 0.0  # of the first Ctrl-C
+        self._ending = self._raised = False
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self.by is not None
+
+    async def listen_during(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`; Stopped if a signal came, unless it ended well nevertheless. Only a main thread gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return await work
+        self._task, self._loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in NAMES}
+        for number in NAMES:
+            if number == SIGTERM or before[number] != signal.SIG_IGN:  # so that a script's background jobs go on
+                signal.signal(number, self._hear)
+        try:
+            await self._task
+        except BaseException as error:
+            # While Ray starts, SIGTERM is its own: it exits with the signal's number.
+            started = isinstance(error, SystemExit) and error.code == SIGTERM
+            if not (self.asked or started) or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
+                raise
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise Stopped(self._why(error), self.by or SIGTERM) from error
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        global _last
+        now, again = time.monotonic(), number == SIGINT and self._at > 0
+        if again and now - self._at < ONCE_S:
+            return
+        if number == SIGINT and self._ending:
+            self._raised = True
+            raise KeyboardInterrupt
+        if number == SIGINT:
+            self._at = self._at or now
+        _last = self.by = self.by or signal.Signals(number)
+        self._ending = self._ending or again or self.step is None
+        if self._ending:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        else:
+            self._loop.call_soon_threadsafe(self._announce, number)
+
+    def _announce(self, number: int) -> None:
+        follows = f"{NAMES[number]}: a checkpoint follows step {self.step}"
+        if number == SIGINT:
+            self._say(f"{follows}; press Ctrl-C again to end at once")
+        elif self._limit is None:
+            self._say(f"{follows}, if that is over within trainer.preemption_grace_s={self.grace_s:g} s")
+            self._limit = self._loop.call_later(self.grace_s, self._task.cancel)
+
+    def _why(self, error: BaseException) -> str:
+        name = NAMES[self.by or SIGTERM]
+        if self.step is None:
+            return f"{name} before the first step: there was nothing to save."
+        if not isinstance(error, asyncio.CancelledError | SystemExit):
+            return f"{name}, and before step {self.step} was saved: {error}"
+        if self._ending:
+            return f"{NAMES[SIGINT]} again: step {self.step} was broken off, and what it did is lost."
+        return (
+            f"SIGTERM: step {self.step} was not over and saved within trainer.preemption_grace_s={self.grace_s:g} s, "
+            "so what it did is lost."
+        )

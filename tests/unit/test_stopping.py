@@ -1,0 +1,177 @@
+"""Ctrl-C and SIGTERM to a process that runs a job: what becomes of its work, and how that is told."""
+
+import asyncio
+import os
+import signal
+from signal import SIGINT, SIGTERM
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse import checkpoints, stopping
+from rlfuse.config.schema import Config
+from rlfuse.engines.protocols import EngineError
+from rlfuse.observe.journal import Journal
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.rewards.training import _steps
+from rlfuse.stopping import ONCE_S, Stopped, Stopping
+from rlfuse.train import reported
+
+
+@pytest.fixture(autouse=True)
+def nothing_came(monkeypatch):
+    monkeypatch.setattr(stopping, "_last", None)
+
+
+async def press(number, after=0.0):
+    await asyncio.sleep(after)
+    os.kill(os.getpid(), number)
+    await asyncio.sleep(0.01)
+
+
+async def told(work, number=SIGTERM, step=3, grace_s=60.0):
+    """`work` is told of after it began; what was said to the person."""
+    said = []
+    listening = Stopping(grace_s, said.append)
+    listening.step = step
+
+    async def begin():
+        os.kill(os.getpid(), number)
+        await work(listening)
+
+    default = signal.signal(SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+    before = [signal.getsignal(each) for each in (SIGINT, SIGTERM)]
+    try:
+        await listening.listen_during(begin())
+    finally:
+        assert [signal.getsignal(each) for each in (SIGINT, SIGTERM)] == before
+        signal.signal(SIGINT, default)
+    return said
+
+
+async def forever(_):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+async def test_a_step_that_ends_in_time_leaves_by_itself(number):
+    async def steps(listening):
+        while not listening.asked:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        raise Stopped("left after step 3", listening.by)
+
+    with pytest.raises(Stopped, match="left after step 3") as left:
+        await told(steps, number)
+    assert left.value.by == number == stopping.told()
+
+
+@pytest.mark.parametrize("number, words", [(SIGINT, "press Ctrl-C again"), (SIGTERM, "preemption_grace_s=60")])
+async def test_work_that_ends_well_nevertheless_has_ended_well(number, words):
+    (said,) = await told(lambda _: asyncio.sleep(0.01), number)
+    assert "a checkpoint follows step 3" in said and words in said
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("step, words", [(3, "what it did is lost"), (None, "first step: there was nothing")])
+async def test_what_does_not_end_in_time_is_cut_off(number, step, words):
+    async def again(_):
+        if number == SIGINT:
+            await press(SIGINT, ONCE_S + 0.05)
+        await forever(_)
+
+    with pytest.raises(Stopped, match=words) as left:
+        await told(again, number, step, grace_s=0.01)
+    assert left.value.by == number
+
+
+async def test_a_signal_that_a_wrapper_hands_on_is_no_second_one():
+    async def handed_on(_):
+        await press(SIGINT)
+        await asyncio.sleep(0.05)
+
+    assert len(await told(handed_on, SIGINT)) == 1
+
+
+async def test_after_ctrl_c_a_schedulers_grace_counts_and_the_first_signal_is_named():
+    async def both(_):
+        await press(SIGTERM)
+        await press(SIGTERM)
+        await forever(_)
+
+    with pytest.raises(Stopped, match=r"not over and saved within trainer\.preemption_grace_s=0\.05") as left:
+        await told(both, SIGINT, grace_s=0.05)
+    assert left.value.by == SIGINT
+
+
+def test_work_that_does_not_heed_its_end_is_interrupted_where_it_is():
+    async def deaf(_):
+        with pytest.raises(asyncio.CancelledError):
+            await press(SIGINT, ONCE_S + 0.05)
+        await press(SIGINT, ONCE_S + 0.05)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(told(deaf, SIGINT))
+
+
+async def test_an_interrupt_that_the_shell_lets_background_jobs_ignore_stays_ignored():
+    before = signal.signal(SIGINT, signal.SIG_IGN)
+    try:
+        await Stopping(1.0, print).listen_during(press(SIGINT))
+        assert signal.getsignal(SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+async def test_workers_that_the_signal_ended_too_are_no_failure_of_the_run(number):
+    async def loses_a_worker(_):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(60))
+            raise EngineError("trainer/1 died")
+
+    with pytest.raises(Stopped, match="before step 3 was saved: trainer/1 died"):
+        await told(loses_a_worker, number)
+
+
+@pytest.mark.parametrize("number, status", [(SIGTERM, 75), (SIGINT, 130)])
+def test_the_exit_status_says_who_ended_it(number, status, capsys):
+    def leave():
+        raise Stopped("the run left after step 3, which is saved.", number)
+
+    assert reported(leave) == status
+    assert capsys.readouterr().err == "the run left after step 3, which is saved.\n"
+
+
+class Learner:
+    """A reward model's ranks; Ctrl-C comes while they learn for the second time."""
+
+    steps = 0
+
+    async def learn(self, pairs):
+        self.steps += 1
+        if self.steps == 2:
+            os.kill(os.getpid(), SIGINT)
+        await asyncio.sleep(0)
+        return {"reward_model/loss": 0.5}
+
+
+async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
+    config = Config()
+    config.trainer.logger = []
+    journal = Journal(config, {}, tmp_path, total_steps=5, start=0)
+
+    async def save(folder):
+        (folder / "weights").write_text("w")
+
+    journal.attach([], save, lambda _: {}, {})
+    source = SimpleNamespace(epoch=0, next_batch=list)
+    default = signal.signal(SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Stopped, match="Ctrl-C: the run left after step 2, which is saved"):
+            await journal.stopping.listen_during(_steps(Learner(), source, [], journal, 0))
+    finally:
+        signal.signal(SIGINT, default)
+        journal.close()
+    assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_2"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -1,0 +1,220 @@
+"""Responses of a model to prompts, and their rewards: engines and reward workers without a trainer.
+
+Role: `command` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
+can be without Ray. The board, its execution and the engines are those of a run's validation, so that the same model
+gives the same answers. Leaves Ray and stops every process on any end.
+
+    Ray, slots -> towers | engines | reward workers -> Board -> Execution -> samples --> Responses, every half second
+
+Waits: for the start of everything, bounded by cluster.timeout_s, then for the board. An engine that is lost is not
+replaced, the others take its samples over; the last one ends the command. What was written stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.cluster import placement
+from rlfuse.cluster.nodes import watched
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.schema import Config
+from rlfuse.data.prompts import load_prompts
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.limits import unserved
+from rlfuse.engines.protocols import EngineError, Engines, Sampling
+from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation.responses import Responses
+from rlfuse.execution import Execution
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.fleet import Fleet
+from rlfuse.fusion.policies import stream
+from rlfuse.inference import (
+    clip_reader,
+    reward_pool,
+    rollout_handles,
+    start_engine,
+    starting_costs,
+    step_clips,
+    tower_settings,
+    video_model_of,
+    with_served_models,
+    with_transfer,
+)
+from rlfuse.observe import process_logs
+from rlfuse.observe.events import Recorder
+from rlfuse.rewards.pool import RewardPool
+from rlfuse.run import start_parts
+from rlfuse.samples import Group, Prompt
+from rlfuse.stopping import NAMES, Stopped, Stopping
+from rlfuse.video.video_model import VideoModel
+
+WRITE_S = 0.5
+"""Between two looks at what has come."""
+LOOKS = 60
+"""Between two times that spans are let go."""
+PURPOSE = "testing"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is needed to answer, loaded and checked; `config` has the paths of what engines load."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    reward: RewardPool | None
+    """None: responses alone."""
+    video_model: VideoModel | None
+
+
+def load(config: Config, scored: bool, say: Callable[[str], None]) -> Loaded:
+    """Tokenizer, prompts of data.val_files and rewards. Raises ConfigError, DataError or RewardError."""
+    reward = reward_pool(config) if scored else None
+    if problems := unserved(config):
+        raise ConfigError(problems)
+    video_model, tokenizer = video_model_of(config), load_tokenizer(config.model)
+    clips = clip_reader(config, tokenizer, video_model)
+    prompts, report = load_prompts(list(config.data.val_files), tokenizer, config.data, clips)
+    say(str(report))
+    if reward is not None:
+        reward.check_prompts(prompts, config.reward.max_failure_rate)
+    return Loaded(config, tokenizer, prompts, reward, video_model)
+
+
+class _Untrained:
+    """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
+
+    async def leave_device(self, slot: int) -> None: ...
+
+    async def renew(self, slot: int) -> None:
+        raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
+
+
+def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, shown: Shown) -> None:
+    """Generate what is left of `groups`, and score it; each sample is in the file once it is whole.
+
+    Raises EngineError, or Stopped by Ctrl-C and SIGTERM.
+    """
+    stopping = Stopping(0.0, shown.say)
+    try:
+        with ExitStack() as kept:
+            kept.enter_context(process_logs.kept_of_failures(responses.path.absolute().with_suffix(".logs")))
+            if loaded.video_model is not None:
+                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
+                loaded = dataclasses.replace(loaded, config=with_served_models(loaded.config, folder))
+            asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, shown)))
+    except Stopped as end:
+        told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
+        raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
+    except BaseExceptionGroup as error:
+        raise _first(error) from error
+    finally:
+        placement.stop()
+        responses.close()
+    shown.say(f"{shown.tokens:,} tokens, {shown.speed:,.0f} a second")
+
+
+async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, shown: Shown) -> None:
+    cluster = dataclasses.replace(loaded.config.cluster, max_restarts=0)  # nobody could push weights to a new engine
+    config, recorder = dataclasses.replace(loaded.config, cluster=cluster), Recorder("driver")
+    with shown.part("Ray"):
+        slots = await placement.start(config)
+    shown.say(slots.told)
+    config = with_transfer(config, slots.device)
+    rollouts = rollout_handles(config, slots, recorder, shown.say)
+    towers = tower_settings(config, loaded.video_model, slots.device) if loaded.video_model else None
+    clips = step_clips(config, towers, slots, shown.say) if towers else None
+    untrained, reward = _Untrained(), loaded.reward
+    try:
+        living = slots.living(config.rollout.tensor_model_parallel_size)
+        starts = [
+            _told(shown, f"engine {index + 1} of {len(rollouts)}", partial(start_engine, handle, config, slots, index))
+            for index, handle in enumerate(rollouts)
+        ]
+        rewards = _told(shown, "rewards", partial(reward.start, slots)) if reward else _nothing
+        encoders = _told(shown, "encoder ranks", clips.start) if clips else None
+        ranks = partial(_nothing, (untrained, {}))
+        telling = asyncio.ensure_future(shown.tell())
+        try:
+            _, facts = await watched(start_parts(slots.device, ranks, encoders, starts, rewards), living)
+        finally:
+            telling.cancel()
+        engines = Engines(rollouts, reward, untrained, untrained, clips)
+        fleet = Fleet(len(rollouts), starting_costs(config, facts, slots))
+        await watched(carry_out(config, groups, engines, fleet, recorder, responses, shown), living)
+    finally:
+        ends = [*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)]
+        await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
+
+
+async def carry_out(
+    config: Config,
+    groups: Sequence[Group],
+    engines: Engines,
+    fleet: Fleet,
+    recorder: Recorder,
+    responses: Responses,
+    shown: Shown,
+) -> None:
+    """As `Controller.validate`, with what has come written meanwhile."""
+    if engines.clips is not None:
+        with shown.part("clips encoded"):
+            groups = await engines.clips.show(groups, PURPOSE)
+    if not groups:
+        return
+    kinds = ("reward",) if engines.reward else ()
+    board = Board(groups, fleet, kinds, purpose=PURPOSE, now=time.monotonic())
+    step, sampling = groups[0].samples[0].step, Sampling.validation(config)
+    execution = Execution(board, engines, stream, step, sampling, recorder, lambda: None)
+    with shown.generating(responses.total, responses.written):
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writing = tasks.create_task(_write(engines, recorder, responses, shown))
+                await execution.run()
+                writing.cancel()
+        finally:
+            _keep(responses, shown)
+
+
+async def _write(engines: Engines, recorder: Recorder, responses: Responses, shown: Shown) -> None:
+    """What has come, now and then; what everyone notes of its work is not kept."""
+    recorded = [*engines.rollout, *(part for part in (engines.reward, engines.clips) if part)]
+    while True:
+        for _ in range(LOOKS):
+            await asyncio.sleep(WRITE_S)
+            _keep(responses, shown)
+        recorder.drain()
+        await asyncio.gather(*(each.drain() for each in recorded))
+
+
+def _keep(responses: Responses, shown: Shown) -> None:
+    whole = responses.write()
+    shown.came(len(whole), sum(len(sample.response.token_ids) for sample in whole))
+
+
+def _told(shown: Shown, name: str, start: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+    async def started() -> Any:
+        with shown.part(name):
+            return await start()
+
+    return started
+
+
+async def _nothing(result: Any = None) -> Any:
+    return result
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,162 @@
+"""`rlfuse eval my_job.yaml [CHECKPOINT] [key=value ...]`: how good a model is on the job's held-out prompts.
+
+Role: the command; called by `rlfuse.cli`. Samples are those that the run's own validation after that step draws
+(rollout.val_kwargs), scored by the job's rewards; figures go to a table, `eval.json` and `responses.jsonl`.
+
+    RUN/eval/global_step_N/    of a checkpoint of a run
+    PROJECT/eval/NAME/         of any other model
+    .../NAME-2/                where that is taken: nothing is overwritten, but what was cut short is gone on with
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlfuse.config.schema import Config
+from rlfuse.durable import write_whole
+from rlfuse.evaluation.figures import ACC, LENGTHS, by_source, score_name
+from rlfuse.evaluation.job import made_from, parsed, parser, read
+from rlfuse.evaluation.progress import begin
+from rlfuse.evaluation.responses import Responses
+from rlfuse.evaluation.source import Source
+from rlfuse.rewards.items import RewardError
+from rlfuse.samples import Group, RewardFailure, make_groups
+
+FIGURES, RESPONSES = "eval.json", "responses.jsonl"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
+    arguments, words = parsed(_parser(), argv)
+    config, source = read(words)
+    shown = begin(source)
+    with shown.part("libraries"):
+        from rlfuse.evaluation.answering import answer, load
+    began, loaded = time.time(), load(config, scored=True, say=shown.say)
+    groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
+    settings = made_from(config, source, scored=True)
+    folder = arguments.out or folder_of(source, config, settings)
+    responses = Responses(folder / RESPONSES, scored=True)
+    if left := responses.begin(settings, groups):
+        answer(loaded, left, responses, shown)
+    answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in groups]
+    answered = [group for group in answered if group.samples]
+    found = by_source(answered, arguments.threshold)
+    report = report_of(config, source, answered, found, arguments.threshold, time.time() - began)
+    write_whole(folder / FIGURES, json.dumps(report, indent=2))
+    show(found, answered, arguments.threshold, shown.console)
+    shown.say(f"written  {folder / FIGURES}, {RESPONSES}")
+    check_failures(answered, config.reward.max_failure_rate)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "eval",
+        "[options] my_job.yaml [CHECKPOINT] [key=value ...]",
+        description="Score a model on the job's held-out prompts (data.val_files), with rollout.val_kwargs.n answers "
+        "each. CHECKPOINT: a global_step_N folder, a run folder (its newest), a Hugging Face folder or a hub name; "
+        "without it the newest of the job's run, else model.path.",
+        epilog="several answers: rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1",
+    )
+    made.add_argument(
+        "--threshold", type=float, default=0.5, metavar="SCORE", help="an answer passes above it (%(default)s)"
+    )
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (RUN/eval/global_step_N)")
+    return made
+
+
+def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
+    """The first that is free, or holds what was begun of the very same and cut short."""
+    trainer = config.trainer
+    above = source.run or Path(trainer.default_local_dir).absolute() / trainer.project_name
+    names = (source.name if number == 1 else f"{source.name}-{number}" for number in itertools.count(1))
+    return next(folder for name in names if _is_free(folder := above / "eval" / name, settings))
+
+
+def _is_free(folder: Path, settings: dict[str, Any]) -> bool:
+    begun = Responses(folder / RESPONSES, True)
+    return not folder.exists() or (not (folder / FIGURES).exists() and not begun.differs(settings))
+
+
+def report_of(
+    config: Config,
+    source: Source,
+    groups: Sequence[Group],
+    found: dict[str, dict[str, Any]],
+    threshold: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """What `eval.json` holds; `metrics` are those of a validation, under the same names."""
+    from rlfuse.observe.metrics import validation_metrics
+    from rlfuse.observe.summary import versions
+
+    return {
+        "made_from": made_from(config, source, scored=True),
+        "run": str(source.run) if source.run else None,
+        "passed": f"{score_name(groups)} above {threshold:g}",
+        "by_data_source": found,
+        "metrics": {name: value if value == value else None for name, value in validation_metrics(groups).items()},
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds": round(seconds, 1),
+        "versions": versions(),
+    }
+
+
+def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: float, console: Console) -> None:
+    """The figures as tables: scores, pass@k where there are several answers, and lengths in tokens."""
+    name = score_name(groups)
+    ks = sorted({k for figures in found.values() for k in figures["pass@k"]})
+    scores = _table("answers", *([ACC] if name == ACC else []), "reward", "pass@1")
+    passes, lengths = _table(*(f"pass@{k}" for k in ks)), _table("mean tokens", "median", "95 %", "longest", "cut off")
+    for source, figures in found.items():
+        each = round(figures["samples"] / figures["prompts"])
+        spread = "" if figures["stderr"] is None else f" ±{figures['stderr']:.3f}"
+        means = [_figure(figures["score"]) + spread, *([_figure(figures["reward"])] if name == ACC else [])]
+        of_k = [_figure(figures["pass@k"].get(k)) for k in ks]
+        scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
+        passes.add_row(Text(source), *of_k)
+        length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
+        lengths.add_row(Text(source), *(f"{length[key]:,.0f}" for key in LENGTHS), f"{cut:.1%}")
+    console.print(scores, *([passes] if len(ks) > 1 else []), lengths)
+    told = f"pass@k: an answer passes whose {name} is above {threshold:g}. ±: standard error over prompts."
+    console.print(told, markup=False, soft_wrap=True)
+    failures = [s.reward for group in groups for s in group.samples if isinstance(s.reward, RewardFailure)]
+    if failures:
+        first = f"{failures[0].function}: {failures[0].message}"
+        told = f"{len(failures)} answers have no reward and are left out of scores; the first: {first}"
+        console.print(told, markup=False, soft_wrap=True)
+
+
+def _table(*heads: str) -> Table:
+    """Of figures, one row for each data source."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("data_source", overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def check_failures(groups: Sequence[Group], most: float) -> None:
+    """RewardError where more answers have no reward than a run would put up with."""
+    rewards = [sample.reward for group in groups for sample in group.samples]
+    failed = sum(isinstance(reward, RewardFailure) for reward in rewards)
+    if failed > most * len(rewards):
+        raise RewardError(
+            f"{failed} of {len(rewards)} answers have no reward, more than reward.max_failure_rate={most}: the figures "
+            "are of the others alone. Mend the function, or raise the rate."
+        )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

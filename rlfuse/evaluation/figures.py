@@ -1,0 +1,109 @@
+"""What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
+
+Role: pure functions of scored groups, for `command`. A score is what validation has at its core: the part `acc` where
+the reward gives one, else the reward. Samples whose reward failed have no score: they are counted and left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlfuse.samples import Group, Reward, Sample
+
+ALL = "all"
+LENGTHS = ("mean", "median", "p95", "max")
+ACC = "acc"
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that of k of n answers, drawn without putting back, one passes at least: 1 - C(n - c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arxiv.org/abs/2107.03374), for `passed` = c of n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k}: must be 1 to n={n}")
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - passed + 1, n + 1))
+
+
+def ks(n: int) -> list[int]:
+    """1, 2, 4, ... and n."""
+    return sorted({n, *(1 << power for power in range(n.bit_length()) if 1 << power <= n)})
+
+
+def score(sample: Sample) -> float | None:
+    """None where it has none."""
+    if not isinstance(sample.reward, Reward):
+        return None
+    parts = {name.rsplit("/", 1)[-1]: value for name, value in sample.reward.parts.items()}
+    return float(parts.get(ACC, sample.reward.value))
+
+
+def score_name(groups: Sequence[Group]) -> str:
+    """What `score` is, of these samples."""
+    rewards = [sample.reward for group in groups for sample in group.samples if isinstance(sample.reward, Reward)]
+    has_acc = any(name.rsplit("/", 1)[-1] == ACC for reward in rewards for name in reward.parts)
+    return ACC if has_acc else "reward"
+
+
+def by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, Any]]:
+    """data_source -> `figures_of` its groups; of several sources also of all together, last."""
+    sources = list(dict.fromkeys(group.prompt.data_source for group in groups))
+    found = {
+        source: figures_of([group for group in groups if group.prompt.data_source == source], threshold)
+        for source in sources
+    }
+    return found if len(sources) == 1 else found | {ALL: figures_of(groups, threshold)}
+
+
+def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
+    """Figures of one set of prompts. An answer passes whose score is above `threshold`.
+
+    `stderr` is that of the mean over prompts, whose answers are alike; pass@k is of the prompts with k scores or more.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    scored = [[value for s in group.samples if (value := score(s)) is not None] for group in groups]
+    scored = [values for values in scored if values]
+    lengths = [len(sample.response.token_ids) for sample in samples]
+    passed = [(len(values), sum(value > threshold for value in values)) for values in scored]
+    most = max((count for count, _ in passed), default=0)
+    means = [float(np.mean(values)) for values in scored]
+    return {
+        "prompts": len(groups),
+        "samples": len(samples),
+        "failed": len(samples) - sum(map(len, scored)),
+        "reward": _mean([s.reward.value for s in samples if isinstance(s.reward, Reward)]),
+        "score": _mean([value for values in scored for value in values]),
+        "stderr": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
+        "pass@k": {k: _mean([pass_at_k(n, c, k) for n, c in passed if n >= k]) for k in (ks(most) if most else ())},
+        "finish": dict(Counter(sample.response.finish_reason for sample in samples)),
+        "length": _lengths(lengths),
+        "parts": _parts(samples),
+    }
+
+
+def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
+    """Tokens of responses."""
+    return {
+        "mean": float(np.mean(lengths)),
+        "median": float(np.median(lengths)),
+        "p95": float(np.percentile(lengths, 95)),
+        "max": int(max(lengths)),
+    }
+
+
+def _parts(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """Mean of each named part of the reward, over the samples that have it."""
+    rewards = [sample.reward for sample in samples if isinstance(sample.reward, Reward)]
+    names = dict.fromkeys(name for reward in rewards for name in reward.parts)
+    return {name: _mean([reward.parts[name] for reward in rewards if name in reward.parts]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """None of nothing, and of what is no number: JSON knows neither."""
+    mean = float(np.mean(values)) if values else math.nan
+    return mean if math.isfinite(mean) else None

@@ -1,0 +1,69 @@
+"""`rlfuse generate my_job.yaml [CHECKPOINT] --out responses.jsonl`: a model's responses to prompts, in a file.
+
+Role: the command; called by `rlfuse.cli`. Prompts are data.val_files or --prompts, sampling is rollout.val_kwargs; with
+--score each response has the job's reward. Rows are written as they finish, and the same command goes on with a file
+that was cut short. A .parquet file is made at the end, of the lines that lie beside it until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.evaluation.job import made_from, parsed, parser, read
+from rlfuse.evaluation.progress import begin
+from rlfuse.evaluation.responses import Responses, as_parquet
+from rlfuse.observe.json_lines import read_rows
+from rlfuse.samples import make_groups
+
+ENDINGS = (".jsonl", ".parquet")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Generate and write. Raises ConfigError, DataError, RewardError or EngineError."""
+    arguments, words = parsed(_parser(), argv)
+    out: Path = arguments.out
+    if out.suffix not in ENDINGS or out.is_dir():
+        raise ConfigError([f"--out {out}: must be a file whose name ends in {' or '.join(ENDINGS)}"])
+    if out.suffix == ".parquet" and out.exists():
+        raise ConfigError([f"--out {out}: is there already; choose another name, or remove it"])
+    config, source = read(words, arguments.prompts or (), arguments.score)
+    shown = begin(source)
+    with shown.part("libraries"):
+        from rlfuse.evaluation.answering import answer, load
+    loaded = load(config, arguments.score, shown.say)
+    groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
+    lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.part.jsonl")
+    responses = Responses(lines, arguments.score)
+    left = responses.begin(made_from(config, source, arguments.score), groups)
+    if responses.written:
+        shown.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
+    if left:
+        answer(loaded, left, responses, shown)
+    if out.suffix == ".parquet":
+        as_parquet(read_rows(lines), out)
+        lines.unlink()
+        responses.made_from.unlink()
+    shown.say(f"written  {out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "generate",
+        "[options] my_job.yaml [CHECKPOINT] --out FILE [key=value ...]",
+        description="Write a model's responses to a file, as they finish; sampling is rollout.val_kwargs.* "
+        "(rollout.val_kwargs.n=4 rollout.val_kwargs.temperature=1). CHECKPOINT as of rlfuse eval.",
+    )
+    made.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help=f"its name ends in {' or '.join(ENDINGS)}"
+    )
+    made.add_argument(
+        "--prompts",
+        action="append",
+        metavar="FILE",
+        help="in place of data.val_files, in any format that data takes; may be given several times",
+    )
+    made.add_argument("--score", action="store_true", help="with the job's reward")
+    return made

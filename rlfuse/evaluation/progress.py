@@ -1,0 +1,102 @@
+"""What the person at the terminal sees while engines start and generate: a bar, or where nobody looks on a line.
+
+Role: told by `answering`, and by the commands before. Waits for nothing; drawing is Rich's, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlfuse import __version__
+from rlfuse.cluster.scratch import keep_temporary_files
+from rlfuse.observe.progress import SILENT_S, quiet_libraries, timed, watched
+
+
+def begin(source: object) -> Shown:
+    """The first line, before libraries are imported, which remember what is set and where temporary files are."""
+    shown = Shown()
+    shown.say(f"rlfuse {__version__}: {source}")
+    keep_temporary_files()
+    quiet_libraries()
+    return shown
+
+
+class Shown:
+    """Parts that start, then so many responses of so many."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self.total = self.done = self.tokens = 0
+        self._began = self._told = self._last = 0.0
+        self._under_way: list[str] = []
+        self._looked_at = watched(self.console)
+        self._status = self.console.status("")
+        self._bars: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """A line above what moves."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something starts: shown while it does, and ticked off with its seconds. Several may at once."""
+        self._under_way.append(name)
+        self._draw()
+        try:
+            with timed(name, self.say):
+                yield
+        finally:
+            self._under_way.remove(name)
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._looked_at and self._under_way:
+            self._status.update(", ".join(self._under_way))
+            self._status.start()
+        else:
+            self._status.stop()
+
+    async def tell(self) -> None:
+        """Until cancelled: no log is silent while something starts."""
+        while True:
+            await asyncio.sleep(SILENT_S)
+            if self._under_way and not self._looked_at:
+                self.say(f"… still starting: {', '.join(self._under_way)}")
+
+    @contextmanager
+    def generating(self, total: int, done: int) -> Iterator[None]:
+        """Responses come from now on, of which `done` are there from before."""
+        self.total, self.done = total, done
+        self._began = self._told = self._last = time.monotonic()
+        if not self._looked_at:
+            yield
+            return
+        speed, moving = TextColumn("{task.fields[speed]:,.0f} tokens/s"), (BarColumn(), MofNCompleteColumn())
+        with Progress(
+            TextColumn("responses"), *moving, speed, TimeRemainingColumn(), console=self.console
+        ) as self._bars:
+            self._bars.add_task("", total=total, completed=done, speed=0.0)
+            yield
+        self._bars = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens of responses per second, up to the last that came."""
+        return self.tokens / max(self._last - self._began, 1e-9)
+
+    def came(self, responses: int, tokens: int) -> None:
+        """So many more."""
+        self.done += responses
+        self.tokens += tokens
+        self._last = time.monotonic() if responses else self._last
+        if self._bars is not None:
+            self._bars.update(self._bars.task_ids[0], completed=self.done, speed=self.speed)
+        elif time.monotonic() - self._told > SILENT_S:
+            self._told = time.monotonic()
+            self.say(f"{self.done:,} of {self.total:,} responses, {self.speed:,.0f} tokens/s")

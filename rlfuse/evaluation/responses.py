@@ -1,0 +1,121 @@
+"""The file that responses are written to as they finish, and gone on with where the command was cut short.
+
+Role: `command` and `generate` write one row a response, as `tracking.sample_row` makes it. Beside it lies what it is
+made from (`made_from`: model, data, sampling, ...), so that no file ever mixes two models. Waits for nothing.
+Invariant: a row is there whole or not at all, and stands for one sample of one prompt, by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlfuse.config.checks import ConfigError
+from rlfuse.durable import write_whole
+from rlfuse.observe.json_lines import RowFile, read_rows
+from rlfuse.observe.tracking import sample_row
+from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
+
+
+class Responses:
+    """JSON lines at `path`; `scored`: whether a sample is whole only with its reward."""
+
+    def __init__(self, path: Path, scored: bool):
+        self.path, self._scored = path, scored
+        self._file: RowFile | None = None
+        self._open: list[Sample] = []
+        self.total = 0
+        """Samples that the file is to have."""
+
+    @property
+    def made_from(self) -> Path:
+        """Where it stands what the responses are made from."""
+        return self.path.with_name(f"{self.path.name}.made_from.json")
+
+    def differs(self, made_from: Mapping[str, Any]) -> list[str]:
+        """In which of its settings what is there was made from something else; none where there is nothing."""
+        if not self.path.exists():
+            return []
+        try:
+            before = json.loads(self.made_from.read_text())
+        except (OSError, ValueError):
+            return [f"{self.made_from.name} is missing, or can't be read"]
+        now = json.loads(json.dumps(made_from))
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return [f"{name} (was {before.get(name)}, is {now.get(name)})" for name in names]
+
+    def begin(self, made_from: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
+        """Open the file; returns what is left of `groups` to generate, and gives the other samples what they have.
+
+        ConfigError where the file is of something else.
+        """
+        if differs := self.differs(made_from):
+            raise ConfigError(
+                [f"--out {self.path}: holds responses already, made from something else: {'; '.join(differs)}; choose "
+                 "another file, or remove it"]
+            )  # fmt: skip
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.made_from, json.dumps(made_from, indent=2))
+        known = {row["id"]: row for row in read_rows(self.path)}
+        self._file = RowFile(self.path)
+        for sample in (sample for group in groups for sample in group.samples):
+            if (row := known.get(sample.id)) is None:
+                self._open.append(sample)
+            elif row["prompt"] != sample.prompt.text:
+                raise ConfigError([f"{self.path}: its response {sample.id} is to another prompt; choose another file"])
+            else:
+                _restore(sample, row)
+        left, self.total = {sample.id for sample in self._open}, sum(len(group.samples) for group in groups)
+        groups = [Group(group.prompt, [s for s in group.samples if s.id in left]) for group in groups]
+        return [group for group in groups if group.samples]
+
+    @property
+    def written(self) -> int:
+        """Samples that the file has."""
+        return self.total - len(self._open)
+
+    def write(self) -> list[Sample]:
+        """Add a row for each sample that has become whole since the last call; returns these."""
+        whole = [s for s in self._open if s.response is not None and (s.reward is not None or not self._scored)]
+        if whole:
+            done = {sample.id for sample in whole}
+            self._open = [sample for sample in self._open if sample.id not in done]
+            self._file.append(sample_row(sample) for sample in whole)
+        return whole
+
+    def close(self) -> None:
+        """Write what has become whole, and have the disk keep all of it."""
+        if self._file is not None:
+            try:
+                self.write()
+                self._file.sync()
+            finally:
+                self._file.close()
+
+
+def _restore(sample: Sample, row: Mapping[str, Any]) -> None:
+    """What an evaluation asks of a sample that was written before: length, end, text, reward."""
+    tokens, log_probs = np.zeros(row["response_tokens"], np.int32), np.empty(0, np.float32)
+    sample.response = Response(tokens, log_probs, row["finish"], sample.step, row["response"])
+    if row["reward"] is not None:
+        sample.reward = Reward(row["reward"], row["parts"], row["note"])
+    elif row["note"] is not None:
+        function, _, message = row["note"].partition(": ")
+        sample.reward = RewardFailure(function, message)
+
+
+def as_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """The rows as one table, by prompt and sibling; what has no type of its own (truth, columns, parts) as JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    ordered = sorted(rows, key=lambda row: tuple(map(int, row["id"].split("/"))))
+    nested = ("parts", "ground_truth", "columns")
+    plain = [{**row, **{name: json.dumps(row[name], default=str) for name in nested}} for row in ordered]
+    aside = path.with_name(f".{path.name}.part")
+    parquet.write_table(pyarrow.Table.from_pylist(plain), aside)
+    aside.replace(path)

@@ -1,0 +1,92 @@
+"""Which model is evaluated, generates or is pushed: a checkpoint, a run's newest, a Hugging Face folder, a hub name.
+
+Role: `command`, `generate` and `push` ask before anything is loaded. Reads names of files, nothing else.
+Invariant: the checkpoint of a step has the seeds of the validation after that step, any other model those of step 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlfuse import checkpoints
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.rewards import MODEL_PART
+
+POLICY, REWARD_MODEL, WEIGHTS = "actor", MODEL_PART, "huggingface"
+"""Of a checkpoint: what was trained, and the folder in it that loads as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One model."""
+
+    path: str
+    """What engines load: a folder, or a hub name."""
+    step: int = 0
+    """After which it was written; 0 for what no run wrote."""
+    run: Path | None = None
+    """The folder of the run that wrote it."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is a policy, as far as its folder's name tells."""
+        return not self.run or Path(self.path).parent.name == POLICY
+
+    @property
+    def name(self) -> str:
+        """Short, as a folder may be called."""
+        return f"global_step_{self.step}" if self.run else self.path.rstrip("/").replace("\\", "/").split("/")[-1]
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.run}" if self.run else self.path
+
+
+def find(given: str | None, run: Path | None, base: str) -> Source:
+    """The model that `given` names; without it the newest of `run`, else `base`, which is the job's model.path.
+
+    Raises ConfigError for what is none, or not whole.
+    """
+    if given is None:
+        whole = checkpoints.complete(run) if run else []
+        return _of_checkpoint(whole[-1]) if whole else Source(base)
+    folder = Path(os.path.expanduser(given))
+    if not folder.is_dir():
+        if folder.exists() or given.startswith((".", "/", "~")) or given.count("/") > 1:
+            raise _refused(given, "there is no such folder")
+        return Source(given)
+    folder = folder.absolute()
+    if folder.name == WEIGHTS and _is_checkpoint(folder.parents[1]):
+        folder = folder.parents[1]
+    if _is_checkpoint(folder):
+        return _of_checkpoint(folder)
+    if whole := checkpoints.complete(folder):
+        return _of_checkpoint(whole[-1])
+    if (folder / "config.json").is_file():
+        return Source(str(folder))
+    if (folder / "config.yaml").is_file():
+        raise _refused(given, "the run has no complete checkpoint yet (trainer.save_freq)")
+    raise _refused(given, "the folder holds neither config.json nor a complete global_step_N")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return re.fullmatch(r"global_step_\d+", folder.name) is not None
+
+
+def _of_checkpoint(folder: Path) -> Source:
+    if not (folder / checkpoints.MARKER).exists():
+        others = ", ".join(path.name for path in checkpoints.complete(folder.parent)) or "none"
+        raise _refused(str(folder), f"was not written to its end (no {checkpoints.MARKER}); complete ones: {others}")
+    weights = [folder / trained / WEIGHTS for trained in (POLICY, REWARD_MODEL)]
+    found = next((each for each in weights if (each / "config.json").is_file()), None)
+    if found is None:
+        raise _refused(str(folder), f"has neither {POLICY}/{WEIGHTS} nor {REWARD_MODEL}/{WEIGHTS}")
+    return Source(str(found), checkpoints.read_state(folder)["step"], folder.parent)
+
+
+def _refused(given: str, why: str) -> ConfigError:
+    return ConfigError(
+        [f"CHECKPOINT {given}: {why}; give a global_step_N folder, a run folder, a Hugging Face folder or a hub name"]
+    )

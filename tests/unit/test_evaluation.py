@@ -1,0 +1,315 @@
+"""Evaluation without engines: which model is meant, what its answers say, and files that go on where they were cut."""
+
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from pyarrow import parquet
+from rich.console import Console
+
+from rlfuse.cli import main as rlfuse
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job
+from rlfuse.evaluation import figures
+from rlfuse.evaluation.command import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
+from rlfuse.evaluation.job import checkpoint_among, made_from, own_job, read
+from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation.responses import Responses, as_parquet
+from rlfuse.evaluation.source import Source, find
+from rlfuse.observe.json_lines import read_rows
+from rlfuse.rewards.items import RewardError
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
+
+
+def prompts_of(*sources):
+    return [Prompt(i, np.arange(3, dtype=np.int32), "how many?", (), s, "7") for i, s in enumerate(sources)]
+
+
+def answered(groups, rewards, finish="stop"):
+    """`groups` with these rewards, in order, and responses of growing length."""
+    for number, (sample, reward) in enumerate(zip((s for g in groups for s in g.samples), rewards, strict=True), 1):
+        tokens = np.zeros(number, np.int32)
+        sample.response = Response(tokens, np.zeros(number, np.float32), finish, 0, f"answer {number}")
+        sample.reward = reward
+    return groups
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_all_choices_with_one_that_passes(n):
+    for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
+        answers = [True] * passed + [False] * (n - passed)
+        share = np.mean([any(chosen) for chosen in itertools.combinations(answers, k)])
+        assert figures.pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12), (passed, k)
+
+
+def test_pass_at_k_keeps_its_precision_for_many_answers():
+    expected = 1 - math.comb(9900, 256) / math.comb(10_000, 256)
+    assert figures.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
+    assert figures.ks(1) == [1] and figures.ks(6) == [1, 2, 4, 6] and figures.ks(8) == [1, 2, 4, 8]
+    with pytest.raises(ValueError, match="k=3: must be 1 to n=2"):
+        figures.pass_at_k(2, 1, 3)
+
+
+def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
+    groups = make_groups(prompts_of("sums", "sums", "words"), 2, 0, 0)
+    acc = [Reward(value - 0.25, {"f/acc": value}) for value in (1.0, 0.0, 1.0, 1.0, 0.0)]
+    answered(groups, [*acc, RewardFailure("f", "timed out")])
+    found = figures.by_source(groups, 0.5)
+    assert list(found) == ["sums", "words", figures.ALL]
+    assert found["sums"]["score"] == 0.75 and found["sums"]["reward"] == 0.5 and figures.score_name(groups) == "acc"
+    assert found["sums"]["pass@k"] == {1: 0.75, 2: 1.0} and found["sums"]["stderr"] == pytest.approx(0.25)
+    assert found["words"] | {"length": None} == {
+        "prompts": 1, "samples": 2, "failed": 1, "reward": -0.25, "score": 0.0, "stderr": None, "pass@k": {1: 0.0},
+        "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
+    }  # fmt: skip
+    assert found[figures.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
+    assert found[figures.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
+
+
+def test_answers_without_any_score_have_no_mean():
+    groups = answered(make_groups(prompts_of("sums"), 1, 0, 0), [RewardFailure("f", "gone")], finish="length")
+    found = figures.by_source(groups, 0.5)
+    assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
+    console = Console(record=True, width=200)
+    show(found, groups, 0.5, console)
+    told = console.export_text()
+    with pytest.raises(RewardError, match="1 of 1 answers have no reward"):
+        check_failures(groups, 0.5)
+    check_failures(groups, 1.0)
+    assert "100.0%" in told and "1 answers have no reward" in told and "f: gone" in told
+
+
+def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
+    groups = answered(make_groups(prompts_of("sums", "[b]words"), 2, 0, 0), [Reward(float(i % 2)) for i in range(4)])
+    console = Console(record=True, width=200)
+    show(figures.by_source(groups, 0.5), groups, 0.5, console)
+    told = console.export_text()
+    assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
+
+
+# Which model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints of steps 2 and 4, and one that was cut short."""
+    folder = tmp_path / "runs" / "rlfuse" / "sweep-actor.lr=1e-5"
+    for step, whole in ((2, True), (4, True), (6, False)):
+        weights = folder / f"global_step_{step}" / "actor" / "huggingface"
+        weights.mkdir(parents=True)
+        (weights / "config.json").write_text('{"max_position_embeddings": 64, "num_attention_heads": 2}')
+        (weights / "tokenizer.json").write_text("{}")
+        if whole:
+            (weights.parents[1] / "run.json").write_text(json.dumps({"step": step}))
+            (weights.parents[1] / "COMPLETE").touch()
+    return folder
+
+
+def test_a_checkpoint_is_named_by_itself_by_its_run_or_by_its_weights(run):
+    newest = run / "global_step_4" / "actor" / "huggingface"
+    for given in (run, run / "global_step_4", newest):
+        assert find(str(given), None, "base") == Source(str(newest), 4, run)
+    assert find(None, run, "base").step == 4 and find(None, None, "base") == Source("base")
+    assert find(None, run / "nothing", "base") == Source("base")
+    assert find("Qwen/Qwen2.5-0.5B", run, "base") == Source("Qwen/Qwen2.5-0.5B")
+    assert (
+        find("Qwen/Qwen2.5-0.5B", run, "base").name == "Qwen2.5-0.5B"
+        and find(str(run), None, "").name == "global_step_4"
+    )
+
+
+def test_what_is_no_model_is_told(run, tmp_path):
+    cases = {
+        run / "global_step_6": "was not written to its end (no COMPLETE); complete ones: global_step_2, global_step_4",
+        tmp_path / "nothing": "there is no such folder",
+        tmp_path: "neither config.json nor a complete global_step_N",
+    }
+    for given, told in cases.items():
+        with pytest.raises(ConfigError) as error:
+            find(str(given), None, "base")
+        assert told in str(error.value)
+
+
+def test_a_word_is_a_checkpoint_setting_or_job_file(run):
+    words = ["my_job.yaml", "rollout.n=4", str(run), "experiment=quickstart"]
+    assert checkpoint_among(words) == (str(run), [word for word in words if word != str(run)])
+    assert checkpoint_among(["my_job.yaml"]) == (None, ["my_job.yaml"])
+    with pytest.raises(ConfigError, match="one CHECKPOINT at a time"):
+        checkpoint_among(["a/b", "c/d"])
+
+
+@pytest.fixture
+def job(run, tmp_path):
+    """A job file whose training data, critic and reference are not on this machine."""
+    (tmp_path / "val.jsonl").write_text('{"prompt": "w5", "answer": "1"}\n')
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model: {{path: {run}/global_step_2/actor/huggingface}}\n"
+        f"data: {{train_files: [gone.parquet], val_files: [{tmp_path}/val.jsonl], max_prompt_length: 8, "
+        "max_response_length: 8}\n"
+        "critic: {path: ./gone}\nref: {path: ./gone}\nreward: {functions: ['gone.py:score']}\n"
+        f"trainer: {{default_local_dir: {tmp_path}/runs, experiment_name: {run.name}}}\n"
+    )
+    return path
+
+
+def test_what_training_alone_needs_is_not_asked_for(job, run):
+    config, source = read([str(job), "rollout.val_kwargs.temperature=1"], scored=False)
+    assert source.step == 4 and config.model.path == source.path and config.rollout.val_kwargs.temperature == 1
+    with pytest.raises(ConfigError) as error:
+        read([str(job)])
+    assert "gone.py" in str(error.value) and len(error.value.problems) == 1
+    with pytest.raises(ConfigError, match=r"data.val_files=\[\]"):
+        read([str(job), "data.val_files=[]"])
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length=80"):
+        read([str(job), "data.max_prompt_length=80"], scored=False)
+
+
+def test_a_job_without_a_name_means_its_last_run(job, run):
+    job.write_text(job.read_text().replace(f", experiment_name: {run.name}", ""))
+    assert read([str(job)], scored=False)[1].run is None
+    plain = compose_job([str(job)])
+    plain.trainer.experiment_name = run.name
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(plain))
+    (run / "metrics.jsonl").write_text('{"step": 4}\n')
+    assert read([str(job), "rollout.val_kwargs.temperature=1"], scored=False)[1].step == 4
+    assert read([str(job), "data.seed=5"], scored=False)[1].run is None
+
+
+def test_a_run_brings_its_own_job(job, run):
+    (run / "config.yaml").write_text(job.read_text())
+    assert own_job(str(run / "global_step_2")) == [str(run / "config.yaml")]
+    config, source = read([str(run / "global_step_2")], scored=False)
+    assert source.step == 2 and config.trainer.experiment_name == run.name
+
+
+def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path, capsys):
+    out = f"{tmp_path}/x.jsonl"
+    cases = {
+        ("eval", str(job), "./nothing"): "CHECKPOINT ./nothing: there is no such folder",
+        ("eval", str(job), "trainer.task=reward_model"): "give the job of a policy",
+        ("eval", str(job), "~critic.path"): "keys of a job can't be removed",
+        ("eval", str(job), "~algorithm=ppo"): "write algorithm=ppo",
+        ("eval", str(job), "~nobody.here/run"): "CHECKPOINT ~nobody.here/run: there is no such folder",
+        ("eval", "--config-dir", "~nobody.here", str(job)): "--config-dir ~nobody.here: there is no such folder",
+        ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "must be a file whose name ends in .jsonl or .parquet",
+        ("generate", str(job), "--out", out, "--prompts", "gone.jsonl", "data.seed=2"): "`gone.jsonl` does not exist",
+    }
+    for words, told in cases.items():
+        assert rlfuse(list(words)) == 2
+        text = capsys.readouterr().err
+        assert told in text and "Traceback" not in text and "data.seed=2" not in text, text
+        assert text.count("gone.jsonl") < 2, "the same prompts"
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
+    settings = {"model": "a", "temperature": 0.0, "files": ("val.jsonl",)}
+    groups = make_groups(prompts_of("sums", "words"), 2, 0, 3)
+    responses = Responses(tmp_path / "out" / "responses.jsonl", scored=True)
+    assert responses.begin(settings, groups) == groups
+    rewards = [Reward(1 / 3, {"f/acc": 0.1}, "a note"), RewardFailure("f", "timed: out"), None, None]
+    answered(groups, rewards)
+    groups[1].samples[1].response = None
+    assert [sample.id for sample in responses.write()] == ["3/0/0", "3/0/1"] and responses.write() == []
+    responses.close()
+    with responses.path.open("a") as file:
+        file.write('{"id": "3/1/0", "resp')
+
+    again = make_groups(prompts_of("sums", "words"), 2, 0, 3)
+    responses = Responses(responses.path, scored=True)
+    with pytest.warns(match="was cut short"):
+        left = responses.begin(settings, again)
+    assert [sample.id for group in left for sample in group.samples] == ["3/1/0", "3/1/1"]
+    restored = again[0].samples
+    assert restored[0].reward == Reward(1 / 3, {"f/acc": 0.1}, "a note") and len(restored[0].response.token_ids) == 1
+    assert restored[1].reward == RewardFailure("f", "timed: out")
+    answered(left, [Reward(1.0), Reward(0.0)])
+    responses.close()
+    assert [row["id"] for row in read_rows(responses.path)] == ["3/0/0", "3/0/1", "3/1/0", "3/1/1"]
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    path, groups = tmp_path / "responses.jsonl", make_groups(prompts_of("sums"), 1, 0, 0)
+    responses = Responses(path, scored=False)
+    responses.begin({"model": "a", "temperature": 0.0}, groups)
+    responses.close()
+    with pytest.raises(ConfigError, match=r"model \(was a, is b\); choose another file"):
+        Responses(path, scored=False).begin({"model": "b", "temperature": 0.0}, groups)
+    answered(groups, [None])
+    responses = Responses(path, scored=False)
+    responses.begin({"model": "a", "temperature": 0.0}, groups)
+    responses.close()
+    other = make_groups([replace(groups[0].prompt, text="how few?")], 1, 0, 0)
+    with pytest.raises(ConfigError, match="its response 0/0/0 is to another prompt"):
+        Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, other)
+    (tmp_path / "responses.jsonl.made_from.json").unlink()
+    with pytest.raises(ConfigError, match="is missing, or can't be read"):
+        Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, groups)
+
+
+def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run):
+    config, source = read([str(job)], scored=False)
+    settings = made_from(config, source, scored=True)
+    first = run / "eval" / "global_step_4"
+    assert folder_of(source, config, settings) == first
+    responses = Responses(first / RESPONSES, scored=True)
+    responses.begin(settings, make_groups(prompts_of("sums"), 1, 0, 4))
+    responses.close()
+    assert folder_of(source, config, settings) == first
+    assert folder_of(source, config, settings | {"temperature": 1.0}) == run / "eval" / "global_step_4-2"
+    for setting in ("reward.overlong_buffer.len=4", "video.max_tokens=4096", "model.dtype=float32"):
+        other, _ = read([str(job), setting], scored=False)
+        assert len(responses.differs(made_from(other, source, scored=True))) == 1, setting
+    (first / FIGURES).write_text("{}")
+    assert folder_of(source, config, settings) == run / "eval" / "global_step_4-2"
+    assert folder_of(Source("org/name"), config, settings) == run.parent / "eval" / "name"
+
+
+def test_a_report_is_valid_json_and_names_what_it_is_of(job):
+    config, source = read([str(job)], scored=False)
+    groups = answered(make_groups(prompts_of("sums"), 2, 0, 4), [Reward(1.0), RewardFailure("f", "gone")])
+    report = report_of(config, source, groups, figures.by_source(groups, 0.5), 0.5, 1.0)
+    again = json.loads(json.dumps(report), parse_constant=lambda name: pytest.fail(name))
+    assert again["made_from"]["model"] == source.path and again["passed"] == "reward above 0.5"
+    assert again["metrics"]["val-core/sums/reward/mean@2"] == 1.0
+    assert again["by_data_source"]["sums"]["pass@k"] == {"1": 1.0}
+
+
+def test_parquet_has_the_rows_in_order(tmp_path):
+    groups = answered(make_groups(prompts_of("sums", "words"), 2, 0, 0), [Reward(float(i), {"a": i}) for i in range(4)])
+    responses = Responses(tmp_path / "part.jsonl", scored=True)
+    responses.begin({}, groups)
+    random.Random(0).shuffle(responses._open)
+    responses.close()
+    as_parquet(read_rows(responses.path), tmp_path / "x.parquet")
+    table = parquet.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [row["id"] for row in table] == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
+    assert table[3]["response"] == "answer 4" and json.loads(table[3]["parts"]) == {"a": 3}
+
+
+def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("rlfuse.evaluation.progress.time.monotonic", lambda: now[0])
+    console = Console(record=True, width=80, force_terminal=False)
+    shown = Shown(console)
+    with shown.part("engine 1 of 1"):
+        now[0] += 12
+    with shown.generating(10, 2):
+        for _ in range(4):
+            now[0] += 20
+            shown.came(1, 100)
+    now[0] += 1000
+    assert shown.speed == 5, "what ends takes no part"
+    told = console.export_text().splitlines()
+    assert told == ["✓ engine 1 of 1  12.0 s", "4 of 10 responses, 5 tokens/s", "6 of 10 responses, 5 tokens/s"]

@@ -4,6 +4,7 @@ Role: `heed_children` is called by the driver once Ray is up, and by processes t
 the driver around Ray's start; `end_with_parent` by the workers of process pools.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,9 +15,11 @@ from multiprocessing.connection import wait
 
 
 def heed_children() -> None:
-    """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0."""
-    if threading.current_thread() is threading.main_thread():  # no other may set it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0.
+
+    On any thread: Python lets only the main one set signals, and an asyncio actor is made on another.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGCHLD), None)  # SIG_DFL is a null pointer
 
 
 @contextmanager

@@ -15,8 +15,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,12 +28,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster import cuda
+from rlfuse.cluster import cuda, scratch
 from rlfuse.cluster.children import heed_children, own_sigterm
 from rlfuse.cluster.nodes import Node, choose, device_of, here, live, present
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
+from rlfuse.observe.progress import QUIET_LIBRARIES
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -41,11 +43,7 @@ QUIET = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
-    "DEEPSPEED_LOG_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
+} | QUIET_LIBRARIES
 
 LOOPBACK = "127.0.0.1"
 JOINING_S = 60.0
@@ -154,6 +152,8 @@ async def start(config: Config, again: bool = False) -> Slots:
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
     with own_sigterm():
         if config.cluster.ray_address is None:
+            for kind in scratch.KINDS:
+                scratch.sweep(kind)
             _need_shared_memory()
             _start_ray(config)
         else:
@@ -209,11 +209,13 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
 def _start_ray(config: Config, attempts: int = 3) -> None:
     """A cluster of this run's own, which listens on loopback alone and asks for the user's token of Ray.
 
-    Ray gives its helpers 15 s to start, too few on a laptop under load: try again.
+    Ray gives its helpers 15 s to start, too few on a laptop under load: try again. Whatever its processes leave lies in
+    this process's own folder (`scratch`).
     """
+    folder = str(scratch.of_this_process())
     for attempt in range(attempts):
         try:
-            with _loopback():
+            with _loopback(), _without_pages(), mock.patch.dict(os.environ, TMPDIR=folder):
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -223,6 +225,7 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
                     num_cpus=max(os.cpu_count() or 1, config.slots),
                     num_gpus=_gpus(),
                     _node_ip_address=LOOPBACK,
+                    _temp_dir=folder,
                 )
             return
         except Exception as error:
@@ -230,7 +233,7 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
             if attempt + 1 == attempts:
                 raise EngineError(
                     f"Ray did not start on this machine in {attempts} attempts ({str(error).strip().splitlines()[0]}). "
-                    "Its logs are in /tmp/ray/session_latest/logs; an overloaded machine or a full disk are usual."
+                    "Its logs are in logs/session_* of the run folder; an overloaded machine or a full disk are usual."
                 ) from error
 
 
@@ -246,10 +249,18 @@ def _loopback() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_pages() -> Iterator[None]:
+    """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
+    with mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None):
+        yield
+
+
 def _join_ray(address: str) -> None:
     try:
         environment = {"env_vars": watchdog.environment()}
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+        with _without_pages():
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise EngineError(
@@ -259,9 +270,17 @@ def _join_ray(address: str) -> None:
         ) from error
 
 
-def stop() -> None:
-    """Leave Ray; a cluster that `start` began ends with all its processes."""
+def stop(logs: Path | None = None) -> None:
+    """Leave Ray; a cluster that `start` began ends with all its processes and files.
+
+    `logs`: a folder of the run for what Ray wrote down, of a run that failed.
+    """
     ray.shutdown()
+    for session in scratch.of_this_process().glob("session_*_*"):
+        if logs is not None and not (logs / session.name).exists():
+            with suppress(OSError):  # they are of less worth than what went wrong
+                shutil.copytree(session / "logs", logs / session.name)
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def shared_memory_speed(megabytes: int = 16) -> float:
@@ -278,6 +297,7 @@ def _need_shared_memory(at_least_mb: int = 256) -> None:
     free = shutil.disk_usage("/dev/shm").free >> 20
     if free < at_least_mb:
         raise EngineError(
-            f"/dev/shm has {free} MiB free, Ray and the weight sync need at least {at_least_mb} MiB. Remove left-overs "
-            "there, or enlarge it (docker run --shm-size=2g, mount -o remount,size=2g /dev/shm)."
+            f"/dev/shm has {free} MiB free, Ray and the weight sync need at least {at_least_mb} MiB. Remove what is "
+            "left over there (rlfuse runs clean), or enlarge it (docker run --shm-size=2g, mount -o "
+            "remount,size=2g /dev/shm)."
         )

@@ -1,17 +1,16 @@
 """Calls of Ray actors that never wait without a bound and fail with one readable message.
 
 Role: every engine's driver side awaits its worker through `call`, that of several workers at once through `all_of`. A
-user's exception keeps its type's name, message and the last lines of its own traceback; a dead process (by what it
-wrote last, where its output can be read here), a time-out and a worker that can't be placed are told apart. What may go
-well another time, in another process, is a `WorkerLost`. A wait that is long shows where all processes stand
-(`observe.watchdog`).
+user's exception keeps its type's name, its message and the frames of own code, and goes as a whole into the worker's
+log; a dead process (by what it wrote last, where its output can be read here), a time-out and a worker that can't be
+placed are told apart. Each message ends with where the logs are. What may go well another time, in another process, is
+a `WorkerLost`. A wait that is long shows where all processes stand (`observe.watchdog`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import traceback
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,22 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from rlfuse.cluster import scratch
 from rlfuse.engines.protocols import EngineError, WorkerLost
-from rlfuse.observe import watchdog
+from rlfuse.observe import host_memory, process_logs, tracebacks, watchdog
 
-LAST = 1 << 16
-"""Bytes of a dead process's output."""
 GRACE_S = 5.0
 """Time for the death of a worker to show, once peers that waited for it have failed."""
-MEMORY = (
-    "Out of memory is the usual cause: lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV cache."
-)
-GONE = re.compile(r"can't allocate memory|out of memory|connection (closed|reset) by peer|timed out waiting", re.I)
-"""What torch says where memory or a peer in a collective is gone."""
+MEMORY = "Lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV cache."
+PEER_GONE = re.compile(r"connection (closed|reset) by peer|timed out waiting", re.I)
+"""What torch says where a peer in a collective is gone."""
 COLLECTIVE = re.compile(r"collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).*?Timeout\(ms\)=(\d+)")
 """Of torch's watchdog of NCCL, before it ends the process."""
 CRASHED = re.compile(r"(NCCL error|CUDA error|CUDA driver error|what\(\):|Fatal Python error|SIG[A-Z]+ received).*")
 """What a process wrote before it was ended by itself; the first of these says the most."""
-RAISED = re.compile(r"[\w.]+(Error|Exception)\b")
-"""The last line of a traceback."""
+UNTOLD = "connection error code 2. End of file"
+"""Ray of a process that ended before it could say so."""
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:
@@ -74,54 +71,96 @@ def _dead(error: BaseException | None) -> bool:
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
     """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
     if isinstance(error, RayTaskError):  # first: Ray raises a worker's error as one of both types, with its own text
+        process_logs.add(worker, COLOUR.sub("", str(error)))
         cause = error.cause or error
         if isinstance(cause, EngineError):  # says all already
-            return type(cause)(str(cause))
-        tail = "".join(traceback.format_exception(cause)[-6:]) if cause is not error else str(error)
-        text = f"{worker} failed to {action}: {type(cause).__name__}: {_first_line(cause)}"
-        if isinstance(cause, MemoryError) or GONE.search(str(cause)):
-            return WorkerLost(f"{text}. {MEMORY}\n{tail.rstrip()}")
-        return EngineError(f"{text}\n{tail.rstrip()}")
+            return type(cause)(_with_logs(str(cause), worker))
+        text = f"{worker} failed to {action}: {_raised(error)}"
+        if isinstance(cause, MemoryError) or host_memory.NO_MEMORY.search(str(cause)):
+            return WorkerLost(_with_logs(f"{text}\nIt is out of memory. {MEMORY}", worker))
+        return (WorkerLost if PEER_GONE.search(str(cause)) else EngineError)(_with_logs(text, worker))
     if isinstance(error, EngineError | asyncio.CancelledError):
         return error
+    if isinstance(error, ActorDiedError) and "creation task" in str(error):
+        process_logs.add(worker, COLOUR.sub("", str(error)))
+        return EngineError(_with_logs(f"{worker} could not be created: {_raised(error)}", worker))
     if isinstance(error, ActorDiedError | ActorUnavailableError):
-        return WorkerLost(f"{worker} died while it was asked to {action} ({_reason(error)}). {why_it_ended(error)}")
+        return WorkerLost(f"{worker} died while it was asked to {action}: {why_it_ended(error, worker)}")
     if isinstance(error, TimeoutError | GetTimeoutError):
-        return WorkerLost(
-            f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
-            f"cluster.timeout_s.{watchdog.evidence(worker)}"
-        )
-    return EngineError(f"{worker} failed to {action}: {type(error).__name__}: {_first_line(error)}")
+        text = f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
+        return WorkerLost(_with_logs(f"{text}cluster.timeout_s.{watchdog.evidence(worker)}", worker))
+    return EngineError(_with_logs(f"{worker} failed to {action}: {type(error).__name__}: {_first_line(error)}", worker))
 
 
-def why_it_ended(error: BaseException) -> str:
-    """What can be said of a death: by the process's own last words, else what is usual."""
-    words, where = _last_words(str(error))
+def why_it_ended(error: BaseException, worker: str) -> str:
+    """What can be said of a death: by the process's own last words, by Ray's, and by what was seen of it before."""
+    pid = found[1] if (found := re.search(r"pid: (\d+)", str(error))) else ""
+    words = process_logs.words(worker, pid)
+    if words is not None:
+        return _with_logs(_told(error, worker, pid, words), worker)
+    words, path = _words_for_ray(str(error), pid)
+    where = f"\nlogs: Ray's of it, {path}" if path else ""
+    return f"{_told(error, worker, pid, words)}{where}"
+
+
+def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
+    """The cause of a death, and what was seen of the process and its host."""
+    cause, lacked = _cause(error, words), host_memory.lacked()
+    own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) else ""
+    remedy = f" {MEMORY}" if own or lacked else ""
+    return f"{cause}{own}{lacked}{remedy}{watchdog.at_the_end(worker, pid)}{host_memory.figures()}"
+
+
+def _cause(error: BaseException, words: str) -> str:
     if found := COLLECTIVE.search(words):
         number, kind, milliseconds = found.groups()
         return (
-            f"It ended itself when it had waited {int(milliseconds) / 1000:g} s (a share of cluster.timeout_s) in "
+            f"it ended itself when it had waited {int(milliseconds) / 1000:g} s (a share of cluster.timeout_s) in "
             f"collective {number} ({kind}) for a rank that did not come: look at the others' stacks, and in "
             "stacks/nccl_rank_* of the run folder, which `python -m torch.distributed.flight_recorder.fr_trace` reads. "
             "If a rank may take that long, raise cluster.timeout_s."
         )
     if found := CRASHED.search(words):
-        memory = f" {MEMORY}" if GONE.search(found[0]) else ""
-        return f"It ended itself: {found[0][:300].strip()}; the rest is in {where}.{memory}"
-    return f"{MEMORY} It wrote to {where}." if where else MEMORY
+        return f"it crashed: {found[0][:300].strip()}."
+    if UNTOLD in str(error):
+        return "killed by signal 9 (SIGKILL); by whom is not known. Only that, or os._exit, ends one without a word."
+    if "SIGTERM" in str(error):
+        return "killed by signal 15 (SIGTERM); by whom is not known."
+    return f"{_reason(error)}."
 
 
-def _last_words(death: str) -> tuple[str, str]:
-    """What a dead process wrote to its error output, as far as it can be read on this node, and where that is."""
-    pid, address = (re.search(rf"\b{name}: (\S+)", death) for name in ("pid", "ip"))
-    if pid is None:
+def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
+    """What a dead process wrote to Ray's files of it, as far as they can be read on this node, and where that is.
+
+    Those of a run's own cluster move into the run's `logs` when it has failed (`placement.stop`).
+    """
+    if not pid:
         return "", ""
-    file = f"worker-*-{pid[1]}.err"
+    address = found[1] if (found := re.search(r"\bip: (\S+)", death)) else None
+    file = f"worker-*-{pid}.err"
     node = ray._private.worker._global_node  # no public function tells where Ray writes
-    if node is not None and address is not None and address[1] == node.node_ip_address:
+    if node is not None and address is not None and address == node.node_ip_address:
         for path in Path(node.get_logs_dir_path()).glob(file):
-            return path.read_text(errors="replace")[-LAST:], str(path)
-    return "", f"/tmp/ray/session_latest/logs/{file}" + (f" of {address[1]}" if address else "")
+            kept = process_logs.folder() if path.is_relative_to(scratch.of_this_process()) else None
+            where = kept / path.parents[1].name / path.name if kept else path
+            return path.read_text(errors="replace")[-process_logs.LAST :], str(where)
+    return "", f"/tmp/ray/session_latest/logs/{file}" + (f" of {address}" if address else "")
+
+
+def _with_logs(text: str, worker: str) -> str:
+    """A message, and below it where the logs are, within a run."""
+    return "\n".join(filter(None, [text.rstrip(), process_logs.told(worker)]))
+
+
+def _raised(error: BaseException) -> str:
+    """Type and message of what a worker raised, and below it the frames of own code, by Ray's text of it."""
+    traced = [*tracebacks.found_in(COLOUR.sub("", str(error)))]
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayTaskError | ActorDiedError):
+        headline = traced[-1].error if traced else _first_line(cause)
+    else:
+        headline = f"{type(cause).__name__}: {_first_line(cause)}"
+    return "\n".join([headline, *(traced[-1].own if traced else [])])
 
 
 def _first_line(error: BaseException) -> str:
@@ -133,6 +172,5 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "OOM" in line]
     reason = (telling or lines or ["no reason given"])[0].partition(" Some common causes")[0]
-    reason, traced, _ = reason.partition(" Traceback (most recent call last)")
-    raised = [line for line in lines if RAISED.match(line)] if traced else []
-    return " ".join([reason[:300], *raised[-1:]])
+    raised = [each.error.partition("\n")[0] for each in tracebacks.found_in(str(error))]
+    return " ".join([reason.partition(" Traceback (most recent")[0][:300], *raised[-1:]]).rstrip(".")

@@ -26,6 +26,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from rlfuse.acceptance import named
 from rlfuse.cluster.packing import Package, pack
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, read_command, to_config
@@ -34,6 +35,9 @@ from rlfuse.config.facts import Facts
 CALL_S = 60.0
 OUTAGE_S = 600.0
 STOP_S = 60.0
+"""For a job to end once its grace is over, in which the step under way may be saved (trainer.preemption_grace_s)."""
+GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
 LOOK_S = 10.0
 """Between two looks at a job that prints nothing."""
 AGAIN_S = 2.0
@@ -58,13 +62,14 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     if read_command(words).options:
         raise ConfigError([f"{' '.join(read_command(words).options)}: rlfuse submit takes files and key=value only"])
-    config = to_config(compose_job(words), lambda _: Facts())  # files and devices are the cluster's
+    config = named(to_config(compose_job(words), lambda _: Facts()))  # files and devices are the cluster's
     variables = _variables(arguments.env)
     with tempfile.TemporaryDirectory(prefix="rlfuse-job-") as folder:
         package = pack(config, Path(folder), Path.cwd(), arguments.include, arguments.with_code)
         for note in package.notes:
             print(note)
         client = _connect(arguments)
+        variables = {GRACE: str(int(config.trainer.preemption_grace_s + STOP_S / 2))} | variables
         job = _send(client, package, variables, config.trainer.experiment_name)
     print(f"submitted {job}\n{_how_to_go_on(arguments.address, job)}", flush=True)
     if not arguments.detach:
@@ -199,7 +204,7 @@ def _follow(client: Any, job: str) -> None:
 
 def status_of(status: str, driver: int | None) -> int:
     """The exit status for a job that ended: the driver's own where that says more than failure."""
-    return 0 if status == "SUCCEEDED" else driver if driver in (1, 2, 130) else 1
+    return 0 if status == "SUCCEEDED" else driver if driver in (1, 2, 75, 130) else 1
 
 
 async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
@@ -295,11 +300,17 @@ def _stop(client: Any, job: str) -> None:
     if status in ENDED:
         print(f"{job} has ended already: {status.lower()}")
         return
+    info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
+    limit = STOP_S + float(((info.runtime_env or {}).get("env_vars") or {}).get(GRACE, 0))
     _bounded(lambda: client.stop_job(job), f"stop {job}")
-    until = time.monotonic() + STOP_S
+    print(f"{job} was told to stop; a step under way may end and be saved, at most {limit:g} s", flush=True)
+    until = time.monotonic() + limit
     while not asyncio.run(_ended(client, job)):
         if time.monotonic() > until:
-            raise SubmitError(f"{job} has not stopped in {STOP_S:g} s; ask again, or look at the dashboard")
+            raise SubmitError(f"{job} has not stopped in {limit:g} s; ask again, or look at the dashboard")
         time.sleep(0.5)
     status = _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
-    print(f"{job} {status.lower()}; the same `rlfuse submit` goes on from its last checkpoint")
+    name = (info.metadata or {}).get(KEY, "").rpartition("/")[2]
+    print(
+        f"{job} {status.lower()}; `rlfuse submit ... trainer.experiment_name={name}` goes on from its last checkpoint"
+    )

@@ -1,8 +1,9 @@
 """DeepSpeed's compiled operations, loaded by one process at a time, and by nobody who waits for the dead.
 
 Role: every rank is asked to `load` before it meets the others, by `load_everywhere` from the driver, which tells the
-person what a rank waits for. torch guards each extension's folder by a file `lock` that exists while a process compiles
-or loads: one that is killed there leaves it behind, it names nobody, and who comes later would wait without end.
+person what a rank waits for; `rlfuse runs clean` asks what is `left_over`. torch guards each extension's folder by a
+file `lock` that exists while a process compiles or loads: one that is killed there leaves it behind, it names nobody,
+and who comes later would wait without end.
 
     rlfuse.lock     flock, which ends with its owner, and the owner's name    <- ours, for the whole folder
     */lock          torch's own file, made and removed inside of it
@@ -29,6 +30,7 @@ import ray
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe import watchdog
+from rlfuse.observe.progress import ticked
 
 LOCK = "rlfuse.lock"
 STALE_S = 60.0
@@ -49,7 +51,17 @@ async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
+    began, compiled = time.monotonic(), any(_usual_root().rglob("*.so"))
+    if not compiled:
+        watchdog.say("DeepSpeed's operations are compiled: about a minute, once for this machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
+    if not compiled:
+        watchdog.say(ticked("DeepSpeed's operations", time.monotonic() - began))
+
+
+def _usual_root() -> Path:
+    """Where torch keeps compiled operations, its own question of it aside, which takes a second to import."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str | None:
@@ -57,9 +69,7 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
 
     EngineError where the folder's file system has no locks.
     """
-    from torch.utils.cpp_extension import get_default_build_root  # takes a second, which the driver need not spend
-
-    root, deadline = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), time.time() + patience_s
+    root, deadline = _root(), time.time() + patience_s
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK).open("a+") as own:
         while not _locked(own):
@@ -68,7 +78,7 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
                 return f"DeepSpeed's operations are being compiled or loaded by {owner} ({own.name})"
             time.sleep(0.05)
         killed = _owner(own)
-        for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        for lock in _locks(root):
             while why := _waits_for(lock, killed):
                 if time.time() > deadline:
                     return f"DeepSpeed's operations: {why}"
@@ -84,6 +94,25 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
         finally:
             own.truncate(0)
     return None
+
+
+def left_over() -> list[Path]:
+    """Locks of processes that were killed: what the next `load` would remove. None while a run is inside."""
+    if not (root := _root()).is_dir():
+        return []
+    with (root / LOCK).open("a+") as own:
+        return [lock for lock in _locks(root) if not _waits_for(lock, _owner(own))] if _locked(own) else []
+
+
+def _root() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root  # takes a second, which the driver need not spend
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def _locks(root: Path) -> list[Path]:
+    """torch's."""
+    return [*root.glob("*/lock"), *root.glob("*/*/lock")]
 
 
 def _locked(own: TextIO) -> bool:

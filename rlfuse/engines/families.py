@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForTokenClassification,
@@ -109,7 +110,7 @@ def untrainable(config: Config) -> list[str]:
             if key == "model.path":
                 check_pushable(family)
                 _check_computed_alike(config, family)
-        except (EngineError, OSError, ValueError, KeyError) as error:
+        except (EngineError, OSError, ValueError, KeyError, StrictDataclassError) as error:
             found.append(f"{key}={path}: {str(error).strip().splitlines()[0]}; choose another model")
     return found
 

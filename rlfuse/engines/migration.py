@@ -46,9 +46,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_world_group
 
-from rlfuse.engines import scratch
+from rlfuse.cluster import scratch
 
-PREFIX = "rlfuse-kv-"
 SAVE_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S = 30.0
 
@@ -87,7 +86,7 @@ class Shelf:
     """An engine's folder of KV caches. Made once per engine, closed with it."""
 
     def __init__(self) -> None:
-        self.folder, self._lock = scratch.make(PREFIX)
+        self.folder, self._lock = scratch.make(scratch.KV)
         self._names = itertools.count()
         self._wanted: set[str] = set()
         self._coming: set[str] = set()

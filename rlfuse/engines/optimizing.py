@@ -71,6 +71,23 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
+def keep_settings(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Go on with this run's learning rate, schedule, weight decay and clipping once a checkpoint is loaded.
+
+    Every loader brings those of the run that wrote the checkpoint: DeepSpeed's the clipping, torch's optimizer the
+    decay and the rate, its schedule the rate to begin with.
+    """
+    schedule = engine.lr_scheduler
+    optimizer, own = schedule.optimizer, schedule.optimizer.defaults
+    rate = own["lr"] * schedule.lr_lambdas[0](schedule.last_epoch)
+    for group in optimizer.param_groups:
+        group |= {"lr": rate, "initial_lr": own["lr"], "weight_decay": own["weight_decay"]}
+    schedule.base_lrs = [own["lr"]] * len(optimizer.param_groups)
+    schedule._last_lr = [rate] * len(optimizer.param_groups)
+    if hasattr(engine.optimizer, "clip_grad"):  # else the hook above clips
+        engine.optimizer.clip_grad = engine.gradient_clipping()
+
+
 def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
     """A model for inference: sharded over the ranks under ZeRO-3, whole on each otherwise."""
     model.requires_grad_(False)

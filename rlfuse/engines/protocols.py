@@ -13,6 +13,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from rlfuse.config.schema import Config, RolloutConfig, ValKwargs
 from rlfuse.observe.events import Span
 from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Row, Sample
 
@@ -33,6 +34,10 @@ class EngineLost(WorkerLost):
     """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
 
 
+class EngineFailed(EngineLost):
+    """A rollout engine ended by an error of its own, not from outside: one that takes its place may end so, too."""
+
+
 class NotSaved(EngineError):
     """A checkpoint could not be written. Every process is as before, and the run can go on without it."""
 
@@ -45,6 +50,24 @@ class Sampling:
     top_p: float
     top_k: int
     max_tokens: int
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; what of the tokens goes beyond them stays, as it was drawn."""
+
+    @classmethod
+    def training(cls, config: Config) -> Sampling:
+        """Of the responses that are learned from."""
+        return cls._of(config.rollout, config)
+
+    @classmethod
+    def validation(cls, config: Config) -> Sampling:
+        """Of answers to held-out prompts, in a run and by `rlfuse eval`."""
+        return cls._of(config.rollout.val_kwargs, config)
+
+    @classmethod
+    def _of(cls, drawn: RolloutConfig | ValKwargs, config: Config) -> Sampling:
+        longest, stop = config.data.max_response_length, tuple(config.rollout.stop)
+        return cls(drawn.temperature, drawn.top_p, drawn.top_k, longest, drawn.min_p, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,19 +31,18 @@ from typing import Any
 
 import psutil
 
+from rlfuse.cluster.children import heed_children
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines import engine_death
 from rlfuse.engines.liveness import Liveness, Pulse, children_cpu
 from rlfuse.engines.protocols import PARTS, EngineError, Load, Part, Sampling
 from rlfuse.engines.rollout_start import (
-    ErrorOutput,
     Request,
     StepMeter,
     bind,
     build,
     engine_arguments,
-    engine_died,
     extend,
-    memory_hint,
     sampling_params,
     token_bytes,
 )
@@ -62,9 +61,11 @@ class RolloutWorker:
         self.name = f"rollout/{slot}"
         self._recorder = Recorder(self.name)
         watchdog.heed(self.name, self._recorder)
+        heed_children()  # how the engine's process ended
         self._engine: Any = None
         self._tokenizer: Any = None
-        self._errors: ErrorOutput | None = None
+        self._errors: engine_death.ErrorOutput | None = None
+        self._below: list[Any] = []
         self._prompts: Any = None
         self._active: dict[str, asyncio.Task] = {}
         self._places: dict[str, str] = {}
@@ -93,7 +94,7 @@ class RolloutWorker:
         """Build the engine inside the running loop; returns facts to log. See `RolloutHandle.start`."""
         from rlfuse.engines.prompts import Prompts
 
-        began, self._errors, self._device = time.perf_counter(), ErrorOutput(), device
+        began, self._errors, self._device = time.perf_counter(), engine_death.ErrorOutput(), device
         core = core if device == "cpu" else None
         try:
             with self._recorder.span("start", cause="run"):
@@ -102,15 +103,15 @@ class RolloutWorker:
                 self._engine, self._shelf = build(arguments, rollout, device, self._note)
                 bind(core)
         except Exception as error:
-            why = self._errors.reason() or str(error)
-            raise EngineError(f"{self.name} could not start vLLM for {model.path}.{memory_hint()}\n{why}") from error
+            raise engine_death.no_start(self.name, model.path, self._errors, error) from error
+        self._below = engine_death.processes(self._engine)
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
         self._limit = self._engine.model_config.max_model_len
         batched_tokens = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
-        kv_tokens = cache.num_gpu_blocks * cache.block_size
+        kv_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # no sample gets vLLM's first block, its null block
         self._meter, self._liveness = StepMeter(self._recorder, kv_tokens), Liveness(children_cpu)
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
@@ -142,7 +143,8 @@ class RolloutWorker:
         try:
             yield
         except EngineDeadError:
-            raise engine_died(self.name, self._errors) from None  # vLLM's own traceback ends in "see above"
+            # vLLM's own traceback ends in "see above".
+            raise engine_death.engine_died(self.name, self._errors, self._below) from None
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:

@@ -6,6 +6,8 @@ Invariants:
 - an engine is lost when its actor or its engine process died, or when for `heartbeat_s` it did not answer or stood
   still with work at hand; then its actor is killed, every call of it raises `EngineLost`, and nothing that it still
   sends counts;
+- one whose process ended by an error of its own (`EngineFailed`) is replaced, but not again where its successor fails
+  in the same way;
 - the next engine, started with the same arguments, generates only once it has taken weights (`finish_update`). So the
   engine stays lost for whoever generates until a `WeightPush`, which waits for it by `stand`.
 
@@ -17,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +30,7 @@ import ray
 from rlfuse.cluster.remote import call, explain
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.liveness import Pulse
-from rlfuse.engines.protocols import EngineError, EngineLost, Load, Part, Sampling, WorkerLost
+from rlfuse.engines.protocols import EngineError, EngineFailed, EngineLost, Load, Part, Sampling, WorkerLost
 from rlfuse.engines.rollout_start import NOTHING, Request
 from rlfuse.observe import watchdog
 from rlfuse.observe.events import Recorder, Span
@@ -63,6 +66,10 @@ class RolloutHandle:
         self._open: set[str] = set()
         """Samples that it was given and has not answered."""
         self._lost: EngineLost | None = None
+        self._failures: set[str] = set()
+        """Errors of their own by which engines ended here."""
+        self._repeated = False
+        """The last one ended by one of these."""
         self._gone: ray.actor.ActorHandle | None = None
         """The last actor that was given up."""
         self._served: ray.actor.ActorHandle | None = None
@@ -247,21 +254,34 @@ class RolloutHandle:
         """The error to raise for a failed call: `EngineLost` where the engine is gone."""
         if not isinstance(error, WorkerLost):
             return error
-        self._lose(actor, str(error))
+        self._lose(actor, str(error), failed=isinstance(error, EngineFailed))
         return EngineLost(str(self._lost or error))
 
-    def _lose(self, actor: ray.actor.ActorHandle, why: str) -> None:
-        """Give this actor up, if that has not happened yet."""
+    def _lose(self, actor: ray.actor.ActorHandle, why: str, failed: bool = False) -> None:
+        """Give this actor up, if that has not happened yet. `failed`: by an error of its own."""
         if actor is not self.actor or actor is self._gone:
             return
         self._gone, now, samples = actor, time.time(), tuple(sorted(self._open))
         self._lost, self._restart, self._open = EngineLost(why), None, set()
+        if failed:
+            failure = re.sub(r"0x[0-9a-f]+|\d+", "#", why)
+            self._repeated = failure in self._failures
+            self._failures.add(failure)
         self._recorder.add(Span("lost", self.name, now, now, samples=samples, cause=why))
         ray.kill(actor)
-        left = "; it is not replaced any more" if self.restarts == self._max_restarts else ", another one starts"
+        left = "; it is not replaced any more" if self._no_other else ", another one starts"
         self._say(f"lost: {why}\n{self.name}: its {len(samples)} samples are generated again{left}")
         if self._beside:
             self._replace()
+
+    @property
+    def _no_other(self) -> str:
+        """Why no other engine is started; empty if one is."""
+        if self._repeated:
+            return "its successor failed in the same way"
+        if self.restarts == self._max_restarts:
+            return f"that was done {self.restarts} of at most cluster.max_restarts={self._max_restarts} times"
+        return ""
 
     def _replace(self) -> asyncio.Task:
         self._restart = asyncio.create_task(self._replacement(), name=f"replace {self.name}")
@@ -269,11 +289,8 @@ class RolloutHandle:
         return self._restart
 
     async def _replacement(self) -> None:
-        if self.restarts == self._max_restarts:
-            raise EngineError(
-                f"{self._lost}\n{self.name} is not replaced: that was done {self.restarts} of at most "
-                f"cluster.max_restarts={self._max_restarts} times."
-            )
+        if why := self._no_other:
+            raise EngineError(f"{self._lost}\n{self.name} is not replaced: {why}.")
         self.restarts += 1
         with self._recorder.span("restart", cause=str(self._lost)) as span:
             span.where = self.name

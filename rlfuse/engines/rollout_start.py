@@ -1,4 +1,4 @@
-"""vLLM as we use it: its environment and arguments, requests and what comes of them, step times, why a start failed.
+"""vLLM as we use it: its environment and arguments, requests and what comes of them, step times.
 
 Role: used by `rollout.RolloutWorker` and by whoever creates that actor. Waits for nothing.
 Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
@@ -9,31 +9,24 @@ between them.
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from rlfuse.cluster import cuda
+from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines import scratch, speculation
-from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
+from rlfuse.engines import speculation
+from rlfuse.engines.protocols import EngineError, Sampling
 from rlfuse.engines.weights import MIB, resolve_transfer
 from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Partial, Sample, Video
 
 STEPS_PER_SPAN = 64
-VLLM_SHARES = re.compile(r"/dev/shm/(?:psm|vllm_dist)_\S+")
-"""Messages between processes, and sums over them on CPU hosts."""
-
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 
@@ -62,6 +55,7 @@ class Request:
 def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
     """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    env["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # where `engine_death` looks
     if resolve_transfer(transfer, device) == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     if device == "cuda":
@@ -185,21 +179,18 @@ def build(
         "weight_transfer_config": WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device)),
         "kv_transfer_config": KVTransferConfig(**connector),
     }
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(ours | arguments)), stat_loggers=[Probe])
+    chosen = AsyncEngineArgs(**(ours | arguments))
     if "kv_transfer_config" in arguments:
-        return engine, None
+        return AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe]), None
     shelf = Shelf()
-    scratch.own(shelf.folder, shared_below())
+    os.environ["VLLM_RPC_BASE_PATH"] = str(shelf.folder)  # for sockets, which vLLM leaves behind
+    try:
+        engine = AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe])
+    except BaseException:
+        shelf.close()
+        raise
+    scratch.own(shelf.folder, scratch.held_by(psutil.Process().children(recursive=True)))
     return engine, shelf
-
-
-def shared_below() -> set[Path]:
-    """Files of vLLM's in shared memory, through which an engine's processes talk; they stay where those are killed."""
-    found: set[str] = set()
-    for process in psutil.Process().children(recursive=True):
-        with suppress(OSError):  # it has ended
-            found |= {*VLLM_SHARES.findall(Path(f"/proc/{process.pid}/maps").read_text())}
-    return {*map(Path, found)}
 
 
 def sampling_params(
@@ -209,17 +200,22 @@ def sampling_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    import rlfuse.engines.stop_texts  # noqa: F401  (in this process, for samples that go on)
     from rlfuse.engines.generators import DRAWN
 
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,  # as tokens it is, so log-probs are of what was drawn
         max_tokens=room,
         seed=request.seed if sampling.temperature > 0 else None,
         logit_bias=logit_bias,
         logprobs=0,  # of the drawn token alone
-        detokenize=False,  # once at the end instead of after every token, and exactly as the tokenizer decodes
+        skip_special_tokens=False,  # one of them may be a stop text
+        detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_places},
     )
@@ -233,9 +229,11 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
-    log_probs = [entry[token].logprob for entry, token in zip(drawn.logprobs or [], drawn.token_ids, strict=True)]
+    entries = drawn.logprobs or []
+    token_ids = drawn.token_ids[len(drawn.token_ids) - len(entries) :]  # without those that `stop_texts` read again
+    log_probs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
     versions = [int(span.version) for span in drawn.weight_versions or []] or [version]
-    record.tokens = len(drawn.token_ids)
+    record.tokens = len(token_ids)
     record.attributes["finish_reason"] = "evicted" if drawn.finish_reason == "abort" else drawn.finish_reason
     record.attributes["cached_tokens"] = output.num_cached_tokens or 0
     if output.metrics is not None and record.tokens:
@@ -243,7 +241,7 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
     if len(versions) > 1:
         record.attributes["weight_versions"] = versions
     extended = Partial(
-        np.concatenate([partial.token_ids, np.asarray(drawn.token_ids, np.int32)]),
+        np.concatenate([partial.token_ids, np.asarray(token_ids, np.int32)]),
         np.concatenate([partial.log_probs, np.asarray(log_probs, np.float32)]),
         partial.weight_version if len(partial.token_ids) else versions[0],
     )
@@ -296,8 +294,10 @@ class StepMeter:
             end = start + min(decoded)
         self._clock = end
         self._add(start, end, len(decoded) + len(begun), iteration)
-        # What the step's finished samples had is free already, what its new ones have was not there before.
-        self._context += max(self._usage, scheduler.kv_cache_usage) * self._kv_tokens
+        # What the step's finished samples had is free already, what its new ones have was not there before. Where nothing
+        # decoded, what was there is gone: it may have been aborted after the last step, and no statistics said so.
+        before = self._usage if decoded else 0.0
+        self._context += max(before, scheduler.kv_cache_usage) * self._kv_tokens
         self._usage = scheduler.kv_cache_usage
         if not scheduler.num_running_reqs and not scheduler.num_waiting_reqs:
             self.pause(now)
@@ -328,44 +328,3 @@ class StepMeter:
         """No step is under way; the next begins after `now`, the present by default."""
         self.close()
         self._clock, self._ready = None, now or time.time()
-
-
-class ErrorOutput:
-    """What this process and its children write to stderr from now on, where stderr is a file (as under Ray).
-
-    vLLM reports a failed engine process as "see root cause above": this is the above.
-    """
-
-    def __init__(self) -> None:
-        self._file = Path(os.readlink("/proc/self/fd/2"))
-        self._start = self._file.stat().st_size if self._file.is_file() else 0
-
-    def reason(self) -> str:
-        """The lines that name exceptions, else those that sound like a crash, without vLLM's prefixes; may be empty."""
-        if not self._file.is_file():
-            return ""
-        with self._file.open("rb") as file:
-            file.seek(self._start)
-            text = file.read()[-65536:].decode(errors="replace")
-        lines = [re.sub(r"^.*?\[\w+\.py:\d+\] ?|^\(\S+ pid=\d+\) ?", "", line) for line in text.splitlines()]
-        lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
-        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
-        crash = [line for line in lines if re.search(r"fatal|fault|terminate|killed|abort|no space", line, re.I)]
-        return "\n".join((named or crash)[-4:])
-
-
-def engine_died(name: str, errors: ErrorOutput | None) -> EngineLost:
-    """The error for a worker whose engine process is gone."""
-    reason = errors.reason() if errors else ""
-    return EngineLost(
-        f"{name}: vLLM's engine process died. Out of memory is the usual cause: lower rollout.max_num_seqs or the KV "
-        f"cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization).{memory_hint()}\n{reason}".rstrip()
-    )
-
-
-def memory_hint(root: Path = Path("/dev/shm")) -> str:
-    """A sentence if shared memory, which engine processes talk through, is nearly full."""
-    free = shutil.disk_usage(root).free // MIB
-    if free >= 64:
-        return ""
-    return f" {root} has only {free} MiB left: remove what fills it or give it more room (docker: --shm-size)."

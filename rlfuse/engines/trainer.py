@@ -219,10 +219,10 @@ class TrainerGroup:
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
     async def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote under the same number of ranks and ZeRO stage."""
+        """Continue from what `save` wrote under the same number of ranks and ZeRO stage, or 1 and 2."""
         check_settled(self._accumulated, "loaded")
         saved = json.loads((folder / "trainer.json").read_text())
-        if saved != self._shape():
+        if _layout(saved) != _layout(self._shape()):
             raise EngineError(
                 f"{folder} was written with {saved}, this run has {self._shape()}: DeepSpeed resumes only with the "
                 f"same. Keep those settings, or start a new run from the weights with "
@@ -269,6 +269,11 @@ class TrainerGroup:
                 for rank in self._ranks(slot)
             ]
             return await all_of(calls)
+
+
+def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """How optimizer state is kept: under ZeRO 2 as under 1."""
+    return {**shape, "actor.zero_stage": {2: 1}.get(shape["actor.zero_stage"], shape["actor.zero_stage"])}
 
 
 class _Turns:

@@ -44,6 +44,7 @@ from rlfuse.engines.models import (
 from rlfuse.engines.optimizing import (
     check_finite,
     freeze,
+    keep_settings,
     matmul_rate,
     sharded_loading,
     take_step,
@@ -291,11 +292,12 @@ class TrainerRank(Rank):
 
     @needs_models
     def load(self, folder: Path) -> None:
-        """Weights, optimizer and schedule of every trained model, as `save` left them."""
+        """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
         for name in self.exporters:
             loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
             if loaded is None:
                 raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
+            keep_settings(self.engines[name])
         if self.tower:
             self.tower.refresh(self.engines["actor"])
             self.tower.shown = self.tower.updates

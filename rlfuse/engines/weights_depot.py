@@ -1,4 +1,4 @@
-"""Buckets of weights in the shared memory of each node, for the engines there.
+r"""Buckets of weights in the shared memory of each node, for the engines there.
 
 Role: `Depot` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every node has
 one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to each other
@@ -23,12 +23,11 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlfuse.cluster import nodes
+from rlfuse.cluster import nodes, scratch
 from rlfuse.cluster.placement import Slots, worker_environment
 from rlfuse.cluster.remote import call
-from rlfuse.engines import scratch
+from rlfuse.cluster.scratch import SHARED_MEMORY
 from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.scratch import SHARED_MEMORY
 
 
 def free_bytes(folder: Path) -> int:
@@ -44,7 +43,7 @@ class Depot:
 
     def open(self) -> str:
         """Make the folder; its path."""
-        self.folder, self._lock = scratch.make("rlfuse-weights-", self.root)
+        self.folder, self._lock = scratch.make(scratch.WEIGHTS, self.root)
         return str(self.folder)
 
     def free(self) -> int:
@@ -74,7 +73,7 @@ class Depot:
 
     def close(self) -> None:
         """Remove the folder with what is left in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        scratch.remove(self.folder)
         self._lock.close()
 
 

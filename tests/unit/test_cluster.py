@@ -16,7 +16,9 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.engines.protocols import EngineError, EngineLost
 from rlfuse.job import open_job
+from rlfuse.observe import process_logs
 from rlfuse.planning.placing import places
+from rlfuse.train import reported
 
 
 def raised(error):
@@ -33,11 +35,53 @@ def test_full_shared_memory_is_named_with_what_is_needed(monkeypatch):
         placement._need_shared_memory()
 
 
-def test_a_users_exception_keeps_its_type_message_and_place():
-    cause = raised(ZeroDivisionError("division by zero"))
-    text = str(explain(RayTaskError("f", "long Ray text", cause), "trainer/1", "update the actor", 5))
-    assert text.startswith("trainer/1 failed to update the actor: ZeroDivisionError: division by zero")
-    assert "test_cluster.py" in text and "long Ray text" not in text
+RAISED = """\x1b[36mray::Rank.update()\x1b[39m (pid=7, ip=127.0.0.1, repr=<Rank object at 0x7f>)
+  File "/srv/.venv/lib/python3.11/site-packages/ray/function_manager.py", line 1, in run
+    method()
+  File "/srv/rlfuse/engines/training.py", line 88, in update
+    loss = user_loss(batch)
+           ^^^^^^^^^^^^^^^^
+  File "/home/user/loss.py", line 3, in user_loss
+    return 1 / 0
+           ~~^~~
+  File "/srv/.venv/lib/python3.11/site-packages/torch/_tensor.py", line 9, in __rdiv__
+    return self.reciprocal() * other
+ZeroDivisionError: division by zero"""
+
+
+def test_a_users_exception_keeps_its_type_message_and_place_and_goes_into_the_log_as_a_whole(tmp_path):
+    process_logs.begin(tmp_path / "logs")
+    try:
+        error = RayTaskError("f", RAISED, ZeroDivisionError("division by zero"))
+        text = str(explain(error, "trainer/1", "update the actor", 5))
+    finally:
+        process_logs.end()
+    assert (
+        text
+        == f"""\
+trainer/1 failed to update the actor: ZeroDivisionError: division by zero
+  File "/srv/rlfuse/engines/training.py", line 88, in update
+    loss = user_loss(batch)
+  File "/home/user/loss.py", line 3, in user_loss
+    return 1 / 0
+  File "/srv/.venv/lib/python3.11/site-packages/torch/_tensor.py", line 9, in __rdiv__
+    return self.reciprocal() * other
+logs: {tmp_path}/logs (trainer-1.log has the error)"""
+    )
+    assert "function_manager.py" in (log := (tmp_path / "logs" / "trainer-1.log").read_text()) and "\x1b" not in log
+
+
+def test_the_whole_traceback_of_a_worker_is_shown_where_it_is_asked_for(monkeypatch, capsys):
+    def act():
+        error = RayTaskError("f", RAISED, ZeroDivisionError("division by zero"))
+        raise explain(error, "trainer/1", "update the actor", 5) from error
+
+    for asked in ("0", "1"):
+        monkeypatch.setenv("RLFUSE_TRACEBACK", asked)
+        assert reported(act) == 1
+        told = capsys.readouterr().err
+        assert ("function_manager.py" in told) == (asked == "1")
+        assert "trainer/1 failed to update the actor: ZeroDivisionError: division by zero" in told
 
 
 def test_an_engine_error_from_a_worker_is_passed_on_as_it_is():
@@ -59,8 +103,8 @@ Some common causes include: many"""
 @pytest.mark.parametrize(
     "error, words",
     [
-        (ActorUnavailableError(STARVED, None), ["exit code None. MemoryError: no more). Out of memory is the usual"]),
-        (ActorDiedError(), ["trainer/0 died", "load", "Out of memory is the usual cause", "rollout.max_num_seqs"]),
+        (ActorUnavailableError(STARVED, None), ["exit code None. MemoryError: no more. It is out of memory. Lower"]),
+        (ActorDiedError(), ["trainer/0 died", "load", "The actor died unexpectedly", "Free memory now: "]),
         (TimeoutError(), ["trainer/0 did not load within 5 s", "cluster.timeout_s"]),
         (OSError("disk on fire"), ["trainer/0 failed to load: OSError: disk on fire"]),
     ],

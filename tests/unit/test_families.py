@@ -163,7 +163,7 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     (problem,) = untrainable(config)
     assert problem.startswith(f"critic.path={mamba}: models of type mamba hand a state on")
     config.reward.functions = ["rlfuse.rewards.verifiers.exact:score"]
-    config.trainer.default_local_dir = str(tmp_path / "runs")
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path / "runs"), "one"
     with pytest.raises(ConfigError, match=r"critic\.path=.*mamba"):  # without data, Ray or a run folder
         run.run(config)
     assert not (tmp_path / "runs").exists()

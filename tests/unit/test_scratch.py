@@ -1,13 +1,20 @@
 """Folders in shared memory end with their makers."""
 
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from rlfuse.engines import scratch
+import psutil
+import pytest
+
+from rlfuse.cluster import scratch
 
 MAKER = (
-    "import os, pathlib, sys; from rlfuse.engines import scratch; made = scratch.make('x-', pathlib.Path(sys.argv[1]))"
+    "import os, pathlib, sys; from rlfuse.cluster import scratch; made = scratch.make('x-', pathlib.Path(sys.argv[1]))"
 )
+SWEEP = "import pathlib; assert scratch.sweep('x-', pathlib.Path(sys.argv[1])) == []"
 
 
 def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_ones_stays(tmp_path):
@@ -31,3 +38,58 @@ def test_what_a_folder_owns_goes_with_it(tmp_path):
     held.close()
     scratch.sweep("x-", tmp_path)
     assert list(tmp_path.iterdir()) == [files[1]]
+
+
+def test_processes_that_outlive_their_driver_go_with_its_folder(tmp_path):
+    code = (
+        "import os, pathlib, subprocess; from rlfuse.cluster import scratch\n"
+        f"folder, held = scratch.make(scratch.RUN, pathlib.Path({str(tmp_path)!r}))\n"
+        "left = subprocess.Popen(['/bin/sleep', '60'], env={'TMPDIR': str(folder)}, stdout=subprocess.DEVNULL)\n"
+        "print(left.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    other = subprocess.Popen(["sleep", "60"], env=os.environ | {"TMPDIR": str(tmp_path)})
+    left = psutil.Process(int(done.stdout))
+    mine, _held = scratch.make(scratch.RUN, tmp_path)
+    assert [*tmp_path.iterdir()] == [mine]
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_a_process_takes_its_temporary_files_along_and_a_fork_of_it_does_not(tmp_path):
+    code = (
+        "import os, pathlib, sys, tempfile; from rlfuse.cluster import scratch\n"
+        "scratch.LONGEST_ROOT = 200; scratch.keep_temporary_files(); print(tempfile.mkdtemp(), flush=True)\n"
+        "if os.fork() == 0: sys.exit()\n"
+        "assert os.environ['RAY_TMPDIR'] == sys.argv[1]; os.wait(); assert scratch.of_this_process().is_dir()\n"
+        "assert scratch.left(scratch.RUN, pathlib.Path(sys.argv[1])) == []"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"} | {
+        "TMPDIR": str(tmp_path)
+    }
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith(f"{tmp_path}/{scratch.RUN}")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_root_that_is_too_deep_for_sockets_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/short")
+    assert scratch.temporary_root() == Path("/short")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "deep"))
+    assert scratch.temporary_root() == Path("/tmp")
+    sockets = f"{'r' * scratch.LONGEST_ROOT}/{scratch.RUN}12345678/session_2026-11-23_03-32-44_869102_4194304/sockets/"
+    assert len(f"{sockets}plasma_store") <= 107
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_folders_of_another_user_are_let_alone():
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        os.chmod(root, 0o755)
+        folder, held = scratch.make("x-", Path(root))
+        held.close()
+        code = f"import os, sys; from rlfuse.cluster import scratch; os.setuid(65534); {SWEEP}"
+        subprocess.run([sys.executable, "-c", code, root], check=True, timeout=60)
+        assert folder.exists()
+        assert scratch.sweep("x-", Path(root)) == [folder]

@@ -22,6 +22,7 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rlfuse.engines.optimizing import keep_settings
 from rlfuse.engines.saving import Writing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,8 +65,7 @@ def load(engine: Any, folder: Path) -> None:
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
     engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
-    for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
+    keep_settings(engine)
 
 
 def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,0 +1,181 @@
+"""What processes make outside a run folder: who owns it, and who removes it.
+
+    /dev/shm/rlfuse-kv-*          an engine: KV caches, sockets of its processes    `engines.migration.Shelf`
+    /dev/shm/rlfuse-weights-*     a push of weights: buckets                        `engines.weights_depot.Depot`
+    /dev/shm/rlfuse-embeddings-*  a node: embeddings of clips                       `video.cache.EmbeddingCache`
+    {tmp}/rlfuse-run-*            a driver: Ray's session, temporary files of       `of_this_process`
+                                  all processes that it starts
+    /dev/shm/{sem.mp-,psm_,...}   libraries: semaphores, messages between           linked in the folder that `own`s
+                                  processes
+
+Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
+it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
+`cluster.leftovers` lists them for `rlfuse runs clean`.
+Invariants: only folders of this user, and none whose maker lives, on this host or in another container that shares it.
+Waits for processes that it killed, at most END_S.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+RUN = "rlfuse-run-"
+KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
+"""Of folders in shared memory."""
+LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
+"""Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
+LONGEST_ROOT = 22
+"""Characters: Ray's sockets lie 85 deeper, and the system takes paths of 107."""
+END_S = 10.0
+LAST = -200
+"""Of what multiprocessing does at the end of a process; it removes its own temporary folder at -100."""
+
+
+def make(prefix: str, root: Path = SHARED_MEMORY) -> tuple[Path, TextIO]:
+    """A new folder and its lock: it is the maker's until the lock is closed, and swept when the maker has died."""
+    sweep(prefix, root)
+    while True:  # one that sweeps may have taken the folder for a dead process's
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        if held := _lock(folder, "w"):
+            return folder, held
+
+
+def sweep(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove the folders of processes that were killed; returns them."""
+    found = []
+    for folder, held in _abandoned(prefix, root):
+        _end_processes(folder)
+        remove(folder)
+        held.close()
+        found.append(folder)
+    return found
+
+
+def left(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
+    """What `sweep` would remove."""
+    found = []
+    for folder, held in _abandoned(prefix, root):
+        held.close()
+        found.append(folder)
+    return found
+
+
+def own(folder: Path, files: Iterable[Path]) -> None:
+    """These go with the folder: a library made them for its maker, and removes them only where that ends in order."""
+    for file in files:
+        with suppress(FileExistsError):
+            (folder / file.name).symlink_to(file)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and what it owns."""
+    for link in folder.glob("*"):
+        if link.is_symlink() and not link.is_dir():
+            link.readlink().unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def of_this_process() -> Path:
+    """Its folder, which goes when it ends. Kept for later runs of the process: libraries remember where they were."""
+    folder, held = make(RUN, temporary_root())
+
+    def end() -> None:
+        remove(folder)
+        held.close()
+
+    Finalize(None, end, exitpriority=LAST)  # not in forks, and after what multiprocessing removes of its own there
+    return folder
+
+
+def keep_temporary_files() -> None:
+    """From now on this process's temporary files lie in its folder, and those of what it starts."""
+    os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # where Ray looks for clusters to join
+    os.environ["TMPDIR"] = tempfile.tempdir = str(of_this_process())
+
+
+def temporary_root() -> Path:
+    """The folder for temporary files, /tmp where that is too deep for sockets."""
+    root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return Path(root if len(root) <= LONGEST_ROOT else "/tmp")
+
+
+def held_by(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files of libraries in shared memory that these processes have mapped."""
+    files, mapped = libraries_files(), set[int]()
+    for process in processes:
+        mapped |= _mapped(process.pid)
+    return {path for path, inode in files.items() if inode in mapped}
+
+
+def libraries_files() -> dict[Path, int]:
+    """All that libraries of this user's processes made in shared memory -> inode."""
+    found = {}
+    for entry in os.scandir(SHARED_MEMORY):
+        with suppress(FileNotFoundError):
+            facts = entry.stat(follow_symlinks=False)
+            if LIBRARIES.match(entry.name) and facts.st_uid == os.getuid():
+                found[Path(entry.path)] = facts.st_ino
+    return found
+
+
+def _mapped(pid: int) -> set[int]:
+    """Inodes of what the process has mapped of shared memory. By number: the name may be one from before a link."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended, or is another user's
+        return set()
+    return {int(line.split(maxsplit=5)[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+
+
+def _abandoned(prefix: str, root: Path) -> Iterator[tuple[Path, TextIO]]:
+    """Folders of dead makers, each locked."""
+    for folder in root.glob(f"{prefix}*"):
+        with suppress(OSError):  # another user's, or one that ends just now
+            if not folder.is_symlink() and folder.stat().st_uid == os.getuid() and (held := _lock(folder, "r+")):
+                yield folder, held
+
+
+def _lock(folder: Path, mode: str) -> TextIO | None:
+    """The folder's lock, held while the returned file is open and its process lives; None if another had it first."""
+    path = folder / "lock"
+    try:
+        file = path.open(mode)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    return file if path.exists() else None
+
+
+def _end_processes(folder: Path) -> None:
+    """Kill what a dead driver started and what has its temporary files there: nothing else has this folder's name."""
+    kin = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
+    until = time.monotonic() + END_S
+    while found := [each for each in psutil.process_iter() if each.pid not in kin and _started_with(each, folder)]:
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        if time.monotonic() > until:
+            return
+        time.sleep(0.02)
+
+
+def _started_with(process: psutil.Process, folder: Path) -> bool:
+    """Whether it lives, and this was its folder for temporary files."""
+    with suppress(psutil.Error):  # it has ended, a zombie too
+        return process.uids().real == os.getuid() and process.environ().get("TMPDIR") == str(folder)
+    return False

@@ -1,0 +1,45 @@
+"""The meter of engine steps reads vLLM's statistics as they are."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse.engines.rollout_start import StepMeter
+from rlfuse.observe.events import Recorder
+
+
+def step(meter, now, usage, decoding=0, begun=0, running=1):
+    """One engine step of 1 s with this share of the KV cache used after it."""
+    meter.record(
+        SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=0),
+        SimpleNamespace(
+            iteration_timestamp=now,
+            inter_token_latencies_iter=[1.0] * decoding,
+            time_to_first_tokens_iter=[1.0] * begun,
+            num_generation_tokens=decoding + begun,
+            prompt_token_stats=SimpleNamespace(computed=50 * begun),
+        ),
+    )
+
+
+@pytest.fixture
+def meter():
+    return StepMeter(Recorder("rollout/0"), kv_tokens=1000)
+
+
+def test_a_finished_samples_cache_counts_in_its_last_step(meter):
+    step(meter, 100.0, usage=0.2, begun=2)
+    step(meter, 101.0, usage=0.1, decoding=2)  # one of them ended, its cache is free
+    meter.close()
+    prefill, decode = meter._recorder.drain()
+    assert (prefill.attributes["context"], decode.attributes["context"]) == (200, 200)
+    assert (decode.start, decode.end, decode.tokens) == (100.0, 101.0, 2)
+
+
+def test_samples_aborted_between_two_steps_count_in_neither(meter):
+    step(meter, 100.0, usage=0.9, begun=2)
+    step(meter, 110.0, usage=0.1, begun=1)  # the two were aborted after their step: no statistics said so
+    meter.close()
+    before, after = meter._recorder.drain()
+    assert (before.attributes["context"], after.attributes["context"]) == (900, 100)
+    assert (after.start, after.end) == (109.0, 110.0)

@@ -17,6 +17,7 @@ import numpy as np
 from rlfuse.algorithms.corrections import BOUNDS, LOG_PROBS_DIFF_MAX, Bound
 from rlfuse.config.alerting import AlertsConfig
 from rlfuse.fusion.selection import CARRIES
+from rlfuse.observe.idle import CAUSES
 
 SCORE, ENTROPY, PPO_KL = "critic/score/mean", "actor/entropy", "actor/ppo_kl"
 ZERO_SPREAD = "reward/frac_reward_zero_std"
@@ -29,9 +30,9 @@ REMEMBERED = 20
 LEAST = 5
 
 
-def bound_in_steps(dtype: str, top_p: float, top_k: int, data: str) -> Bound:
+def bound_in_steps(dtype: str, top_p: float, top_k: int, data: str, min_p: float = 0.0) -> Bound:
     """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated."""
-    comparable = top_p == 1 and top_k == -1 and data not in CARRIES
+    comparable = (top_p, top_k, min_p) == (1, -1, 0) and data not in CARRIES
     return BOUNDS[dtype] if comparable else Bound(math.inf, math.inf)
 
 
@@ -185,9 +186,10 @@ class Alerts:
         recent = self._recent["idle"]
         mean = sum(recent) / len(recent)
         if limit is not None and len(recent) == WINDOW and mean > limit:
-            cause = max(waits, key=waits.__getitem__)
+            most = max(waits, key=waits.__getitem__)
+            cause = CAUSES.get(most.removeprefix("idle/"), most)
             yield Alert(
                 "idle slots",
                 f"slots were idle for {mean:.0%} of the last {WINDOW} steps: above alerts.idle_share="
-                f"{limit}; most of it is {cause} ({waits[cause]:.3g} s per slot in this one)",
+                f"{limit}; most of it is {cause} ({most}={waits[most]:.3g} s per slot in this one)",
             )

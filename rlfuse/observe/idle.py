@@ -40,6 +40,33 @@ WORK = {
 }
 """Spans in which a slot's own engine or rank is busy, and what with."""
 _KINDS = tuple(dict.fromkeys(WORK.values()))
+WORKS = {
+    "generate": "generating",
+    "encode": "encoding clips",
+    "old_log_prob": "log-probs before the update",
+    "ref": "log-probs of the reference",
+    "values": "values of the critic",
+    "train": "forward and backward",
+    "optimizer": "optimizer step",
+    "update_weights": "loading new weights",
+    "testing": "validating",
+    "save_checkpoint": "saving a checkpoint",
+    "reward": "scoring by reward functions",
+}
+"""What slots are busy with, in words for people."""
+CAUSES = {
+    "tail": "waiting for the longest responses",
+    "imbalance": "waiting for slots that still score or train",
+    "reward": "waiting for reward functions",
+    "bubble": "waiting for its turn in the pipeline",
+    "weights": "waiting for new weights",
+    "switch": "changing between generation and training",
+    "calls": "waiting for its next call",
+    "data": "waiting for prompts or clips",
+    "controller": "waiting for the driver (advantages, decisions, logging)",
+    "start_up": "starting up",
+}
+"""Why slots are idle, in words for people."""
 CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic")
 """The driver's spans around work that it asked slots for."""
 

@@ -4,7 +4,8 @@ Role: the controller tells it what it learned (`note`, `validated`, `failures`),
 drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
 spans and, in `checkpoint`, to write their state.
 
-    run folder: config.yaml  metrics.jsonl  samples.jsonl  events.jsonl  reward_failures.jsonl (where rewards failed)
+    run folder: config.yaml  changes.jsonl (of settings, on resume)  metrics.jsonl  samples.jsonl  validation.jsonl
+                events.jsonl  reward_failures.jsonl (where rewards failed)
                 summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
                 global_step_N/
 """
@@ -14,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,22 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import MISMATCHED, label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
+from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.observe.idle import account
 from rlfuse.observe.json_lines import NotWritten
-from rlfuse.observe.sheets import ContactSheets
-from rlfuse.observe.sinks import sinks
+from rlfuse.observe.progress import timed
+from rlfuse.observe.sheets import light, sheets_of
+from rlfuse.observe.sinks import VALIDATION, sinks
 from rlfuse.observe.terminal import Terminal
 from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
-from rlfuse.preemption import Preempted, Preemption
 from rlfuse.rewards.items import RewardError
+from rlfuse.samples import Sample
+from rlfuse.stopping import NAMES, Stopped, Stopping
+
+DRAWN_S = 60.0
+"""For pictures that are not drawn yet when a run ends."""
 
 
 def due(every: int, step: int, total: int) -> bool:
@@ -73,30 +80,34 @@ class Journal:
         self._events = EventLog(folder / "events.jsonl")
         self._metrics = StepFile(folder / "metrics.jsonl", after=start or -1)
         self._samples = StepFile(folder / "samples.jsonl", after=start)
-        self._terminal = (
-            Terminal(config, total_steps, start, self.recorder) if "console" in config.trainer.logger else None
-        )
+        self._validation = StepFile(folder / "validation.jsonl", after=start or -1)
         self._sinks = sinks(config, resolved, folder, start > 0)
         rollout = config.rollout
-        self._bound = bound_in_steps(config.model.dtype, rollout.top_p, rollout.top_k, config.fusion.data)
+        drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p)
+        self._bound = bound_in_steps(config.model.dtype, *drawn)
         self._disagreed = False
         self._alerts = Alerts(config.alerts, rollout.n, self._bound)
         self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
-        self._sheets = ContactSheets(folder, config.video.log_clips, config.video.decode_timeout_s)
-        self.preemption = Preemption(config.trainer.preemption_grace_s, self.say)
+        self._drawing = Drawing(self.say)
+        self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)
         self._saved, self._written = start, start
         """The last step that runs resume from, and the last whose checkpoint is whole."""
+        # Last: it draws and has a thread, which nobody would end if another part could not be made.
+        self._terminal = Terminal(config, total_steps, start, self.recorder, folder)
 
     def attach(
         self,
         engines: Sequence[Recorded],
         save: Callable[[Path], Awaitable[None]],
-        state: Callable[[], dict[str, Any]],
+        state: Callable[[int], dict[str, Any]],
         facts: dict[str, Any],
     ) -> None:
-        """The engines whose spans to collect, what writes the models of a checkpoint, and the rest of its state."""
+        """The engines whose spans to collect, what writes a checkpoint's models, and the rest of its state by step."""
         self._engines, self._save, self._state, self.facts = engines, save, state, facts
-        self.preemption.stepping = True
+
+    def begin(self, step: int) -> None:
+        """The step that is under way from now on: who tells the run to stop has it saved."""
+        self.stopping.step = step
 
     def note(self, values: dict[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
@@ -105,13 +116,17 @@ class Journal:
 
     def say(self, text: str) -> None:
         """A line for the person at the terminal."""
-        if self._terminal:
-            self._terminal.say(hidden_text(text))
+        self._terminal.say(hidden_text(text))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around what starts: shown while it does, and ticked off with its seconds."""
+        with timed(name, self.say), self.recorder.span("start", cause=name):
+            yield
 
     def watch(self, board: Board) -> None:
         """What is being worked on from now on, for those who look on."""
-        if self._terminal:
-            self._terminal.board = board
+        self._terminal.board = board
 
     def failures(self, step: int, board: Board) -> None:
         """Show what newly failed to be scored, and keep it; above reward.max_failure_rate the run stops."""
@@ -127,8 +142,7 @@ class Journal:
             f"{failure.function}: {failure.message}\n{failure.traceback}"
         ).rstrip()
         self.say(detail)
-        for sink in self._sinks:
-            sink.reward_failures(step, rows)
+        self._to_sinks("reward_failures", step, rows)
         if len(failed) > self.config.reward.max_failure_rate * len(board.samples):
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.config.reward.max_failure_rate}, so the "
@@ -143,6 +157,11 @@ class Journal:
             self.note(values)
         else:
             self._log(0, values)
+        answers = [sample for group in board.groups for sample in group.samples]
+        rows = [sample_row(sample) for sample in answers[: self.config.trainer.log_val_generations]]
+        self._validation.write(step, *rows)
+        if rows:
+            self._to_sinks("samples", step, rows, VALIDATION)
 
     def compared(self, step: int, agreement: Agreement) -> None:
         """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
@@ -169,7 +188,7 @@ class Journal:
         """
         with self.recorder.span("save_checkpoint", step=step, cause="step"):
             try:
-                await checkpoints.write(self.folder, step, self._state(), self._save)
+                await checkpoints.write(self.folder, step, self._state(step), self._save)
             except NotSaved as error:
                 if step == self.total_steps or self.leaving:
                     raise
@@ -180,44 +199,40 @@ class Journal:
     def _publish(self) -> None:
         """No row may be lost of a step that runs resume after, so rows are on the disk first."""
         if self._written != self._saved:
-            for file in (self._events, self._metrics, self._samples):
+            for file in (self._events, self._metrics, self._samples, self._validation):
                 file.sync()
             checkpoints.publish(self.folder, self._written, self.config.trainer.max_ckpt_to_keep)
             self._saved = self._written
 
     @property
     def leaving(self) -> bool:
-        """SIGTERM has come: the step under way is the last."""
-        return self.preemption.asked
+        """Ctrl-C or SIGTERM has come: the step under way is the last."""
+        return self.stopping.asked
 
     async def leave_if_told(self, step: int, checkpoint: Callable[[int], Awaitable[None]]) -> None:
-        """After a step: Preempted if SIGTERM has come, with a `checkpoint` of that step. After the last one nothing."""
+        """After a step: Stopped if the run was told to, with a `checkpoint` of that step; not after the last one."""
         if not self.leaving or step == self.total_steps:
             return
         if self._saved != step:
             await checkpoint(step)
             self._publish()
-        raise Preempted(f"SIGTERM: the run left after step {step}, which is saved.")
+        by = self.stopping.by
+        raise Stopped(f"{NAMES[by]}: the run left after step {step}, which is saved.", by)
 
     async def finish(self, step: int, board: Board) -> list[Span]:
         """Close the step: its events to the log, its scalars and samples to the sinks. Returns the events."""
+        before = self._events.size
         spans = await self.collect(step)
+        events = (self._events.path, before, self._events.size)
         values = self._scalars(step, board, spans)
         self._log(step, values)
-        if self._terminal:
-            self._terminal.log(step, values)
-        samples = board.whole()[: self.config.trainer.log_samples]
-        sheets = await self._sheets.draw(step, samples)
-        shown = [sample_row(s, str(sheets[s.id].relative_to(self.folder)) if s.id in sheets else None) for s in samples]
-        self._samples.write(step, *shown)
+        self._terminal.log(step, values)
+        self._show(step, board.whole()[: self.config.trainer.log_samples])
         self._publish()
-        drawn = due(self.config.trainer.timeline_freq, step, self.total_steps)
-        picture = self._timeline(step, spans) if drawn else None
-        for sink in self._sinks:
-            if shown:
-                sink.samples(step, shown)
-            if picture:
-                sink.picture(step, "timeline", picture)
+        if due(self.config.trainer.timeline_freq, step, self.total_steps):
+            path = self.folder / "timelines" / f"step_{step}.png"
+            self.draw(step, "timeline", path, "rlfuse.simulate.picture:draw_step", *events, self.config.fusion.policy)
+        self._drawing.tell()
         for alert in self._alerts.check(values):
             self._call(step, alert)
         self._notes.clear()
@@ -226,40 +241,62 @@ class Journal:
     def _call(self, step: int, alert: Alert) -> None:
         """For a person, at the terminal and wherever the curves are."""
         self.say(f"step {step}: {alert.title}: {alert.text}")
-        for sink in self._sinks:
-            sink.alert(step, alert)
+        self._to_sinks("alert", step, alert)
 
-    async def trained(self, step: int, values: dict[str, float], pictures: Mapping[str, Path] | None = None) -> None:
-        """Close a step that has no samples: its events, these scalars and PNGs by name."""
+    def _to_sinks(self, call: str, *arguments: Any) -> None:
+        """Tell every sink; one that fails (its process ended, its disk is full) is left out from then on."""
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, call)(*arguments)
+            except Exception as error:
+                self._sinks.remove(sink)
+                name = type(sink).__name__
+                self.say(f"{name} takes nothing more, the run folder has all: {type(error).__name__}: {error}")
+
+    async def trained(self, step: int, values: dict[str, float]) -> None:
+        """Close a step that has no samples: its events and these scalars."""
         spans = await self.collect(step)
         tokens = sum(span.tokens for span in spans if span.kind == "forward")
         values = values | figures.time_metrics(spans, {"step": tokens}, self.config.slots)
         values |= figures.memory_metrics(spans) | fault_metrics(self.faults)
         self._log(step, values)
         self._publish()
-        if self._terminal and step:
+        if step:
             self._terminal.log(step, values)
-        for sink in self._sinks:
-            for name, path in (pictures or {}).items():
-                sink.picture(step, name, path)
+        self._drawing.tell()
         for alert in self._alerts.check(values):
             self._call(step, alert)
 
-    def _timeline(self, step: int, spans: Sequence[Span]) -> Path:
-        """What slots did in the step, as `timelines/step_N.png`."""
-        from rlfuse.simulate.picture import Timeline, draw  # Matplotlib takes a second
+    def _show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keep these samples, and tell the sinks of them: with the contact sheets of those that saw a clip."""
+        sheets = sheets_of(samples, self.config.video.log_clips)
+        rows = [sample_row(sample, sheets.get(sample.id)) for sample in samples]
+        self._samples.write(step, *rows)
 
-        whole = next(span for span in spans if span.kind == "step" and span.where == "driver")
-        path = self.folder / "timelines" / f"step_{step}.png"
-        path.parent.mkdir(exist_ok=True)
-        title = f"step {step}   {whole.seconds:.2f} s"
-        draw([Timeline(title, self.config.fusion.policy, spans, whole.start, whole.seconds)], path)
-        return path
+        def tell() -> None:
+            drawn = {name for name in sheets.values() if (self.folder / name).exists()}
+            shown = [row | {"contact_sheet": name if (name := row["contact_sheet"]) in drawn else None} for row in rows]
+            if shown:
+                self._to_sinks("samples", step, shown)
+
+        if not sheets:
+            return tell()
+        those, limit = [light(s) for s in samples if s.id in sheets], self.config.video.decode_timeout_s
+        arguments = (self.folder, step, those, sheets, limit)
+        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sheets:draw_sheets", *arguments)
+
+    def draw(self, step: int, name: str, path: Path, target: str, *arguments: Any) -> None:
+        """Have `target` ("module:function") draw `path` from the arguments; the sinks are told once it is there."""
+
+        def tell() -> None:
+            if path.exists():
+                self._to_sinks("picture", step, name, path)
+
+        self._drawing.ask(str(path), tell, target, path, *arguments)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.write(step, values)
-        for sink in self._sinks:
-            sink.log(step, values)
+        self._to_sinks("log", step, values)
 
     async def collect(self, step: int) -> list[Span]:
         """All spans since the last call, of every process, written to the log."""
@@ -275,7 +312,10 @@ class Journal:
     def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
         data, slots, kept = self.config.data, self.config.slots, board.kept()
         width = self.config.rollout.tensor_model_parallel_size
-        values: dict[str, float] = {"training/global_step": step, "training/epoch": self._state()["prompts"]["epoch"]}
+        values: dict[str, float] = {
+            "training/global_step": step,
+            "training/epoch": self._state(step)["prompts"]["epoch"],
+        }
         if kept:
             values |= figures.sample_metrics(
                 kept, self.config.rollout.n, data.max_prompt_length, data.max_response_length, slots
@@ -320,11 +360,11 @@ class Journal:
         with ExitStack() as closing:  # all of them, whichever fails
             for sink in self._sinks:
                 closing.callback(sink.close, exit_code=int(error is not None))
-            for file in (self._terminal, self._sheets, self._samples, self._metrics, self._events):
+            for file in (self._terminal, self._samples, self._validation, self._metrics, self._events):
                 if file is not None:
                     closing.callback(file.close)
+            closing.callback(self._drawing.close, DRAWN_S)
             with suppress(NotWritten) if error is not None else nullcontext():  # it may be what the error is about
                 self._events.write(left)
             if error is not None:
-                for sink in self._sinks:
-                    sink.failure("run", hidden_text(f"{type(error).__name__}: {error}"))
+                self._to_sinks("failure", "run", hidden_text(f"{type(error).__name__}: {error}"))

@@ -46,7 +46,7 @@ class RowFile:
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """All of them, or NotWritten and none."""
         text = "".join(json.dumps(row, separators=(",", ":"), default=str) + "\n" for row in rows)
-        before, left = os.fstat(self._file.fileno()).st_size, memoryview(text.encode())
+        before, left = self.size, memoryview(text.encode())
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -57,6 +57,11 @@ class RowFile:
                 f"{self.path}: {len(text):,} bytes could not be added ({error.strerror}); {self.path.parent} has "
                 f"{free:,.1f} MiB free. Make room there. What was written before is whole."
             ) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Have the disk keep what was added, also where power is lost."""

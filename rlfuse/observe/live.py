@@ -1,11 +1,13 @@
 """A run as it is right now: stages of the step, what each slot does, samples in flight, reward, time left.
 
-Role: the terminal asks for a `View` once a second and shows what `render` makes of it. `look` reads the board and the
-driver's open spans from the thread that draws: it changes nothing, and takes each container's members at one stroke.
+Role: the terminal asks for a `View` once a second and shows what `render` makes of it; `rlfuse watch` renders those
+that another process wrote. `look` reads the board and the driver's open spans from the thread that draws: it changes
+nothing, and takes each container's members at one stroke.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +24,11 @@ from rlfuse.fusion.decisions import Slot
 from rlfuse.observe.events import Span
 
 ROWS = 16
-"""Slots with a line of their own; of more, counts."""
+"""Slots with a line of their own, and parts that start; of more, counts."""
+SHOWN_STEPS = 24
+BETWEEN = "between steps"
 PHASES = {
-    "start": "starting engines",
+    "start": "starting",
     "testing": "validating",
     "save_checkpoint": "writing a checkpoint",
     "update_weights": "new weights to the engines",
@@ -64,13 +68,17 @@ class View:
     rewards: Sequence[float]
     """Mean of each step."""
     figures: Mapping[str, str]
+    starting: Sequence[tuple[str, float]] = ()
+    """What starts, and for how many seconds so far."""
 
 
 def look(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
     """(phase, stages, slots, samples in flight) of this moment; `spans`: the driver's open ones."""
     spans = list(spans)
     kinds = {span.kind for span in spans}
-    phase = next((text for kind, text in PHASES.items() if kind in kinds), "between steps")
+    phase = next((text for kind, text in PHASES.items() if kind in kinds), BETWEEN)
+    if any(span.kind == "testing" and span.cause == "weights" for span in spans):
+        phase = "comparing engines and trainer"
     if board is None or not kinds & {"step", "testing"}:
         return phase, [], [], 0
     samples = list(board.samples.values())
@@ -84,6 +92,19 @@ def look(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], 
     stages += [Stage(f"train {model}", ledger.at, ledger.steps) for model, ledger in board.ledgers.items()]
     slots = [(_doing(place, spans), place.load) for place in board.fleet.slots]
     return phase, stages, slots, board.fleet.flying
+
+
+def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:
+    """Parts of the run that start at this moment, and for how many seconds already; `spans`: the driver's open ones."""
+    now = time.time()
+    return [(span.cause, now - span.start) for span in spans if span.kind == "start" and span.cause != "run"]
+
+
+def told(view: View) -> str:
+    """A line of it, for a log that would be silent."""
+    parts = [f"{name} {seconds:.0f} s" for name, seconds in view.starting[:ROWS]]
+    parts += [f"{stage.name} {stage.done}/{stage.total}" for stage in view.stages]
+    return f"… {view.phase}, {clock(view.gone_s)} gone{': ' if parts else ''}{', '.join(parts)}"
 
 
 def _doing(place: Slot, spans: Sequence[Span]) -> str:
@@ -114,11 +135,24 @@ def render(view: View) -> RenderableType:
     body = Table.grid(padding=(0, 4))
     body.add_row(_stages(view), _slots(view))
     parts = [head, Text(), body] if view.stages else [head]
+    if view.starting:
+        parts += [Text(), _starting(view.starting)]
     if view.rewards:
         told = "   ".join(f"{name} {value}" for name, value in view.figures.items())
         parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {told}", overflow="ellipsis")]
     title = f"[bold]rlfuse[/]  {_escaped(view.name)}  ·  {view.phase}"
     return Panel(Group(*parts), title=title, title_align="left", border_style="grey50")
+
+
+def _starting(parts: Sequence[tuple[str, float]]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, style="grey50")
+    for name, seconds in parts[:ROWS]:
+        table.add_row(f"… {name}", f"{seconds:.0f} s")
+    if len(parts) > ROWS:
+        table.add_row(f"… and {len(parts) - ROWS} more", "")
+    return table
 
 
 def _stages(view: View) -> Table:
@@ -155,7 +189,7 @@ def _escaped(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = SHOWN_STEPS) -> str:
     """The last values, lowest to highest."""
     shown = values[-width:]
     low, high = min(shown), max(shown)

@@ -26,7 +26,7 @@ PICTURE = "calibration.png"
 ACCURACY = f"val-core/{MODEL_PART}/acc"
 
 
-def draw_calibration(found: Calibration, gaps: np.ndarray, path: Path) -> None:
+def draw_calibration(path: Path, found: Calibration, gaps: np.ndarray) -> None:
     """Reliability diagram beside the histogram of gaps."""
     from matplotlib.figure import Figure
 

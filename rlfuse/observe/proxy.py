@@ -1,56 +1,81 @@
-"""Optimising against a reward model: its score, and the truth that it stands for, over the steps of a run.
+"""Optimising against a reward model: its score, and the truth that it stands for, over the steps of runs.
 
-Role: the summary calls it at the end of a run; reads rows of `metrics.jsonl`. The truth is any reward that gives `acc`,
-also at weight 0, where it is only watched.
+Role: the summary calls `draw_proxy` at the end of a run; `draw_proxies` sets several runs side by side, for instance
+one without and one with a remedy. Reads rows of `metrics.jsonl`. The truth is any reward that gives `acc`, also at
+weight 0, where it is only watched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlfuse.config.rewards import MODEL_PART
 
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
 PICTURE = "proxy_and_truth.png"
+PROXY, TRUTH = "tab:orange", "tab:blue"
+Rows = Sequence[dict[str, float]]
 
 
-def draw_proxy(folder: Path, rows: Sequence[dict[str, float]]) -> Path | None:
+def draw_proxy(folder: Path, rows: Rows) -> Path | None:
     """A reward model's score, which was optimised, and held-out `acc`, which it stands for; None where one is missing.
 
     Where the first rises and the second falls, the model is over-optimised (Gao et al. 2023, arXiv 2210.10760).
     """
-    proxy = _first(rows, lambda name: name.startswith("val-") and f"/{MODEL_PART}/" in name)
-    truth = _first(rows, lambda name: name.startswith("val-core/") and "/acc/" in name)
-    sampled = f"rewards/{MODEL_PART}/mean"
-    if proxy is None or truth is None:
+    if None in _names(rows):
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    other = axes.twinx()
-    lines = [*_line(axes, rows, proxy, "tab:orange", "s", f"reward model, held out: {proxy}")]
-    lines += _line(axes, rows, sampled, "tab:orange", "", "reward model, sampled", alpha=0.5)
-    lines += _line(other, rows, truth, "tab:blue", "o", f"truth, held out: {truth}")
-    best = max((row for row in rows if truth in row), key=lambda row: row[truth])
-    lines.append(other.axvline(best["step"], color="tab:blue", linestyle=":", label=f"best truth, step {best['step']}"))
-    axes.set(xlabel="step")
-    axes.set_ylabel("score of the reward model", color="tab:orange")
-    other.set_ylabel("true score", color="tab:blue")
-    other.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
-    figure.legend(handles=lines, fontsize=7, loc="outside lower center", ncols=2)
-    figure.savefig(folder / PICTURE, dpi=120)
+    draw_proxies({"": rows}, folder / PICTURE)
     return folder / PICTURE
 
 
-def _first(rows: Sequence[dict[str, float]], wanted: Callable[[str], bool]) -> str | None:
+def draw_proxies(runs: Mapping[str, Rows], path: Path) -> None:
+    """A panel for each run, by title, with the same axes. ValueError where one has no model's score or no truth."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(3.5 + 3.5 * len(runs), 4), layout="constrained")
+    panels = figure.subplots(1, len(runs), squeeze=False, sharex=True, sharey=True)[0]
+    others = [axes.twinx() for axes in panels]
+    for axes, other, (title, rows) in zip(panels, others, runs.items(), strict=True):
+        lines = _panel(axes, other, rows, title)
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        other.set_ylim(0, 1.02)
+        other.tick_params(labelright=other is others[-1])
+    panels[0].set_ylabel("score of the reward model", color=PROXY)
+    others[-1].set_ylabel("share that is truly right", color=TRUTH)
+    figure.legend(handles=lines, fontsize=7, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Axes, other: Axes, rows: Rows, title: str) -> list[Artist]:
+    proxy, truth = _names(rows)
+    if proxy is None or truth is None:
+        raise ValueError(f"{title}: its metrics hold no score of a reward model on validation, or no acc of the truth")
+    best = max((row for row in rows if truth in row), key=lambda row: row[truth])
+    lines = _line(axes, rows, proxy, f"reward model, held out: {proxy}", color=PROXY, marker="s")
+    lines += _line(axes, rows, f"rewards/{MODEL_PART}/mean", "reward model, sampled", color=PROXY, alpha=0.5)
+    lines += _line(other, rows, truth, f"truth, held out: {truth}", color=TRUTH, marker="o")
+    return [*lines, other.axvline(best["step"], color=TRUTH, linestyle=":", label="where the truth is best")]
+
+
+def _names(rows: Rows) -> tuple[str | None, str | None]:
+    """The metrics of the model's score and of the truth."""
+    proxy = _first(rows, lambda name: name.startswith("val-") and f"/{MODEL_PART}/" in name)
+    return proxy, _first(rows, lambda name: name.startswith("val-core/") and "/acc/" in name)
+
+
+def _first(rows: Rows, wanted: Callable[[str], bool]) -> str | None:
     return next((name for row in rows for name in row if wanted(name)), None)
 
 
-def _line(
-    axes: Any, rows: Sequence[dict[str, float]], name: str, colour: str, marker: str, label: str, **more: Any
-) -> list:
+def _line(axes: Axes, rows: Rows, name: str, label: str, **style: object) -> list[Artist]:
     points = [(row["step"], row[name]) for row in rows if name in row]
-    return axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label, **more) if points else []
+    return axes.plot(*zip(*points, strict=True), label=label, **style) if points else []

@@ -7,8 +7,10 @@ and a last line may be half written. Invariant: events are streamed, a run of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,30 @@ class RunFolder:
         """Of `metrics.jsonl`, oldest first."""
         return list(read_rows(self.path / "metrics.jsonl"))
 
+    def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
+        """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.
+
+        `config` is what the run was last started with, which no step may have followed yet.
+        """
+        changes = list(read_rows(self.path / "changes.jsonl"))
+        starts = sorted({1, *(change["step"] + 1 for change in changes if change["step"] < steps)})
+        return [(start, self._config_at(start, changes)) for start in starts]
+
+    def _config_at(self, step: int, changes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        config = deepcopy(self.config)
+        for change in reversed(changes):
+            if change["step"] >= step:
+                *groups, leaf = change["key"].split(".")
+                reduce(lambda inside, group: inside.setdefault(group, {}), groups, config)[leaf] = change["was"]
+        return config
+
     def samples(self) -> Iterator[dict[str, Any]]:
         """Of `samples.jsonl`, oldest first."""
         yield from read_rows(self.path / "samples.jsonl")
+
+    def validated(self) -> Iterator[dict[str, Any]]:
+        """Of `validation.jsonl`, oldest first."""
+        yield from read_rows(self.path / "validation.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """Of `summary.json`; empty while the run goes on."""

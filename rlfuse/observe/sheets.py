@@ -1,53 +1,59 @@
-"""Contact sheets of logged samples: what the model saw of a clip, beside question, answer and reward.
+"""Contact sheets of logged samples: what the model saw of a clip, the question, all answers and their rewards.
 
-Role: the journal asks for them at the end of a step; PNG files in the run folder, and their paths for wandb.
-Waits for decoders, each clip at most `video.decode_timeout_s`; a clip that can't be decoded again has no sheet.
+Role: at the end of a step the journal asks `sheets_of` which prompts get one, and has `draw_sheets` draw them in the
+process of `drawing`: PNG files in the run folder. There it waits for decoders, each clip at most
+`video.decode_timeout_s`; a clip that can't be decoded again has no sheet.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from rlfuse.samples import Sample
-from rlfuse.video.contact_sheet import Caption, contact_sheet
+from rlfuse.samples import Sample, prompt_of
+from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet
 from rlfuse.video.decode_pool import Clip, DecodePool
 from rlfuse.video.errors import VideoError
 
-
-class ContactSheets:
-    """At most `most` a step (None: as many as there are), in `folder/contact_sheets/`."""
-
-    def __init__(self, folder: Path, most: int | None, decode_timeout_s: float):
-        self._folder, self._most = folder / "contact_sheets", most
-        self._pool = DecodePool(timeout_s=decode_timeout_s)
-
-    async def draw(self, step: int, samples: Sequence[Sample]) -> dict[str, Path]:
-        """Sample id -> picture, for the first of these samples that were shown a clip."""
-        shown = [sample for sample in samples if sample.prompt.video is not None and sample.response is not None]
-        chosen = shown[: self._most]
-        return await asyncio.to_thread(self._draw, step, chosen) if chosen else {}
-
-    def _draw(self, step: int, samples: Sequence[Sample]) -> dict[str, Path]:
-        self._folder.mkdir(exist_ok=True)
-        families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
-        videos = [family[0].prompt.video for family in families]
-        drawn = {}
-        frames_of = self._pool.stream(Clip(video.path, video.plan) for video in videos)
-        for family, frames in zip(families, frames_of, strict=True):
-            for sample in () if isinstance(frames, VideoError) else family:
-                drawn[sample.id] = self._folder / f"{sample.id.replace('/', '-')}.png"
-                contact_sheet(frames, sample.prompt.video.plan, _caption(step, sample)).save(drawn[sample.id])
-        return drawn
-
-    def close(self) -> None:
-        """End the decoder."""
-        self._pool.close()
+FOLDER = "contact_sheets"
 
 
-def _caption(step: int, sample: Sample) -> Caption:
-    prompt, truth = sample.prompt, sample.prompt.ground_truth
-    told = "" if truth is None else str(truth)
-    return Caption(f"step {step} · {sample.id}", prompt.text, sample.response.text, told, sample.reward)
+@cache
+def _pool(timeout_s: float) -> DecodePool:
+    """Of this process, with which its decoders end."""
+    return DecodePool(timeout_s=timeout_s)
+
+
+def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
+    """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
+    shown = [sample for sample in samples if sample.prompt.video is not None and sample.response is not None]
+    prompts = list(dict.fromkeys(prompt_of(sample.id) for sample in shown))[:most]
+    paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
+    return {sample.id: paths[name] for sample in shown if (name := prompt_of(sample.id)) in paths}
+
+
+def light(sample: Sample) -> Sample:
+    """All of it that a sheet shows, for another process."""
+    video = replace(sample.prompt.video, embedding=None)
+    return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, video=video))
+
+
+def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict[str, str], timeout_s: float) -> None:
+    """Write the `sheets` of these samples of a run folder."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
+    videos = [family[0].prompt.video for family in families]
+    frames_of = _pool(timeout_s).stream(Clip(video.path, video.plan) for video in videos)
+    for family, frames in zip(families, frames_of, strict=True):
+        if not isinstance(frames, VideoError):
+            picture = contact_sheet(frames, family[0].prompt.video.plan, _caption(step, family))
+            picture.save(folder / sheets[family[0].id])
+
+
+def _caption(step: int, family: Sequence[Sample]) -> Caption:
+    prompt, truth = family[0].prompt, family[0].prompt.ground_truth
+    answers = tuple(Answer(sample.response.text, sample.reward) for sample in family)
+    return Caption(f"step {step} · prompt {prompt.index}", prompt.text, answers, "" if truth is None else str(truth))

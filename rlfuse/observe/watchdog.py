@@ -1,7 +1,8 @@
 """No silent waiting: what every process of a run last did, and where it stands when a wait is long or a person asks.
 
-Role: each process calls `heed` when it starts; the job's work runs inside `watching`; whoever waits for a worker does
-so inside `waiting`, and puts `evidence` into the error when the wait was too long. On demand: `kill -USR1 <driver>`.
+Role: each worker calls `heed` when it starts; the job's work runs inside `watching`; whoever waits for a worker does
+so inside `waiting`, and puts `evidence` into the error when the wait was too long, `at_the_end` when it has died. On
+demand: `kill -USR1 <driver>`. What the workers write is kept beside (`process_logs`).
 
     RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
     RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended, for others to read while it hangs
@@ -33,12 +34,15 @@ from typing import Any, TextIO
 
 import psutil
 
+from rlfuse.observe import host_memory, process_logs
 from rlfuse.observe.events import Recorder
 
 FOLDER = "RLFUSE_STACKS"
 """Environment variable: where the processes of a run show where they stand."""
 HEAD, LAST = 256, 128
 """Bytes of what stays the same in a process's file, and of its last event."""
+TRACEBACK = "RLFUSE_TRACEBACK"
+"""Environment variable: 1 has errors shown with whole tracebacks."""
 ANSWER_S = 2.0
 LONG = 0.5
 """Of a wait's limit: then it is worth a look, and hours may be left in which to mend it."""
@@ -51,14 +55,21 @@ _open: list[Any] = []  # files of this process, open as long as it lives: faulth
 
 def environment() -> dict[str, str]:
     """For processes that don't inherit this one's environment."""
-    return {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
+    names = (FOLDER, process_logs.FOLDER, TRACEBACK)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def heed(where: str, recorder: Recorder | None = None, chain: bool = False) -> None:
-    """Show where this process stands: its stacks on SIGUSR1, and what `recorder` records, as it begins and ends.
+def heed(where: str, recorder: Recorder | None = None) -> None:
+    """Have a worker show where it stands, as `_show` says, and keep what it writes.
 
-    Nothing outside a run, and on hosts that don't see the run folder. `chain`: also do what SIGUSR1 did before.
+    Nothing outside a run, and on hosts that don't see the run folder.
     """
+    process_logs.keep(where)
+    _show(where, recorder)
+
+
+def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
+    """Its stacks on SIGUSR1, and what `recorder` records, as it begins and ends. `chain`: to what that did before."""
     folder = Path(os.environ.get(FOLDER, "")) / "processes"
     if not os.environ.get(FOLDER) or not folder.is_dir():
         return
@@ -73,7 +84,8 @@ def heed(where: str, recorder: Recorder | None = None, chain: bool = False) -> N
 
     def hear(event: str) -> None:
         with suppress(OSError):  # a full disk is no reason to stop working
-            os.pwrite(slate, f"{time.time():.3f} {event}".encode().ljust(LAST)[:LAST], HEAD)
+            told = f"{time.time():.3f} {host_memory.resident_mib()} {event}"
+            os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
 
     if recorder is not None:
         recorder.heard = hear
@@ -90,14 +102,17 @@ class _Process:
     created: float
     at: float
     """Of its last event, epoch seconds; of its start, if it records none."""
+    mib: int
+    """It had then in memory; 0: it records none."""
     event: str
     path: Path
 
     @classmethod
     def read(cls, path: Path) -> _Process:
         content = path.read_bytes()
-        head, (at, _, event) = json.loads(content[:HEAD]), content[HEAD:].decode().strip().partition(" ")
-        return cls(**head, at=float(at or head["created"]), event=event or "unknown", path=path)
+        head, told = json.loads(content[:HEAD]), content[HEAD:].decode(errors="replace").strip()
+        at, mib, event = told.split(" ", 2) if told else (head["created"], 0, "unknown")
+        return cls(**head, at=float(at), mib=int(mib), event=event, path=path)
 
     @property
     def stacks(self) -> Path:
@@ -154,7 +169,7 @@ class Watchdog:
 
     def evidence(self, worker: str) -> str:
         """What `worker` last did, and where all stacks are."""
-        told = [f"{each.where}: {each.told()}." for each in self._processes() if each.where == worker]
+        told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
         try:
             return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
         except OSError as error:
@@ -164,7 +179,7 @@ class Watchdog:
         """Stacks of all processes; the file. One just written serves again."""
         if self._last and time.monotonic() - self._last[0] < SPACING_S:
             return self._last[1]
-        others = [each for each in self._processes() if each.pid != os.getpid()]
+        others = [each for each in self._living() if each.pid != os.getpid()]
         asked = {each.path: each.ask() for each in others}
         answers = self._answers({each: asked[each.path] for each in others})
         path = self.folder / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
@@ -195,8 +210,10 @@ class Watchdog:
 
     def _processes(self) -> list[_Process]:
         files = [path for path in (self.folder / "processes").glob("*") if path.suffix != ".txt"]
-        found = [_Process.read(path) for path in files if path.stat().st_size >= HEAD]
-        return [each for each in found if each.state != "gone"]
+        return [_Process.read(path) for path in files if path.stat().st_size >= HEAD]
+
+    def _living(self) -> list[_Process]:
+        return [each for each in self._processes() if each.state != "gone"]
 
 
 def _write_tasks(file: TextIO) -> None:
@@ -224,14 +241,16 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
     shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)  # of a run that was killed
     (watchdog.folder / "processes").mkdir(parents=True)
     os.environ[FOLDER] = str(watchdog.folder)
+    process_logs.begin(folder.absolute() / "logs")
     before = _on_demand(watchdog.asked)
-    heed("driver", recorder, chain=True)
+    _show("driver", recorder, chain=True)
     token = _present.set(watchdog)
     try:
         yield watchdog
     finally:
         _present.reset(token)
         os.environ.pop(FOLDER)
+        process_logs.end()
         faulthandler.unregister(signal.SIGUSR1)
         if before is not None:
             signal.signal(signal.SIGUSR1, before)
@@ -269,6 +288,16 @@ def evidence(worker: str) -> str:
     return f" {watchdog.evidence(worker)}" if watchdog else ""
 
 
+def at_the_end(worker: str, pid: str) -> str:
+    """What a process that has died last did, and its memory then, with a space before; may be empty."""
+    watchdog = _present.get()
+    for each in watchdog._processes() if watchdog else []:
+        if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
+            ago = f"{time.time() - each.at:.1f} s ago"
+            return f" The last that it told: {each.event} with {each.mib} MiB in memory, {ago}."
+    return ""
+
+
 def say(text: str) -> None:
     """A line for the person, where a run is watched."""
     if watchdog := _present.get():
@@ -278,7 +307,7 @@ def say(text: str) -> None:
 async def stack_of(worker: str) -> str:
     """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
     watchdog = _present.get()
-    found = [each for each in watchdog._processes() if each.where == worker] if watchdog else []
+    found = [each for each in watchdog._living() if each.where == worker] if watchdog else []
     text, deadline = "", time.monotonic() + ANSWER_S
     for process in found:
         before, again = process.ask(), ""

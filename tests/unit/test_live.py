@@ -1,9 +1,13 @@
 """The live view: what it tells of a step under way, how it is drawn, and that it keeps quiet where nobody looks on."""
 
 import io
+import re
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -12,7 +16,9 @@ from rlfuse.fusion.decisions import Slot
 from rlfuse.fusion.ledger import Ledger
 from rlfuse.observe.events import Recorder
 from rlfuse.observe.live import Stage, View, clock, look, render, sparkline
-from rlfuse.observe.terminal import Terminal
+from rlfuse.observe.progress import part
+from rlfuse.observe.terminal import FILE, Terminal, step_line
+from rlfuse.observe.watch import read_view
 
 
 def sample(response=None, reward=None, *tensors):
@@ -59,9 +65,9 @@ def test_everything_is_drawn_in_a_narrow_terminal_too():
     figures = {"reward": "0.812", "speed": "980"}
     view = View("my[run]", 9, 16, 130, 3700.0, "training step", stages, slots, 20, [0.1, 0.5, 0.8], figures)
     for text in (drawn(view), drawn(view, 80)):
-        for part in ("my[run]", "step 9/16", "2:10 gone, about 1:01:40 left", "96/128", "20 samples in flight",
+        for shown in ("my[run]", "step 9/16", "2:10 gone, about 1:01:40 left", "96/128", "20 samples in flight",
                      "slot 1", "old_log_prob", "▁▅█", "reward 0.812"):  # fmt: skip
-            assert part in text
+            assert shown in text
     many = drawn(
         View("x", 0, 1, 0, None, "training step", stages, [("generate", 2)] * 60 + [("idle", 0)] * 4, 9, [], {})
     )
@@ -74,13 +80,14 @@ def test_clock_and_sparkline():
 
 
 @pytest.fixture
-def terminal(monkeypatch):
+def terminal(monkeypatch, tmp_path):
     monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     made = []
 
     def make(tty):
         console = Console(file=io.StringIO(), force_terminal=tty, width=100)
-        made.append(Terminal(Config(), 4, 0, Recorder("driver"), console))
+        made.append(Terminal(Config(), 4, 0, Recorder("driver"), tmp_path, console))
         return made[-1]
 
     yield make
@@ -88,29 +95,94 @@ def terminal(monkeypatch):
         each.close()
 
 
-def test_where_nobody_looks_on_there_is_one_line_a_step(terminal, capsys):
+ROW = {
+    "critic/score/mean": 0.5, "actor/ppo_kl": 0.00124, "actor/entropy": 1.5, "response_length/mean": 20.2,
+    "response_length/max": 64.0, "perf/throughput": 1234.5, "perf/time_per_step": 2.0, "val-core/sums/acc": 0.75,
+}  # fmt: skip
+LINE = (
+    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (most 64)  speed 1,234 tokens/s a slot  "
+    "held out 0.750  2.0 s\n"
+)
+
+
+def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
     quiet = terminal(False)
-    quiet.log(1, {"critic/score/mean": 0.5, "response_length/mean": 20.2, "perf/time_per_step": 2.0})
+    quiet.log(1, ROW)
     quiet.say("a line")
     quiet.close()
-    assert capsys.readouterr().out == "step 1/4  reward 0.500  kl -  length 20/-  speed -  2.0 s\n"
-    assert quiet.console.file.getvalue() == "a line\n"
+    assert quiet.console.file.getvalue() == LINE + "a line\n"
+    assert step_line(1, 4, {"perf/time_per_step": 2.0}) == (
+        "step 1/4  reward -  kl -  length - tokens (most -)  speed - tokens/s a slot  2.0 s"
+    )
 
 
-def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, capsys, board):
+def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
     watched = terminal(True)
     watched.board = board
     with watched._recorder.span("step"):
-        watched.log(1, {"critic/score/mean": 0.5, "perf/time_per_step": 2.0})
+        watched.log(1, ROW)
         watched.say("a line")
         view = watched.view()
         watched.close()
     assert view.step == 1 and 0 < view.left_s <= 6 and view.stages[0] == Stage("generate", 2, 3)
+    assert view.figures["held out"] == "0.750 (step 1)"
     text = watched.console.file.getvalue()
-    assert text.index("a line") < text.rindex("step 1/4") and "generate" in text
-    assert capsys.readouterr().out == ""
+    assert text.index(LINE.strip()[:60]) < text.index("a line") < text.rindex("step 1/4") and "generate" in text
 
 
-def test_ci_is_quiet(terminal, monkeypatch):
-    monkeypatch.setenv("CI", "true")
-    assert terminal(True)._live is None
+def test_a_long_silence_is_broken_in_logs(terminal, monkeypatch, board):
+    monkeypatch.setattr("rlfuse.observe.terminal.SILENT_S", 0.0)
+    monkeypatch.setattr("rlfuse.observe.terminal.LOOK_S", 0.01)
+    monkeypatch.setattr("rlfuse.observe.terminal.SHARE", 1.0)
+    quiet = terminal(False)
+    said = quiet.console.file.getvalue
+    with quiet._recorder.span("start", cause="run"), quiet._recorder.span("start", cause="engine 1 of 2"):
+        assert soon(lambda: re.search(r"… starting, 0:\d\d gone: engine 1 of 2 \d+ s\n", said()))
+    quiet.board = board
+    with quiet._recorder.span("step"):
+        assert soon(lambda: re.search(r"… training step, 0:\d\d gone: generate 2/3, reward 2/3, ", said()))
+
+
+def soon(condition):
+    until = time.monotonic() + 10
+    while not (holds := condition()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return holds
+
+
+def test_whoever_looks_on_from_elsewhere_reads_the_view(terminal, tmp_path, board):
+    quiet = terminal(False)
+    quiet.board = board
+    with quiet._recorder.span("step"), quiet._recorder.span("start", cause="an engine"):
+        quiet.log(1, ROW)
+        quiet._publish()
+        at, view = read_view(tmp_path / FILE)
+        assert abs(at - time.time()) < 5
+        assert drawn(view) == drawn(replace(quiet.view(), gone_s=view.gone_s, left_s=view.left_s))
+    assert "… an engine" in drawn(view)
+
+
+@pytest.mark.parametrize(("tty", "term", "ci"), [(True, "xterm", "true"), (True, "dumb", None), (False, "xterm", None)])
+def test_nothing_is_drawn_where_nobody_looks_on(terminal, monkeypatch, tty, term, ci):
+    monkeypatch.setenv("TERM", term)
+    if ci:
+        monkeypatch.setenv("CI", ci)
+    assert terminal(tty)._live is None
+
+
+def test_parts_are_ticked_off(monkeypatch, capsys):
+    monkeypatch.setattr("rlfuse.observe.progress.SILENT_S", 0.01)
+    with part("rows"):
+        time.sleep(0.03)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "… rows: 0 s so far" and re.fullmatch(r"✓ rows  0\.\d s", last)
+    with pytest.raises(OSError, match="gone"), part("rows"):
+        raise OSError("gone")
+    assert "✓" not in capsys.readouterr().out
+
+
+def test_figures_of_any_number_type_are_written_for_those_who_look_on(tmp_path):
+    terminal = Terminal(Config(), 4, 0, Recorder("driver"), tmp_path, Console(quiet=True))
+    terminal.log(1, {"reward_model/acc": np.float32(0.5)})
+    terminal.close()
+    assert read_view(tmp_path / FILE)[1].rewards == [0.5]

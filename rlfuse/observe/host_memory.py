@@ -1,0 +1,109 @@
+"""How much memory this host has, and whether its kernel ended processes for lack of it: evidence when one was killed.
+
+Role: `cluster.remote` and a rollout engine's actor put `figures` beside a death and ask `lacked`, `watchdog` asks
+`resident_mib`. Counts are taken when this module is imported, so when a process of the run begins. Linux; what can't be
+read is left out. Waits for nothing.
+
+    host            /proc/meminfo, /proc/vmstat (oom_kill)
+    control group   memory.max, memory.current, memory.events (v2); memory.limit_in_bytes, ... (v1), and of those above
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60
+"""Bytes; version 1 has a number that no host has in the place of none."""
+LEAST_SHARED_MIB = 64
+NO_MEMORY = re.compile(r"can(?:'|no)t allocate memory|out of memory|bad_alloc|MemoryError", re.I)
+"""What the allocators of devices and hosts say."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_mib() -> int:
+    """What this process has in memory; 0 where it can't be told."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE >> 20
+    except OSError:
+        return 0
+
+
+def figures() -> str:
+    """Free memory now, in a sentence with a space before; may be empty."""
+    parts = []
+    with suppress(OSError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        host = {words[0]: int(words[1]) << 10 for words in lines}
+        parts.append(f"{_gib(host['MemAvailable:'])} of the host's {_gib(host['MemTotal:'])}")
+    for limit, used in _limits():
+        parts.append(f"{_gib(max(0, limit - used))} of its control group's {_gib(limit)}")
+    with suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm")
+        parts.append(f"{_gib(shared.free)} of the {_gib(shared.total)} in /dev/shm")
+    return f" Free memory now: {', '.join(parts)}." if parts else ""
+
+
+def lacked() -> str:
+    """That the kernel ended processes for lack of memory since this one began, with a space before; else empty."""
+    number = (_kills() or 0) - (AT_START or 0)
+    if number <= 0:
+        return ""
+    return f" The kernel's out-of-memory killer has ended {number} processes since the run began: it is out of memory."
+
+
+def shared_full(root: Path = Path("/dev/shm")) -> str:
+    """A sentence, with a space before, if shared memory, which processes talk through, is nearly full; else empty."""
+    free = shutil.disk_usage(root).free >> 20
+    if free >= LEAST_SHARED_MIB:
+        return ""
+    return f" {root} has only {free} MiB left: remove what fills it or give it more room (docker: --shm-size)."
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """Folders of the control groups that account for this process's memory, the innermost first."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            mount = root / controllers
+            inner = mount / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if folder.is_dir():  # in a container the path may be the host's, which is not seen
+                    yield folder
+                if folder == mount:
+                    break
+
+
+def _limits() -> list[tuple[int, int]]:
+    """(limit, used) of the tightest control group; empty where nothing is limited."""
+    found = []
+    for folder in _groups():
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                found.append((int((folder / limit).read_text()), int((folder / used).read_text())))
+    return sorted((each for each in found if each[0] < NO_LIMIT), key=lambda each: each[0] - each[1])[:1]
+
+
+def _kills() -> int | None:
+    """Processes that the kernel ended for lack of memory: of the innermost control group that counts, else the host."""
+    places = [folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control")]
+    for path in (*places, Path("/proc/vmstat")):
+        with suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return None
+
+
+AT_START = _kills()

@@ -1,0 +1,69 @@
+"""What starts before the first step, and how long it took: a tick for each part.
+
+Role: `part` is put around everything that takes seconds until a run steps: by `rlfuse.train` before there is a journal,
+later by `Journal.part`. Waits for nothing; where it takes long a line says so now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from rich.console import Console
+
+SILENT_S = 30.0
+"""A log is not silent for longer while something is under way."""
+QUIET_LIBRARIES = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Variables by which libraries, imported after they are set, keep their notes and bars to themselves."""
+
+
+def quiet_libraries() -> None:
+    """Before libraries are imported: what this process prints is its own. Whoever set a variable keeps it."""
+    os.environ.update(QUIET_LIBRARIES | os.environ)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it says it found no GPU
+
+
+def watched(console: Console) -> bool:
+    """Whether somebody looks on, at a terminal that can draw over what it shows; nobody does at those of CI systems."""
+    return console.is_terminal and not console.is_dumb_terminal and "CI" not in os.environ
+
+
+def ticked(name: str, seconds: float) -> str:
+    """The line of what is done."""
+    return f"✓ {name}  {seconds:.1f} s"
+
+
+@contextmanager
+def timed(name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """A tick when the body has ended well."""
+    began = time.monotonic()
+    yield
+    say(ticked(name, time.monotonic() - began))
+
+
+@contextmanager
+def part(name: str, quiet: bool = False) -> Iterator[None]:
+    """As `timed`, where no live view is drawn yet: a spinner at a terminal, in logs a line every `SILENT_S`."""
+    console, began, done = Console(quiet=quiet), time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(SILENT_S):
+            console.print(f"… {name}: {time.monotonic() - began:.0f} s so far", highlight=False, markup=False)
+
+    looked_at = watched(console)
+    if not looked_at:
+        threading.Thread(target=tell, daemon=True, name="progress").start()
+    try:
+        with console.status(name) if looked_at else nullcontext():
+            yield
+    finally:
+        done.set()
+    console.print(ticked(name, time.monotonic() - began), highlight=False, markup=False)

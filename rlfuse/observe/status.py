@@ -1,0 +1,112 @@
+"""What became of a run: `status.json` of its folder, written when it starts and when it ends.
+
+Role: `rlfuse.job` writes it; lists of runs, reports and the live view of a run that goes on elsewhere read it. A run
+that was killed could not say so: its file still says `running`, and `Status.now` looks for its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from rlfuse.config.secrets import hidden, hidden_command, hidden_text
+from rlfuse.durable import write_whole
+
+FILE = "status.json"
+COMMIT_S = 5.0
+"""For git to tell the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One run, from its last start on."""
+
+    state: str
+    """running | finished | stopped (a person or a scheduler ended it) | failed; from `now` also crashed."""
+    name: str
+    """project/experiment."""
+    command: str
+    """As it was typed, secrets hidden; empty where a program called."""
+    commit: str
+    """Of the working folder; empty outside a repository, with `+` behind it where files differ."""
+    sweep: str
+    """The group of its sweep; empty for a single run."""
+    host: str
+    pid: int
+    created: float
+    """When its process began, epoch seconds: a number alone may be another process by now."""
+    started: float
+    total: int = 0
+    """Steps of the whole run; 0 where that is not known."""
+    ended: float | None = None
+    error: str = ""
+    """The message of a run that failed or was stopped."""
+
+    @property
+    def now(self) -> str:
+        """`state`, or `crashed` where the process that said `running` is gone from this host."""
+        if self.state != "running" or self.host != socket.gethostname():
+            return self.state
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < 1
+            lives = same and process.status() != psutil.STATUS_ZOMBIE  # killed, and nobody has asked how it ended
+        except psutil.NoSuchProcess:
+            lives = False
+        return "running" if lives else "crashed"
+
+
+def begin(folder: Path, name: str, started: float, total: int = 0) -> None:
+    """The run of this folder, of so many steps in `total`, goes on in this process."""
+    process, sweep = psutil.Process(), os.environ.get("WANDB_RUN_GROUP", "")
+    host = socket.gethostname()
+    command, created = hidden_command(typed_command()), process.create_time()
+    _write(folder, Status("running", name, command, _commit(), sweep, host, process.pid, created, started, total))
+
+
+def end(folder: Path, state: str, error: str = "") -> None:
+    """It is over. `state`: finished, stopped or failed."""
+    if (status := read(folder)) is not None:
+        _write(folder, replace(status, state=state, ended=time.time(), error=hidden_text(error)))
+
+
+def read(folder: Path) -> Status | None:
+    """None where there is none, or one that can't be read."""
+    try:
+        return Status(**json.loads((folder / FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(folder: Path, status: Status) -> None:
+    write_whole(folder / FILE, json.dumps(hidden(asdict(status)), indent=2))
+
+
+def typed_command() -> str:
+    """How this process was started, for a shell; empty where a program calls."""
+    words = list(sys.orig_argv)
+    for number, word in enumerate(words):
+        if Path(word).name == "rlfuse":
+            return shlex.join(["rlfuse", *words[number + 1 :]])
+    return shlex.join(["python", *words[1:]]) if "-m" in words[1:2] and words[2].startswith("rlfuse") else ""
+
+
+def _commit() -> str:
+    """By git, which may be missing, as may be a repository."""
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
+            capture_output=True, text=True, timeout=COMMIT_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip() if told.returncode == 0 else ""

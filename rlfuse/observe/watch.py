@@ -1,0 +1,134 @@
+"""`rlfuse watch RUN_DIR`: the live view of a run that goes on elsewhere, in another terminal, job or host.
+
+Role: called by `rlfuse.cli`; reads what the run writes into its folder and touches nothing.
+
+    live.json (the view, about once a second), metrics.jsonl (a row for each step), status.json  -->  terminal
+
+Waits: as long as the run goes on; Ctrl-C leaves it to itself. It says when it was last heard of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from rlfuse.observe import status
+from rlfuse.observe.json_lines import RunError
+from rlfuse.observe.live import Stage, View, clock, render, told
+from rlfuse.observe.progress import SILENT_S, watched
+from rlfuse.observe.run_folder import open_run
+from rlfuse.observe.status import Status
+from rlfuse.observe.summary import told as summarised
+from rlfuse.observe.terminal import FILE, LOOK_S, step_line
+
+LATE_S = 10.0
+"""Without a sign of life for so long, its age is shown."""
+STEPS = 5
+"""Lines of steps that are over already."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Look on until the run ends or the person leaves. RunError where there is no run."""
+    parser = argparse.ArgumentParser(
+        prog="rlfuse watch", description="The live view of a run that goes on elsewhere; Ctrl-C leaves it to itself."
+    )
+    parser.add_argument("run", type=Path, help="its folder")
+    folder = parser.parse_args(argv).run
+    if (now := status.read(folder)) is None:
+        open_run(folder)  # says why it is none
+        raise RunError(f"{folder}: has no {status.FILE}, so nobody can tell whether it goes on; rlfuse report shows it")
+    console = Console()
+    try:
+        watch(folder, now, console)
+    except KeyboardInterrupt:
+        console.print(f"Left; the run goes on. Again: rlfuse watch {folder}", highlight=False)
+
+
+def watch(folder: Path, now: Status, console: Console) -> None:
+    """Show lines of steps and the view until the run has ended, then how."""
+    view, lines, spoke = _view(folder, now), _Rows(folder / "metrics.jsonl"), time.monotonic()
+    total = view.total if view else 0
+    for row in [row for row in lines.more() if row["step"] > 0][-STEPS:]:
+        console.print(step_line(row["step"], total, row), highlight=False, markup=False, soft_wrap=True)
+    live = Live(console=console, auto_refresh=False) if watched(console) else None
+    with live or nullcontext():
+        while now.now == "running":
+            if (view := _view(folder, now)) is not None:
+                total = view.total
+                if live:
+                    live.update(render(view), refresh=True)
+                elif time.monotonic() - spoke > SILENT_S:
+                    console.print(told(view), highlight=False, markup=False)
+                    spoke = time.monotonic()
+            time.sleep(LOOK_S)
+            for row in lines.more():
+                if row["step"] > 0:
+                    console.print(step_line(row["step"], total, row), highlight=False, markup=False, soft_wrap=True)
+                    spoke = time.monotonic()
+            now = status.read(folder) or now
+    console.print(_end(folder, now), highlight=False, markup=False, soft_wrap=True)
+
+
+def read_view(path: Path) -> tuple[float, View]:
+    """(when it was written, the view). OSError or ValueError where there is none."""
+    content = json.loads(path.read_text())
+    given = content["view"]
+    given["stages"] = [Stage(**stage) for stage in given["stages"]]
+    return content["at"], View(**given)
+
+
+def _view(folder: Path, now: Status) -> View | None:
+    """The last one, with its age where that tells something; None before the first."""
+    try:
+        at, view = read_view(folder / FILE)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    age = time.time() - at
+    if age < LATE_S:
+        return view
+    return replace(view, phase=f"{view.phase}  ·  on {now.host}, last heard of {clock(age)} ago")
+
+
+def _end(folder: Path, now: Status) -> str:
+    """What became of it."""
+    if now.now == "crashed":
+        return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
+    if now.state == "finished":
+        summary = open_run(folder).summary()
+        return summarised(summary, folder) if "reward_first" in summary else f"{now.name} finished"
+    return f"{now.name} {now.state}: {now.error}"
+
+
+class _Rows:
+    """Rows that are added to a file, as they come."""
+
+    def __init__(self, path: Path):
+        self._path, self._read = path, 0
+
+    def more(self) -> Iterator[dict[str, Any]]:
+        """Those since the last call; a run that went back begins again."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                start = file.seek(self._read if self._read <= size else 0)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read = start + len(whole)
+        for line in whole.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                if start:  # it went back and on between two looks, so that this began within a row
+                    self._read = 0
+                    return

@@ -1,0 +1,123 @@
+"""Pictures drawn in another process: what becomes of those that fail, hang, crash or are not drawn in time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import pytest
+
+from rlfuse.observe import drawing
+from rlfuse.observe.drawing import Drawing
+
+HERE = Path(__file__).stem
+
+
+def write(path, text):
+    """A picture, with the process that drew it."""
+    Path(path).write_text(f"{text} {os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)} {os.getpgid(0)}")
+
+
+def fail():
+    raise ValueError("no such colour")
+
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang(path):
+    Path(path).touch()
+    time.sleep(600)
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def pictures(told, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    pictures = Drawing(told.append)
+    yield pictures
+    pictures.close(0)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(pictures, told, tmp_path):
+    shown = []
+    for number in range(2):
+        pictures.ask("it", lambda n=number: shown.append(n), f"{HERE}:write", tmp_path / f"{number}", "drawn")
+    pictures.ask("the third", lambda: shown.append("third"), f"{HERE}:fail")
+    pictures.ask("the fourth", lambda: shown.append("fourth"), f"{HERE}:crash")
+    pictures.ask("the fifth", lambda: shown.append(5), f"{HERE}:write", tmp_path / "5", "drawn")
+    assert shown == [], "nobody waits"
+    pictures.close(60)
+    assert shown == [0, 1, "third", "fourth", 5]
+    assert told == [
+        "the third was not drawn: ValueError: no such colour",
+        "the fourth was not drawn: its process ended with status -11",
+    ]
+    first, second, later = ((tmp_path / name).read_text().split() for name in "015")
+    assert first == second != later, "one process draws, until it crashes"
+    process, priority, group = map(int, first[1:])
+    assert priority == 19 and process == group != os.getpid() and not psutil.pid_exists(int(later[1]))
+
+
+def test_what_hangs_is_given_up_and_what_is_too_much_is_left_out(pictures, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "DRAWING_S", 1.5)
+    monkeypatch.setattr(drawing, "MOST", 1)
+    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.ask("two", lambda: None, f"{HERE}:fail")
+    wait_for(lambda: not pictures._asked or pictures.tell())
+    assert told == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others wait; draw less often"]
+
+
+def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_path):
+    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.ask("two", lambda: told.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
+    wait_for((tmp_path / "begun").exists)
+    began = time.monotonic()
+    pictures.close(0.1)
+    assert time.monotonic() - began < 5 and not (tmp_path / "2").exists()
+    assert told == ["one was not drawn: the run ended first", "two was not drawn: the run ended first", "tried"]
+
+
+def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_path):
+    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.ask("two", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    wait_for((tmp_path / "begun").exists)
+    interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        pictures.close(60)
+    assert pictures._process.poll() is not None
+    wait_for(lambda: not any(thread.is_alive() for thread in pictures._thread._threads))  # Python waits for it, too
+
+
+def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_terminal_sends(tmp_path):
+    script = (
+        "import sys; from rlfuse.observe.drawing import Drawing\n"
+        f"pictures = Drawing(print); pictures.ask('it', print, '{HERE}:hang', '{tmp_path}/begun'); sys.stdin.read()"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    wait_for((tmp_path / "begun").exists)
+    [process] = psutil.Process(run.pid).children()
+    process.send_signal(signal.SIGTERM)
+    assert os.getpgid(process.pid) != run.pid and process.is_running()
+    run.kill()
+    run.wait()
+    process.wait(10)

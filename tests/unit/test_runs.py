@@ -1,0 +1,209 @@
+"""Lists of runs, and what killed ones left, beside runs that live."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlfuse.cluster import leftovers, scratch
+from rlfuse.observe import runs, status
+from rlfuse.observe.json_lines import RunError
+
+ROW = {"critic/score/mean": 0.5, "fusion/exact": 1.0, "fusion/staleness": 0.0}
+MARK = "COMPLETE"
+
+
+def make(folder: Path, state="finished", steps=3, host=None, **more) -> Path:
+    """A run's folder; crashed: running, by a process that is gone."""
+    folder.mkdir(parents=True)
+    me = psutil.Process()
+    pid = 2**22 + 1 if state == "crashed" else me.pid
+    said, host = "running" if state == "crashed" else state, host or socket.gethostname()
+    times = {"started": time.time() - 100, "ended": time.time() - 40}
+    found = status.Status(said, "p/x", "", "", "", host, pid, me.create_time(), **(times | {"total": 8} | more))
+    status._write(folder, found)
+    rows = [{"step": 0, "val-core/x/acc/mean@1": 0.25}, *({"step": n + 1, **ROW} for n in range(steps))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def left_by_a_kill(folder: Path) -> list[Path]:
+    """What `rlfuse runs clean` is to remove, beside what it is to leave."""
+    for name in ("global_step_1", "global_step_2.partial", "global_step_4", "global_step_5.partial"):
+        (folder / name / "actor").mkdir(parents=True)
+        (folder / name / "actor" / "weights").write_bytes(b"x" * 5000)
+    for name in ("global_step_1", "global_step_5.partial"):
+        (folder / name / MARK).touch()
+    for name in ("text_parts/model", "stacks/processes", "logs", "wandb"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").touch()
+    (folder / "stacks" / "dump.txt").touch()
+    (folder / ".summary.json.part").touch()
+    found = ("global_step_2.partial", "global_step_4", "text_parts", "stacks/processes", ".summary.json.part")
+    return sorted(folder / name for name in found)
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Whose process is gone has crashed, however lately it wrote."""
+    monkeypatch.setattr(leftovers, "SETTLED_S", 0.0)
+
+
+def test_a_run_has_its_figures(tmp_path):
+    path = make(tmp_path / "rlfuse" / "one", state="crashed", ended=None)
+    (path / "global_step_2").mkdir()
+    (path / "global_step_2" / "weights").write_bytes(b"x" * 3000)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "x')  # killed in the middle of a row
+    (found,) = [runs.read(each, tmp_path) for each in runs.find(tmp_path)]
+    assert (found.name, found.state, found.step, found.total) == ("rlfuse/one", "crashed", 3, 8)
+    assert (found.reward, found.validation, found.label) == (0.5, 0.25, "exact")
+    assert found.seconds == pytest.approx(100, abs=5) and found.checkpoints == 3000 and 300 < found.size < 3000
+    assert found.problems == []
+    assert [each.name for each in map(runs.read, runs.find(path))] == ["one"]
+
+
+def test_one_mismatched_step_marks_the_run(tmp_path):
+    path = make(tmp_path / "one")
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text.replace("fusion/exact", "fusion/mismatched", 1))
+    assert runs.read(path).label == "mismatched"
+
+
+def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
+    long = make(tmp_path / "long")
+    with (long / "metrics.jsonl").open("ab") as file:
+        file.truncate(1 << 30)  # a gigabyte that takes no room, and minutes to parse
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + json.dumps({"step": 7, **ROW}).encode() + b"\n")
+    began = time.perf_counter()
+    assert runs.read(long).step == 7
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("metrics.jsonl", "[]\n", "is no object"),
+        ("metrics.jsonl", '{"step": "x"}\n', "metrics.jsonl"),
+        ("metrics.jsonl", "\0" * 50 + "\n", "Error"),
+        ("metrics.jsonl", '{"step": 1, "critic/score/mean": "high"}\n', "high"),
+        (status.FILE, "{", "status.json"),
+        (status.FILE, '{"state": "running"}', "keys of a status"),
+        (status.FILE, "[" * 100_000, "Recursion"),
+        ("summary.json", "{}", "label"),
+    ],
+)
+def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text, told):
+    make(tmp_path / "well")
+    (make(tmp_path / "ill") / file).write_text(text)
+    runs.main([str(tmp_path)])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert len(table) == 3 and f"{tmp_path}/ill: {file} can't be read" in last and told in last
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes the part of another user")
+def test_a_folder_that_is_closed_to_the_user_is_passed_over():
+    program = "import os, sys, rlfuse.observe.runs as runs; os.seteuid(65534); runs.main([sys.argv[1]])"
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        os.chmod(top, 0o755)
+        for name, mode in (("closed", 0o700), ("open", 0o755)):
+            (Path(top) / name).mkdir(mode)
+            (Path(top) / name / "metrics.jsonl").write_text('{"step": 3}\n')
+        told = subprocess.run([sys.executable, "-c", program, top], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "open" in told.stdout and "closed" not in told.stdout
+
+
+def test_lists_are_filtered_sorted_and_plain_where_nobody_looks(tmp_path, capsys):
+    make(tmp_path / "p" / "second", steps=5)
+    make(tmp_path / "p" / "first", state="crashed", steps=1)
+    make(tmp_path / "far", state="running", host="elsewhere", ended=None)
+    (tmp_path / ".trash").mkdir()
+    make(tmp_path / ".trash" / "hidden")
+    runs.main([str(tmp_path), "--sort", "step"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "step"] and [line.split()[0] for line in lines] == [
+        "p/first", "far", "p/second"
+    ]  # fmt: skip
+    assert "running, heard 0 s ago on elsewhere" in lines[1]
+    runs.main([str(tmp_path), "--state", "crashed", "--state", "failed", "--json"])
+    (only,) = json.loads(capsys.readouterr().out)
+    assert (only["name"], only["step"], only["state"]) == ("p/first", 1, "crashed")
+    runs.main([str(tmp_path), "--state", "stopped"])
+    assert "no run of stopped" in capsys.readouterr().out
+    with pytest.raises(RunError, match="nowhere: no such folder"):
+        runs.main([str(tmp_path / "nowhere")])
+
+
+def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path, settled):
+    killed, alive = make(tmp_path / "killed", state="crashed"), make(tmp_path / "alive", state="running")
+    far, ill = make(tmp_path / "far", state="running", host="elsewhere"), make(tmp_path / "ill")
+    for each in (alive, far, ill):
+        left_by_a_kill(each)
+    (ill / status.FILE).write_text("{")
+    assert not any(list(leftovers.of_run(each)) for each in (alive, far, ill))
+    wanted, before = left_by_a_kill(killed), {*killed.rglob("*")}
+    assert sorted(each.path for each in leftovers.of_run(killed)) == wanted
+    assert all(leftovers.remove(path) for path in wanted)
+    gone = before - {*killed.rglob("*")}
+    assert {path for path in gone if path.parent not in gone} == {*wanted}
+    assert (killed / "global_step_1" / MARK).exists() and (killed / "logs" / "file").exists()
+
+
+def test_a_run_that_was_heard_of_just_now_may_live_in_another_container(tmp_path):
+    killed = make(tmp_path / "killed", state="crashed")
+    left_by_a_kill(killed)
+    assert not [*leftovers.of_run(killed)]
+    for file in killed.iterdir():
+        os.utime(file, (time.time() - 61,) * 2)
+    assert len([*leftovers.of_run(killed)]) == 5
+
+
+def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch, settled):
+    monkeypatch.setattr(leftovers, "of_machine", list)  # the tests' own machine stays as it is
+    wanted = left_by_a_kill(make(tmp_path / "killed", state="crashed"))
+    runs.main(["clean", str(tmp_path), "--dry-run"])
+    assert "5 left-overs, 10 KiB; nothing was removed" in capsys.readouterr().out
+    with pytest.raises(runs.NotConfirmed, match="--yes"):
+        runs.main(["clean", str(tmp_path)])
+    assert all(path.exists() for path in wanted)
+    runs.main(["clean", str(tmp_path), "--yes"])
+    assert "5 removed" in capsys.readouterr().out and not any(path.exists() for path in wanted)
+    runs.main(["clean", str(tmp_path)])
+    assert "nothing is left over" in capsys.readouterr().out
+
+
+def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch, settled):
+    monkeypatch.setattr(leftovers, "of_machine", list)
+    path = make(tmp_path / "killed", state="crashed")
+    wanted = left_by_a_kill(path)
+
+    def go_on(total):
+        status.begin(path, "p/killed", time.time())
+        return True
+
+    monkeypatch.setattr(runs, "_agreed", go_on)
+    runs.main(["clean", str(tmp_path)])
+    assert "0 removed" in capsys.readouterr().out and all(each.exists() for each in wanted)
+
+
+def test_semaphores_count_while_a_process_has_them_open(settled):
+    code = "import multiprocessing as m; a = m.get_context('spawn').Lock(); print(a._semlock.name, flush=1); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    path = Path("/dev/shm", f"sem.{process.stdout.readline().strip().lstrip('/')}")
+    assert scratch.held_by([psutil.Process(process.pid)]) == {path}
+    assert path not in leftovers.unheld()
+    tracker = psutil.Process(process.pid).children()  # Python's own, which would remove it
+    for each in (*tracker, process):
+        each.kill()
+    process.wait()
+    assert path in leftovers.unheld()
+    assert leftovers.remove(path)

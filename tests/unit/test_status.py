@@ -1,0 +1,87 @@
+"""What a run says of itself, and what is said of one that could not."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import psutil
+import pytest
+
+from rlfuse.observe import status
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/x/python", "/x/bin/rlfuse", "train", "job.yaml", "a.b=c d"])
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    status.begin(tmp_path, "project/name", 12.0)
+    return tmp_path
+
+
+def test_a_run_begins_and_ends(begun):
+    before = status.read(begun)
+    assert (before.state, before.now, before.name, before.started) == ("running", "running", "project/name", 12.0)
+    assert before.command == "rlfuse train job.yaml 'a.b=c d'"
+    assert before.pid == os.getpid() and before.ended is None
+    status.end(begun, "failed", "it broke")
+    after = status.read(begun)
+    assert (after.state, after.now, after.error) == ("failed", "failed", "it broke") and after.ended > 12
+    assert asdict(replace(after, state="running", ended=None, error="")) == asdict(before)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["python3", "-m", "rlfuse.train", "x=1"], "python -m rlfuse.train x=1"),
+        (["python3", "-m", "pytest"], ""),
+        (["python3"], ""),
+    ],
+)
+def test_the_command_is_as_it_was_typed(tmp_path, monkeypatch, words, told):
+    monkeypatch.setattr(sys, "orig_argv", words)
+    status.begin(tmp_path, "p/n", 0.0)
+    assert status.read(tmp_path).command == told
+
+
+def test_secrets_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abcdefghijkl")
+    monkeypatch.setattr(
+        sys,
+        "orig_argv",
+        ["rlfuse", "train", "x=abcdefghijkl", "r=[{path: a.py:f, api_key: qwerty1}]", "my.token='qwerty2'", "n=2"],
+    )
+    status.begin(tmp_path, "p/n", 0.0)
+    status.end(tmp_path, "failed", "no abcdefghijkl")
+    text = (tmp_path / status.FILE).read_text()
+    assert not any(secret in text for secret in ("abcdefghijkl", "qwerty1", "qwerty2")) and "n=2" in text
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"created": psutil.Process().create_time() - 100}])
+def test_a_killed_run_is_known_by_its_process(begun, change):
+    assert replace(status.read(begun), **change).now == "crashed"
+
+
+def test_a_killed_run_whose_parent_has_not_asked_is_gone(begun):
+    child = subprocess.Popen(["sleep", "60"])
+    run = replace(status.read(begun), pid=child.pid, created=psutil.Process(child.pid).create_time())
+    assert run.now == "running"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now, and stays one
+    assert run.now == "crashed"
+    child.wait()
+
+
+def test_nothing_is_guessed_of_another_host(begun):
+    assert replace(status.read(begun), pid=2**22 + 1, host="elsewhere").now == "running"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running"}'])
+def test_what_is_no_status_is_none(tmp_path, text):
+    (tmp_path / status.FILE).write_text(text)
+    assert status.read(tmp_path) is None
+
+
+def test_the_commit_is_the_working_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert status._commit() == ""

@@ -1,0 +1,127 @@
+"""A run that goes on elsewhere, looked at: its lines, its view, its end."""
+
+import io
+import json
+import os
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from rich.console import Console
+
+from rlfuse.config.schema import Config
+from rlfuse.observe import status, watch
+from rlfuse.observe.events import Recorder
+from rlfuse.observe.json_lines import RunError
+from rlfuse.observe.status import Status
+from rlfuse.observe.terminal import Terminal
+
+
+def running(folder, **changes):
+    process = psutil.Process()
+    given = {"state": "running", "name": "p/n", "command": "", "commit": "", "sweep": "", "host": socket.gethostname()}
+    given |= {"pid": process.pid, "created": process.create_time(), "started": time.time()} | changes
+    (folder / status.FILE).write_text(json.dumps(given))
+    return Status(**given)
+
+
+def rows(folder, *steps):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "critic/score/mean": step / 10}) + "\n" for step in steps)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_lines_and_view_until_the_end(tmp_path, quick, monkeypatch, tty):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    now = running(tmp_path)
+    rows(tmp_path, 0, *range(1, 9))
+    console = Console(file=io.StringIO(), force_terminal=tty, width=100)
+    shown = console.file.getvalue
+    quiet = Console(file=io.StringIO())
+    terminal = Terminal(Config(), 10, 8, Recorder("driver"), tmp_path, quiet)
+    with terminal._recorder.span("step"):
+        terminal._publish()
+        looking = threading.Thread(target=watch.watch, args=(tmp_path, now, console))
+        looking.start()
+        wait_for(lambda: "step 8/10  reward 0.800" in shown())
+        assert "step 3/10" not in shown(), "only the last few"
+        if tty:
+            wait_for(lambda: "training step" in shown())
+        rows(tmp_path, 9)
+        wait_for(lambda: "step 9/10  reward 0.900" in shown())
+    terminal.close()
+    running(tmp_path, state="failed", error="it broke")
+    looking.join(10)
+    assert "p/n failed: it broke" in shown() and not looking.is_alive()
+
+
+def wait_for(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_run_that_went_back_and_on_between_two_looks_is_read_again(tmp_path):
+    rows(tmp_path, *range(9))
+    reader, path = watch._Rows(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    assert len([*reader.more()]) == 9
+    path.write_text("".join(json.dumps({"step": step, "longer": "x" * step}) + "\n" for step in range(9)))
+    assert [row["step"] for row in [*reader.more(), *reader.more()]] == [*range(9)]
+    path.write_text("damaged\n" + path.read_text())
+    reader._read = 0
+    assert len([*reader.more()]) == 9 and [*reader.more()] == []
+
+
+def test_a_silent_run_says_when_it_was_heard_of(tmp_path):
+    now = running(tmp_path, host="elsewhere")
+    Terminal(Config(), 10, 8, Recorder("driver"), tmp_path, Console(file=io.StringIO())).close()
+    live = tmp_path / "live.json"
+    assert watch._view(tmp_path, now).phase == "starting"
+    live.write_text(json.dumps(json.loads(live.read_text()) | {"at": time.time() - 75}))
+    assert watch._view(tmp_path, now).phase == "starting  ·  on elsewhere, last heard of 1:15 ago"
+    live.write_text("{")
+    assert watch._view(tmp_path, now) is None
+
+
+def test_what_is_over_is_told_at_once(tmp_path, capsys):
+    running(tmp_path, pid=2**22 + 1)
+    watch.main([str(tmp_path)])
+    assert "is gone, and did not say why" in capsys.readouterr().out
+    running(tmp_path, state="finished")
+    summary = {"steps": 3, "resumed_after": 2, "seconds": 9.6, "fusion": "serial", "label": "exact", "faults": {}}
+    summary |= {"reward_first": 0.1, "reward_last": 0.2, "reward_window": 1, "val_name": "val-core/x/acc"}
+    summary |= {"val_before": None, "val_after": 0.5}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    watch.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "3 steps, those after 2 in 10 s, fusion=serial (exact)" in said
+    assert "0.100 -> 0.200   (first and last step)" in said and "held out      0.500   (val-core/x/acc)" in said
+
+
+CONFIG = "{trainer: {nnodes: 1, n_gpus_per_node: 1}, rollout: {tensor_model_parallel_size: 1}}"
+
+
+def test_what_is_no_run_says_so(tmp_path):
+    with pytest.raises(RunError, match="no run folder"):
+        watch.main([str(tmp_path)])
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    with pytest.raises(RunError, match="has no status"):
+        watch.main([str(tmp_path)])
+
+
+def test_leaving_leaves_the_run_alone(tmp_path, monkeypatch, capsys):
+    running(tmp_path)
+    before = os.stat(tmp_path / status.FILE)
+    monkeypatch.setattr(watch, "watch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    watch.main([str(tmp_path)])
+    assert "Left; the run goes on" in capsys.readouterr().out and os.stat(tmp_path / status.FILE) == before

@@ -1,103 +1,271 @@
-"""The report's charts: plotly figures of what was gathered, of one run or of two side by side.
+"""The report's charts: which metrics stand together, and plotly figures of lengths, time and steps.
 
-Role: pure functions from `Gathered` to figures, called by the command. Every work and every cause of idleness has one
-colour in all of them: work is saturated, waiting is pale. Curves longer than POINTS are means over neighbouring steps.
+Role: pure functions of what was gathered, called by the command. The page's script draws the curves itself, from the
+values that it has anyway. Invariants: a run has one colour in all charts and a metric one dash; every work and every
+cause of idleness has one colour: work is saturated, waiting is pale. Runs beside each other have equal scales. Legends
+are the page's own, so that nothing is cut off or covered. Curves longer than POINTS are means over neighbouring steps.
 """
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from rlfuse.observe.idle import CAUSES, WORKS
 from rlfuse.report.gather import QUANTILES, Gathered, Timeline
 
-POINTS = 400
-RUNS = ("#1d5c9e", "#c2385a")
+POINTS, LEAST_POINTS = 400, 80
+RUNS = ("#1d5c9e", "#c2385a", "#3f9e6e", "#d98c1f", "#8467b5", "#4fb3bf", "#7a6a5d", "#b0409c", "#8a9a2b", "#2b2b2b")
+DASHES = ("", "2,3", "8,4", "9,3,2,3")
+"""As in SVG: pixels drawn and left out."""
 INK, GRID = "#2b2b2b", "#e6e3de"
-BUSY = {
-    "generate": "#3f7fbf",
-    "encode": "#4fb3bf",
-    "old_log_prob": "#f0a830",
-    "ref": "#d98c1f",
-    "values": "#b8731a",
-    "train": "#3f9e6e",
-    "optimizer": "#1e5c3c",
-    "update_weights": "#8467b5",
-    "testing": "#7a6a5d",
-    "save_checkpoint": "#4a4038",
-    "reward": "#c2385a",
+COLOURS = {
+    "busy/generate": "#3f7fbf",
+    "busy/encode": "#4fb3bf",
+    "busy/old_log_prob": "#f0a830",
+    "busy/ref": "#d98c1f",
+    "busy/values": "#b8731a",
+    "busy/train": "#3f9e6e",
+    "busy/optimizer": "#1e5c3c",
+    "busy/update_weights": "#8467b5",
+    "busy/testing": "#7a6a5d",
+    "busy/save_checkpoint": "#4a4038",
+    "busy/reward": "#c2385a",
+    "idle/tail": "#e3b7c1",
+    "idle/imbalance": "#ecd0a5",
+    "idle/reward": "#d9a7d0",
+    "idle/bubble": "#bfd9c5",
+    "idle/weights": "#cfc4e6",
+    "idle/switch": "#c9c3bb",
+    "idle/calls": "#c5d5e6",
+    "idle/data": "#e2dfa9",
+    "idle/controller": "#d6d6d6",
+    "idle/start_up": "#efece8",
 }
-IDLE = {
-    "tail": "#e3b7c1",
-    "imbalance": "#ecd0a5",
-    "reward": "#d9a7d0",
-    "bubble": "#bfd9c5",
-    "weights": "#cfc4e6",
-    "switch": "#c9c3bb",
-    "calls": "#c5d5e6",
-    "data": "#e2dfa9",
-    "controller": "#d6d6d6",
-    "start_up": "#efece8",
-}
-WAITS = {
-    "tail": "others still generate",
-    "imbalance": "other slots still score or train",
-    "reward": "reward functions",
-    "bubble": "pipeline bubble",
-    "weights": "new weights",
-    "switch": "change of role",
-    "calls": "its call is on the way",
-    "data": "prompts, clips",
-    "controller": "controller, logging",
-    "start_up": "start-up",
-}
+"""What slots do, in the order in which it is stacked."""
+WORDS = {f"busy/{name}": word for name, word in WORKS.items()} | {f"idle/{name}": word for name, word in CAUSES.items()}
 CURVES = (
-    ("reward", ("critic/score/mean",)),
+    ("mean reward", ("critic/score/mean",)),
     ("held out", ("val-core/",)),
-    ("response tokens", ("response_length/mean", "response_length/max")),
-    ("KL to the reference", ("critic/kl", "actor/kl_loss")),
-    ("policy change (ppo_kl)", ("actor/ppo_kl",)),
-    ("entropy", ("actor/entropy",)),
+    ("response length, tokens", ("response_length/mean", "response_length/max")),
+    ("share of responses cut off at the limit", ("response_length/clip_ratio",)),
+    ("KL to the reference, nats", ("critic/kl", "actor/kl_loss")),
+    ("policy change of a step, nats", ("actor/ppo_kl",)),
+    ("entropy, nats per token", ("actor/entropy",)),
     ("policy loss", ("actor/pg_loss",)),
-    ("gradient norm", ("actor/grad_norm", "critic/grad_norm")),
-    ("clipped", ("actor/pg_clipfrac", "response_length/clip_ratio")),
-    ("groups without spread", ("reward/frac_reward_zero_std",)),
+    ("value loss", ("critic/vf_loss",)),
+    ("reward model's loss", ("reward_model/loss",)),
+    ("gradient norm", ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")),
+    ("share of tokens whose ratio was clipped", ("actor/pg_clipfrac",)),
+    ("share of groups without spread", ("reward/frac_reward_zero_std",)),
     ("seconds per step", ("timing_s/step",)),
     ("tokens per second and slot", ("perf/throughput",)),
+    ("share of slots' time without work", ("fusion/idle_share",)),
 )
-"""Title -> metrics; one that ends in / stands for all that begin with it."""
+"""Title -> metrics; one that ends in / stands for all that begin with it, each with a panel of its own."""
 
 
-def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most POINTS points: means over neighbours."""
-    if len(steps) <= POINTS:
-        return list(steps), list(values)
-    edges = np.linspace(0, len(steps), POINTS, endpoint=False).astype(int)
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart of some metrics over the steps."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    """(metric, dash)."""
+
+
+def colours(count: int) -> list[str]:
+    """One for each run: RUNS, then hues between them."""
+    more = (colorsys.hls_to_rgb(0.618 * number % 1, 0.42, 0.5) for number in range(count - len(RUNS)))
+    return [*RUNS[:count], *("#" + "".join(f"{round(255 * part):02x}" for part in each) for each in more)]
+
+
+def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> tuple[list[int], list[float]]:
+    """At most so many points: means over neighbours, at the last step of each."""
+    if len(steps) <= points:
+        return [int(step) for step in steps], list(values)
+    edges = np.linspace(0, len(steps), points, endpoint=False).astype(int)
     counts = np.diff(edges, append=len(steps))
-    return tuple((np.add.reduceat(np.asarray(each, dtype=float), edges) / counts).tolist() for each in (steps, values))
+    means = np.add.reduceat(np.asarray(values, dtype=float), edges) / counts
+    return [int(steps[last]) for last in edges + counts - 1], means.tolist()
 
 
-def series(run: Gathered, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, thinned."""
+def series(run: Gathered, name: str, sharing: int = 1) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, thinned the more, the more runs share the page."""
     points = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
-    return thin(*zip(*points, strict=True)) if points else ([], [])
+    return thin(*zip(*points, strict=True), max(LEAST_POINTS, POINTS * 4 // (3 + sharing))) if points else ([], [])
 
 
-LEGEND = {"orientation": "h", "traceorder": "normal", "yref": "container", "y": 0.0, "yanchor": "bottom", "x": 0.0}
-LEGEND_HEIGHT = 84
+# Curves --------------------------------------------------------------------------------------------------------------
 
 
-def _styled(figure: go.Figure, height: int, legend: bool = False, **layout: object) -> go.Figure:
-    """`legend`: below the chart, in room of its own."""
-    below = LEGEND_HEIGHT if legend else 0
+def curves(runs: Sequence[Gathered]) -> list[Panel]:
+    """The usual panels; those that no run has are left out."""
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    panels = []
+    for title, wanted in CURVES:
+        if wanted[0].endswith("/"):
+            panels += [Panel(title, ((name, ""),)) for name in names if name.startswith(wanted[0])]
+        elif lines := tuple((name, dash) for name, dash in zip(wanted, DASHES, strict=False) if name in names):
+            panels.append(Panel(title, lines))
+    return panels
+
+
+def parts(runs: Sequence[Gathered]) -> list[Panel]:
+    """Mean of every named part of the reward, and how many samples each function failed on."""
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    failures = [name for name in names if name.startswith("reward/failures/")]
+    return [Panel(name.split("/", 1)[1].removesuffix("/mean"), ((name, ""),)) for name in means] + [
+        Panel(f"failures of {name.split('/', 2)[2]}, samples", ((name, ""),)) for name in failures
+    ]
+
+
+# Lengths and time, over the steps ------------------------------------------------------------------------------------
+
+
+def lengths(runs: Sequence[Gathered], colour_of: Sequence[str]) -> dict[int, go.Figure]:
+    """Run's number -> response tokens of every step: bands of all, nine tenths and half of the samples, the median."""
+    shown = {number: run for number, run in enumerate(runs) if run.lengths}
+    top = max((levels[-1] for run in shown.values() for levels in run.lengths.values()), default=0)
+    figures = {number: _bands(run, colour_of[number]) for number, run in shown.items()}
+    return _equal(figures, runs, "response tokens", 1.05 * top)
+
+
+def _bands(run: Gathered, colour: str) -> go.Figure:
+    figure, table = go.Figure(), np.array([run.lengths[step] for step in run.lengths])
+    levels = [thin(list(run.lengths), table[:, place]) for place in range(len(QUANTILES))]
+    for name, low, high, opacity in BANDS:
+        for place, fill in ((low, None), (high, "tonexty")):
+            figure.add_scatter(
+                x=levels[place][0],
+                y=levels[place][1],
+                mode="lines",
+                line={"width": 0},
+                fill=fill,
+                fillcolor=pale(colour, opacity),
+                hovertemplate=f"{name}: %{{y:.0f}}<extra></extra>",
+            )
+    line = {"color": colour, "width": 2}
+    hover = "median: %{y:.0f}<extra></extra>"
+    figure.add_scatter(
+        x=levels[3][0], y=levels[3][1], mode="lines+markers", marker_size=4, line=line, hovertemplate=hover
+    )
+    return styled(figure, 260, hovermode="x unified")
+
+
+BANDS = (
+    ("shortest to longest", 0, 6, 0.12),
+    ("9 of 10 responses", 1, 5, 0.2),
+    ("half of the responses", 2, 4, 0.35),
+)
+"""(name, from and to of QUANTILES, opacity)."""
+
+
+def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
+    """Run's number -> seconds of a slot in each step by what it did, without start-up; for runs that account for it.
+
+    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far.
+    """
+    stacks = {number: stack for number, run in enumerate(runs) if (stack := _stack(run))}
+    totals = {number: np.sum([values for _, values in stack.values()], axis=0) for number, stack in stacks.items()}
+    every = np.concatenate([*totals.values(), [0.0]])
+    top = 1.08 * min(every.max(), OUTLYING * float(np.quantile(every, 0.9)))
+    figures = {}
+    for number, stack in stacks.items():
+        figure = go.Figure()
+        for what, (steps, values) in stack.items():
+            hover = f"{WORDS[what]}<br>step %{{x:.0f}}: %{{y:.3f}} s<extra></extra>"
+            marker = {"color": COLOURS[what], "line": {"width": 0}}
+            figure.add_bar(x=steps, y=values, name=what, marker=marker, hovertemplate=hover)
+        beyond = [(step, total) for step, total in zip(steps, totals[number], strict=True) if total > top]
+        for step, total in beyond:
+            hover = {"hovertext": f"step {step}: {total:.3f} s", "captureevents": True}
+            figure.add_annotation(x=step, y=1, yref="paper", yanchor="top", text="▲", showarrow=False, **hover)
+        figures[number] = styled(figure, 300, barmode="stack", bargap=0.08 if len(runs[number].steps) < 100 else 0.0)
+    return _equal(figures, runs, "seconds per slot", top)
+
+
+OUTLYING = 3.0
+"""Times what nine of ten steps take: the highest that an axis of time reaches."""
+
+
+def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
+    """What slots did -> steps and seconds."""
+    steps = [row["step"] for row in run.steps]
+    found = {what: [row.get(what, 0.0) for row in run.steps] for what in COLOURS if what != "idle/start_up"}
+    return {what: thin(steps, values) for what, values in found.items() if any(values)}
+
+
+def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, top: float) -> dict[int, go.Figure]:
+    """The figures with the same axes."""
+    last = max((row["step"] for run in runs for row in run.rows), default=0)
+    for figure in figures.values():
+        figure.update_xaxes(title_text="step", range=[0.4, last + 0.6])
+        figure.update_yaxes(title_text=title, range=[0, top])
+    return figures
+
+
+# One step ------------------------------------------------------------------------------------------------------------
+
+
+def timeline(shown: Timeline) -> go.Figure:
+    """Samples in flight above, a row for each slot below."""
+    labels = [label for label, _ in shown.rows]
+    height = 24 * len(labels)
+    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[90, height], vertical_spacing=24 / (114 + height))
+    times, counts = zip(*shown.flight, strict=True)
+    figure.add_scatter(
+        x=times,
+        y=counts,
+        name="busy/generate",
+        line={"shape": "hv", "color": COLOURS["busy/generate"], "width": 1.2},
+        fill="tozeroy",
+        fillcolor=pale(COLOURS["busy/generate"], 0.25),
+        hovertemplate="%{x:.3f} s: %{y} samples generated<extra></extra>",
+        row=1,
+        col=1,
+    )
+    for what in COLOURS:
+        bars = [(label, start, seconds) for label, each in shown.rows for name, start, seconds in each if name == what]
+        if bars:
+            figure.add_trace(_bar(what, bars), row=2, col=1)
+    rows = {"categoryorder": "array", "categoryarray": labels[::-1], "fixedrange": True, "showgrid": False}
+    figure = styled(figure, 90 + 24 + height + 60, barmode="overlay", bargap=0.12, hovermode="closest")
+    figure.update_yaxes(row=2, col=1, **rows)
+    figure.update_yaxes(title_text="samples", rangemode="tozero", row=1, col=1, fixedrange=True)
+    figure.update_xaxes(title_text="seconds", row=2, col=1)
+    return figure
+
+
+def _bar(what: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
+    labels, starts, seconds = (list(each) for each in zip(*bars, strict=True))
+    return go.Bar(
+        y=labels,
+        x=[round(each, 5) for each in seconds],
+        base=[round(each, 5) for each in starts],
+        orientation="h",
+        name=what,
+        marker={"color": COLOURS[what], "line": {"width": 0}},
+        hovertemplate=f"%{{y}}: {WORDS[what]}<br>from %{{base:.3f}} s, for %{{x:.3f}} s<extra></extra>",
+    )
+
+
+# Style ---------------------------------------------------------------------------------------------------------------
+
+
+def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+    """As all charts of the page look; without a legend, which the page has."""
     figure.update_layout(
-        template="plotly_white",
-        height=height + below,
-        legend=LEGEND,
-        margin={"l": 56, "r": 16, "t": 44, "b": 44 + below},
+        template="none",
+        height=height,
+        showlegend=False,
+        margin={"l": 60, "r": 14, "t": 12, "b": 44},
         font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
         hoverlabel={"font": {"family": "ui-monospace, monospace", "size": 12}, "align": "left"},
         **layout,
@@ -107,234 +275,7 @@ def _styled(figure: go.Figure, height: int, legend: bool = False, **layout: obje
     return figure
 
 
-# Curves --------------------------------------------------------------------------------------------------------------
-
-
-def curves(runs: Sequence[Gathered]) -> go.Figure | None:
-    """The usual ones in a grid; those that no run has are left out. None before the first step."""
-    names = {name for run in runs for row in run.rows for name in row}
-    panels = []
-    for title, wanted in CURVES:
-        found = [
-            name
-            for want in wanted
-            for name in sorted(names)
-            if name == want or (want[-1] == "/" in name and name.startswith(want))
-        ]
-        if found:
-            panels.append((title, found))
-    return _grid(runs, panels)
-
-
-def parts(runs: Sequence[Gathered]) -> go.Figure | None:
-    """Mean of every named part of the reward, and how many samples each function failed on; None without any."""
-    names = sorted({name for run in runs for row in run.rows for name in row})
-    panels = [
-        (name.split("/", 1)[1].removesuffix("/mean"), [name])
-        for name in names
-        if name.startswith("rewards/") and name.endswith("/mean")
-    ]
-    panels += [
-        (f"failures of {name.split('/', 2)[2]}", [name]) for name in names if name.startswith("reward/failures/")
-    ]
-    return _grid(runs, panels)
-
-
-def _grid(runs: Sequence[Gathered], panels: Sequence[tuple[str, list[str]]], columns: int = 3) -> go.Figure | None:
-    if not panels:
-        return None
-    lines = -(-len(panels) // columns)
-    figure = make_subplots(
-        lines,
-        columns,
-        subplot_titles=[title for title, _ in panels],
-        vertical_spacing=0.4 / max(lines, 2),
-        horizontal_spacing=0.06,
-    )
-    for place, (_, names) in enumerate(panels):
-        at = {"row": place // columns + 1, "col": place % columns + 1}
-        for run, colour in zip(runs, RUNS, strict=False):
-            for number, name in enumerate(names):
-                steps, values = series(run, name)
-                line = {
-                    "color": colour,
-                    "width": 1.8 if not number else 1.2,
-                    "dash": ("solid", "dot", "dash")[number % 3],
-                }
-                mode = "lines+markers" if len(steps) < 3 else "lines"
-                hover = f"{name}<br>step %{{x:.0f}}: %{{y:.4g}}<extra>{_plain(run.run.name)}</extra>"
-                figure.add_scatter(x=steps, y=values, line=line, mode=mode, hovertemplate=hover, showlegend=False, **at)
-    figure.update_annotations(font_size=12)
-    return _styled(figure, 70 + 200 * lines)
-
-
-def _plain(text: str) -> str:
-    """For plotly's labels, which know some HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-# Lengths -------------------------------------------------------------------------------------------------------------
-
-
-def lengths(runs: Sequence[Gathered]) -> go.Figure | None:
-    """Response tokens of every step: all, nine tenths, half of the samples, and the median; one panel a run."""
-    shown = [(run, colour) for run, colour in zip(runs, RUNS, strict=False) if run.lengths]
-    if not shown:
-        return None
-    figure = make_subplots(
-        1,
-        len(shown),
-        shared_yaxes=True,
-        subplot_titles=[_plain(run.run.name) for run, _ in shown] if len(shown) > 1 else None,
-    )
-    for column, (run, colour) in enumerate(shown, 1):
-        table = np.array([run.lengths[step] for step in run.lengths])
-        at = {"row": 1, "col": column}
-        levels = [thin(list(run.lengths), table[:, place]) for place in range(len(QUANTILES))]
-        for low, high, opacity, what in (
-            (0, 6, 0.12, "shortest, longest"),
-            (1, 5, 0.2, "5 % to 95 %"),
-            (2, 4, 0.35, "25 % to 75 %"),
-        ):
-            edge = {"mode": "lines", "line": {"width": 0}, "showlegend": False}
-            figure.add_scatter(
-                x=levels[low][0], y=levels[low][1], hovertemplate=f"{what}: %{{y:.0f}}<extra></extra>", **edge, **at
-            )
-            figure.add_scatter(
-                x=levels[high][0],
-                y=levels[high][1],
-                fill="tonexty",
-                fillcolor=_pale(colour, opacity),
-                hovertemplate=f"{what}: %{{y:.0f}}<extra></extra>",
-                **edge,
-                **at,
-            )
-        figure.add_scatter(
-            x=levels[3][0],
-            y=levels[3][1],
-            mode="lines",
-            line={"color": colour, "width": 2},
-            showlegend=False,
-            hovertemplate="median: %{y:.0f}<extra></extra>",
-            **at,
-        )
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="response tokens", rangemode="tozero", col=1)
-    return _styled(figure, 320, hovermode="x unified")
-
-
-def _pale(colour: str, opacity: float) -> str:
+def pale(colour: str, opacity: float) -> str:
+    """The colour of a surface."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
-
-
-# Time ----------------------------------------------------------------------------------------------------------------
-
-
-def time(run: Gathered) -> go.Figure | None:
-    """Seconds of every row by what slots did, work below, waiting above; None for runs that did not account for it."""
-    figure, known = go.Figure(), False
-    tops = []
-    for side, colours in (("busy", BUSY), ("idle", IDLE)):
-        for name, colour in colours.items():
-            key = f"{side}/{name}"
-            values = [row.get(key, 0.0) for row in run.steps]
-            if not any(values):
-                continue
-            known = True
-            steps, values = thin([row["step"] for row in run.steps], values)
-            if name != "start_up":
-                tops.append(values)
-            label = name if side == "busy" else f"idle: {WAITS[name]}"
-            figure.add_bar(
-                x=steps,
-                y=values,
-                name=label,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate=f"{label}<br>step %{{x:.0f}}: %{{y:.3f}} s<extra></extra>",
-            )
-    if not known:
-        return None
-    top = 1.15 * float(np.quantile(np.sum(tops, axis=0), 0.98))
-    figure.update_yaxes(title_text="seconds per slot", range=[0, top])
-    figure.update_xaxes(title_text="step")
-    return _styled(figure, 340, legend=True, barmode="stack", bargap=0.08 if len(run.steps) < 100 else 0.0)
-
-
-def idle(runs: Sequence[Gathered]) -> go.Figure | None:
-    """What share of slots' time each cause costs, start-up left out."""
-    shares = [idle_shares(run) for run in runs]
-    names = [name for name in reversed(IDLE) if any(name in each for each in shares)]
-    if not names:
-        return None
-    figure = go.Figure()
-    for run, each, colour in zip(runs, shares, RUNS, strict=False):
-        if each:
-            figure.add_bar(
-                y=[WAITS[name] for name in names],
-                x=[100 * each.get(name, 0.0) for name in names],
-                name=_plain(run.run.name),
-                orientation="h",
-                marker_color=colour,
-                showlegend=len(runs) > 1,
-                hovertemplate="%{y}: %{x:.1f} %<extra></extra>",
-            )
-    figure.update_xaxes(title_text="% of the slots' time", rangemode="tozero")
-    figure.update_yaxes(automargin=True)
-    return _styled(figure, 320, legend=len(runs) > 1, barmode="group")
-
-
-def idle_shares(run: Gathered) -> dict[str, float]:
-    """Cause -> share of all slots' time after start-up."""
-    totals = {name: sum(row.get(f"idle/{name}", 0.0) for row in run.steps) for name in IDLE if name != "start_up"}
-    busy = sum(row.get(f"busy/{name}", 0.0) for row in run.steps for name in BUSY)
-    whole = busy + sum(totals.values())
-    return {name: value / whole for name, value in totals.items() if value} if whole else {}
-
-
-# Timelines -----------------------------------------------------------------------------------------------------------
-
-
-def timeline(shown: Timeline) -> go.Figure:
-    """One step: samples in flight above, a row for each slot below."""
-    labels = [label for label, _ in shown.rows]
-    height = 120 + 24 * len(labels)
-    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[90, height], vertical_spacing=0.03)
-    times, counts = zip(*shown.flight, strict=True)
-    figure.add_scatter(
-        x=times,
-        y=counts,
-        line={"shape": "hv", "color": BUSY["generate"], "width": 1.2},
-        fill="tozeroy",
-        fillcolor=_pale(BUSY["generate"], 0.25),
-        showlegend=False,
-        hovertemplate="%{x:.3f} s: %{y} samples generated<extra></extra>",
-        row=1,
-        col=1,
-    )
-    kinds = [f"{side}/{name}" for side, names in (("busy", BUSY), ("idle", IDLE)) for name in names]
-    for kind in kinds:
-        bars = [(label, start, seconds) for label, each in shown.rows for what, start, seconds in each if what == kind]
-        if bars:
-            figure.add_trace(_bar(kind, bars), row=2, col=1)
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=labels[::-1], row=2, col=1, fixedrange=True, gridcolor="white"
-    )
-    figure.update_yaxes(title_text="samples", rangemode="tozero", row=1, col=1, fixedrange=True)
-    figure.update_xaxes(title_text="seconds", row=2, col=1, range=[0, shown.seconds])
-    return _styled(figure, 90 + height, legend=True, barmode="overlay", bargap=0.12, hovermode="closest")
-
-
-def _bar(kind: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
-    side, _, name = kind.partition("/")
-    labels, starts, seconds = (list(each) for each in zip(*bars, strict=True))
-    label = name if side == "busy" else f"idle: {WAITS[name]}"
-    return go.Bar(
-        y=labels,
-        x=[round(each, 5) for each in seconds],
-        base=[round(each, 5) for each in starts],
-        orientation="h",
-        name=label,
-        marker={"color": (BUSY if side == "busy" else IDLE)[name], "line": {"width": 0}},
-        hovertemplate=f"%{{y}}: {label}<br>from %{{base:.3f}} s, for %{{x:.3f}} s<extra></extra>",
-    )

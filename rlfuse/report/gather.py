@@ -1,7 +1,8 @@
 """What a report shows of a run, gathered from its folder and cut down to what a page can hold.
 
 Role: `gather` is called by the command once per run; figures and the page show what it returns. Events are streamed.
-Invariant: bounded, however long the run: some timelines, thinned curves, samples of some steps, long texts cut short.
+Invariant: bounded, however long the run and however many share the page: some timelines, thinned curves, samples of
+some steps, long texts cut short.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import base64
 import heapq
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,12 @@ from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.events import Span
 from rlfuse.observe.idle import divide, union
 from rlfuse.observe.run_folder import RunFolder
+from rlfuse.observe.status import Status, read
 
-TIMELINES, SLOWEST, SAMPLES = 6, 15, 400
+TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400
+"""What all runs of a page share: steps, rows, rows of training steps and of validation."""
+VALIDATIONS = 12
+"""Of a run, spread over its steps."""
 TEXT, IMAGES = 4_000, 4 * 2**20
 """Characters of a text; bytes of all pictures."""
 ROWS, MARKS = 32, 1_500
@@ -59,6 +65,9 @@ class Gathered:
     """One run."""
 
     run: RunFolder
+    name: str
+    """Of the run, unlike that of any other on the page."""
+    status: Status | None
     rows: list[dict[str, float]]
     summary: dict[str, Any]
     lengths: dict[int, list[float]]
@@ -66,6 +75,7 @@ class Gathered:
     slowest: list[Generated]
     timelines: list[Timeline]
     samples: list[dict[str, Any]]
+    """Rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`."""
     alerts: list[tuple[int, Alert]]
     """(step, alert), by the run's own thresholds."""
 
@@ -75,10 +85,10 @@ class Gathered:
         return [row for row in self.rows if row["step"] > 0]
 
 
-def gather(run: RunFolder) -> Gathered:
-    """Read the folder; raises RunError for damaged files."""
+def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
+    """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
     rows, steps = run.rows(), run.steps()
-    chosen = _shown(steps)
+    chosen = _shown(steps, max(1, TIMELINES // sharing))
     numbers = "|".join(map(str, chosen)) or "none"
     interesting = re.compile(rf'"kind":"generate"|"step":(?:{numbers}),').search
     inside: dict[int, list[Span]] = {number: [] for number in chosen}
@@ -92,14 +102,18 @@ def gather(run: RunFolder) -> Gathered:
         if span.step in inside:
             inside[span.step].append(span)
     whole = [_whole(name, parts) for by_name in generated.values() for name, parts in by_name.items()]
+    budget = _Budget(IMAGES // sharing)
     return Gathered(
         run,
+        name,
+        read(run.path),
         rows,
         run.summary(),
         _lengths(whole),
-        heapq.nlargest(SLOWEST, whole, key=lambda each: each.seconds),
+        heapq.nlargest(max(1, SLOWEST // sharing), whole, key=lambda each: each.seconds),
         [_timeline(steps[number], inside[number], run.slots, run.width) for number in chosen],
-        _samples(run, [row["step"] for row in rows if row["step"] > 0]),
+        _samples(run, budget, [row["step"] for row in rows if row["step"] > 0], max(1, SAMPLES // sharing))
+        + _validated(run, budget, max(1, VALIDATED // sharing)),
         _alerts(run, rows),
     )
 
@@ -107,16 +121,17 @@ def gather(run: RunFolder) -> Gathered:
 def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int, Alert]]:
     """What the run told, or would have."""
     rollout, data = run.config["rollout"], run.config["fusion"]["data"]
-    bound = bound_in_steps(run.config["model"]["dtype"], rollout["top_p"], rollout["top_k"], data)
+    drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0))
+    bound = bound_in_steps(run.config["model"]["dtype"], *drawn)
     alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), rollout.get("n", 1), bound)
     return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]
 
 
-def _shown(steps: Mapping[int, Span]) -> list[int]:
-    """Steps whose timelines are shown: first, last, the slowest two, the typical one."""
+def _shown(steps: Mapping[int, Span], most: int) -> list[int]:
+    """Steps whose timelines are shown: the typical one, then the slowest, last, first and second slowest."""
     by_time = sorted(steps, key=lambda number: steps[number].seconds)
-    wanted = [*sorted(steps)[:1], *sorted(steps)[-1:], *by_time[-2:], *by_time[len(by_time) // 2 :][:1]]
-    return sorted(set(wanted))[:TIMELINES]
+    wanted = [*by_time[len(by_time) // 2 :][:1], *by_time[-1:], *sorted(steps)[-1:], *sorted(steps)[:1], *by_time[-2:]]
+    return sorted(list(dict.fromkeys(wanted))[:most])
 
 
 def _slim(span: Span) -> Span:
@@ -186,34 +201,62 @@ def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -
 class _Budget:
     """What pictures may still take."""
 
-    bytes: int = IMAGES
-    seen: dict[Path, str | None] = field(default_factory=dict)
+    bytes: int
+    seen: set[Path] = field(default_factory=set)
 
     def picture(self, folder: Path, name: str | None) -> str | None:
-        """A PNG or JPEG of the run folder as a data URI; None where there is none, or no room for it."""
+        """A PNG or JPEG of the run folder as a data URI; None where there is none, no room for it, or it came before.
+
+        Answers to a prompt share one: the first of them carries it.
+        """
         path = (folder / name).resolve() if name else None
-        if path is None or not path.is_file() or not path.is_relative_to(folder.resolve()):
+        if path is None or path in self.seen or not path.is_file() or not path.is_relative_to(folder.resolve()):
             return None
-        if path not in self.seen:
-            room = path.stat().st_size <= self.bytes
-            self.bytes -= path.stat().st_size if room else 0
-            kind = "png" if path.suffix == ".png" else "jpeg"
-            data = base64.b64encode(path.read_bytes()).decode() if room else ""
-            self.seen[path] = f"data:image/{kind};base64,{data}" if room else None
-        return self.seen[path]
+        self.seen.add(path)
+        if path.stat().st_size > self.bytes:
+            return None
+        self.bytes -= path.stat().st_size
+        kind = "png" if path.suffix == ".png" else "jpeg"
+        return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _samples(run: RunFolder, steps: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of `samples.jsonl` of as many steps as there is room for, evenly spread."""
-    count = max(1, SAMPLES // max(1, run.config["trainer"].get("log_samples", 1)))
-    chosen = {steps[round(place)] for place in np.linspace(0, len(steps) - 1, min(count, len(steps)))} if steps else ()
-    budget, kept = _Budget(), []
-    for row in run.samples():
-        if row["step"] in chosen:
-            texts = {name: cut_short(row[name]) for name in ("prompt", "response")}
-            row.pop("columns", None)  # the data's, not the run's
-            kept.append(row | texts | {"picture": budget.picture(run.path, row.get("contact_sheet"))})
-    return kept[:SAMPLES]
+def _samples(run: RunFolder, budget: _Budget, steps: Sequence[float], most: int) -> list[dict[str, Any]]:
+    """Rows of `samples.jsonl` of as many steps as there is room for."""
+    chosen = set(_spread(steps, max(1, most // max(1, run.config["trainer"].get("log_samples", 1)))))
+    rows = (row for row in run.samples() if row["step"] in chosen)
+    return [_shown_row(run, budget, row) for row in islice(rows, most)]
+
+
+def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any]]:
+    """Rows of `validation.jsonl`: the same first prompts at each of some steps, so that answers can be compared."""
+    answers: dict[float, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for row in run.validated():
+        answers[row["step"]][_question(row)] += 1
+    if not answers:
+        return []
+    steps = _spread(sorted(answers), VALIDATIONS)
+    count = max(1, most // len(steps) // max(answers[steps[-1]].values()))
+    questions = list(answers[steps[-1]])[:count]
+    rows = (row for row in run.validated() if row["step"] in steps and _question(row) in questions)
+    return [_shown_row(run, budget, row) | {"validation": True} for row in islice(rows, most)]
+
+
+def _question(row: dict[str, Any]) -> tuple[str, str]:
+    """What is the same at every validation: row of the data and text; clips may share the text."""
+    return row["id"].split("/")[1], row["prompt"]
+
+
+def _spread(steps: Sequence[float], count: int) -> list[float]:
+    """At most so many, evenly, the last among them."""
+    places = np.linspace(len(steps) - 1, 0, min(count, len(steps))).round().astype(int)
+    return [steps[place] for place in sorted(set(places))]
+
+
+def _shown_row(run: RunFolder, budget: _Budget, row: dict[str, Any]) -> dict[str, Any]:
+    """Without the data's columns, long texts cut short, its picture inside."""
+    texts = {name: cut_short(row[name]) for name in ("prompt", "response")}
+    kept = {name: value for name, value in row.items() if name not in ("columns", "contact_sheet")}
+    return kept | texts | {"picture": budget.picture(run.path, row.get("contact_sheet"))}
 
 
 def cut_short(text: str) -> str:

@@ -2,15 +2,17 @@
 
 import json
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.observe.events import EventLog, Span
+from rlfuse.report.figures import colours, curves
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & 'it' {{ 1 }}"
-PLOTS = {"chart-curves", "chart-parts", "chart-lengths", "chart-time-0", "chart-idle"}
+PLOTS = {"chart-lengths-0", "chart-time-0", "timeline-0", "data"}
 
 
 def spans_of(step, count, at):
@@ -53,6 +55,10 @@ def run_folder(path, steps=4, count=6, metrics=3, lr=1e-6):
             } | {f"some/metric_{number}": step * 0.123456789 + number for number in range(metrics)}  # fmt: skip
             file.write(json.dumps(row) + "\n")
     (path / "sheet.png").write_bytes(b"\x89PNG")
+    status = {"state": "failed", "name": f"rlfuse/{path.name}", "command": "rlfuse train my_job.yaml",
+              "commit": "abc123+", "sweep": "", "host": "here", "pid": 1, "created": 0.0,
+              "started": 1e9, "ended": 1e9 + 75, "error": "out of luck"}  # fmt: skip
+    (path / "status.json").write_text(json.dumps(status))
     with (path / "samples.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             for number in range(2):
@@ -97,55 +103,147 @@ def runs(tmp_path_factory):
     return run_folder(folder / "a<b>", lr=1e-6), run_folder(folder / "other", steps=2, lr=5e-7)
 
 
+@pytest.fixture(scope="module")
+def alone(runs):
+    return page_of(runs[0].parent / "alone.html", runs[0])
+
+
+@pytest.fixture(scope="module")
+def both(runs):
+    return page_of(runs[0].parent / "both.html", *runs)
+
+
 def page_of(out, *folders):
     assert rlfuse(["report", *map(str, folders), "--out", str(out)]) == 0
     return Page(out.read_text())
 
 
-def test_a_page_holds_the_run_and_nothing_of_it_is_markup(runs, tmp_path):
-    page = page_of(tmp_path / "page.html", runs[0])
-    data = {name: json.loads(text) for name, text in page.data.items()}
-    assert data.keys() >= PLOTS | {"data-metrics", "data-samples", "timeline-0"}
-    assert not [tag for tag, _ in page.tags if tag in ("img", "link", "iframe", "i")]
-    assert not [value for _, each in page.tags for name, value in each.items() if name in ("src", "href")
+def values(page, run, name):
+    """Steps and values of a metric."""
+    shown = json.loads(page.data["data"])["runs"][run]
+    steps, numbers = shown["series"][name]
+    return shown["steps"][steps], numbers
+
+
+def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
+    data = json.loads(alone.data["data"])
+    assert alone.data.keys() >= PLOTS
+    assert not [tag for tag, _ in alone.tags if tag in ("img", "link", "iframe")]
+    assert not [value for _, each in alone.tags for name, value in each.items() if name in ("src", "href")
                 and not value.startswith("#")]  # fmt: skip
-    assert NASTY in page.text, "the model's name"
-    (series,) = data["data-metrics"]
-    assert series["name"] == "a<b>" and series["series"]["critic/score/mean"][1] == [0.25, 0.5, 0.75, 1.0]
-    assert series["series"]["critic/kl"][1] == [None] * 4
-    first, second = data["data-samples"][:2]
+    assert NASTY in alone.text, "the model's name"
+    (run,) = data["runs"]
+    assert run["name"] == "a<b>" and values(alone, 0, "critic/score/mean") == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
+    assert values(alone, 0, "critic/kl")[1] == [None] * 4
+    first, second = data["samples"][:2]
     assert first["prompt"] == NASTY and "more characters" in first["response"] and first["reward"] == 0.5
     assert second["reward"] is None and first["parts"] == {"f/<i>": None}
     assert first["picture"].startswith("data:image/png;base64,") and second["picture"] is None
-    assert "idle slots" not in page.text, "too few steps to tell"
-    assert "5000" not in page.text, "what validation generated is no sample of the step"
+    assert "idle slots" not in alone.text, "too few steps to tell"
+    assert "5000" not in alone.text, "what validation generated is no sample of the step"
 
 
-def test_figures_show_each_step_and_cause(runs, tmp_path):
-    data = {name: json.loads(text) for name, text in page_of(tmp_path / "page.html", runs[0]).data.items()}
-    bars = {bar["name"]: bar for bar in data["timeline-0"]["data"] if bar["type"] == "bar"}
-    assert bars["generate"]["x"] == [6.0] and bars["generate"]["y"] == ["slot 0"]
-    assert bars["train"]["base"] == [7.0] and bars["reward"]["y"] == ["rewards"]
-    assert bars["idle: others still generate"]["y"] == ["slot 1"]
-    (shares,) = data["chart-idle"]["data"]
-    assert shares["y"] == ["others still generate"] and shares["x"] == [70.0], "start-up is left out"
-    assert {bar["name"] for bar in data["chart-time-0"]["data"]} == {
-        "generate", "idle: others still generate", "idle: start-up"}  # fmt: skip
+def test_the_overview_says_when_by_what_and_how_it_ended(alone):
+    for told in ("failed: out of luck", "2001-09-09 01:46:40 UTC", "rlfuse train my_job.yaml", "abc123+", "here",
+                 "4 in 1 min 15 s", "1 min 40 s", "0.375 → 0.875"):  # fmt: skip
+        assert told in alone.text, told
 
 
-def test_two_runs_side_by_side(runs, tmp_path):
-    page = page_of(tmp_path / "page.html", *runs)
-    data = {name: json.loads(text) for name, text in page.data.items()}
-    assert [run["name"] for run in data["data-metrics"]] == ["a<b>", "other"]
-    assert {row["run"] for row in data["data-samples"]} == {"a<b>", "other"}
-    assert "actor.optim.lr" in page.text and "1e-06" in page.text and "5e-07" in page.text
-    assert "data.seed" not in page.text, "only what differs"
+def test_legends_name_every_line_and_cause_in_words(both):
+    curves, parts = json.loads(both.data["data"])["panels"].values()
+    lines = [name for panel in curves + parts for name, _ in panel["lines"]]
+    assert lines == ["critic/score/mean", "val-core/x/acc/mean@1", "critic/kl", "rewards/f/mean"]
+    assert all(name in both.text for name in [*lines, "generating", "waiting for the longest responses", "median"])
+
+
+def test_a_metric_keeps_its_dash_and_a_run_its_colour(tmp_path):
+    critic = {"step": 1, "critic/grad_norm": 1.0}
+    both = critic | {"actor/grad_norm": 2.0}
+    (alone,), (together,) = (curves([SimpleNamespace(rows=[row])]) for row in (critic, both))
+    assert alone.lines == (("critic/grad_norm", "2,3"),) and together.lines[1] == alone.lines[0]
+    assert len(set(colours(30))) == 30 and colours(30)[:2] == colours(2)
+
+
+def test_figures_show_each_step_and_cause(alone):
+    bars = {bar["name"]: bar for bar in json.loads(alone.data["timeline-0"])["data"] if bar["type"] == "bar"}
+    assert bars["busy/generate"]["x"] == [6.0] and bars["busy/generate"]["y"] == ["slot 0"]
+    assert bars["busy/train"]["base"] == [7.0] and bars["busy/reward"]["y"] == ["rewards"]
+    assert bars["idle/tail"]["y"] == ["slot 1"]
+    assert "waiting for the longest responses70.0 %" in alone.text, "start-up is left out"
+    assert {bar["name"] for bar in json.loads(alone.data["chart-time-0"])["data"]} == {"busy/generate", "idle/tail"}
+
+
+def test_runs_side_by_side(both):
+    data = {name: json.loads(text) for name, text in both.data.items() if name != "data"}
+    shown = json.loads(both.data["data"])
+    assert [run["name"] for run in shown["runs"]] == ["a<b>", "other"] and {row["run"] for row in shown["samples"]} == {
+        0,
+        1,
+    }
+    assert both.text.index("actor.optim.lr") < both.text.index("Overview"), "what differs comes first"
+    assert "1.0e-06" in both.text and "5.0e-07" in both.text and both.text.count("top_p") == 2, "only what differs"
+    for chart in ("chart-lengths", "chart-time"):
+        first, second = (data[f"{chart}-{number}"]["layout"] for number in (0, 1))
+        assert (
+            first["xaxis"]["range"] == second["xaxis"]["range"] and first["yaxis"]["range"] == second["yaxis"]["range"]
+        )
+
+
+def test_what_differs_is_what_the_steps_had(tmp_path):
+    changed, plain = run_folder(tmp_path / "changed", lr=1e-7), run_folder(tmp_path / "plain", lr=4e-7)
+    (changed / "changes.jsonl").write_text(
+        json.dumps({"step": 2, "key": "actor.optim.lr", "was": 5e-7, "is": 2e-7})
+        + "\n"
+        + json.dumps({"step": 4, "key": "actor.optim.lr", "was": 2e-7, "is": 1e-7})  # no step of it yet
+        + "\n"
+        + json.dumps({"step": 4, "key": "data.seed", "was": 1, "is": 2})
+        + "\n"
+    )
+    told = page_of(tmp_path / "page.html", changed, plain).text
+    told = told[told.index("What differs") : told.index("Overview")]
+    assert "5.0e-07, from step 3 on 2.0e-07" in told and "4.0e-07" in told
+    assert "1.0e-07" not in told and "data.seed" not in told
+
+
+def test_a_projects_runs_together(tmp_path, capsys):
+    for number in range(5):
+        run_folder(tmp_path / f"run{number}", steps=2, lr=number * 1e-6)
+    run_folder(tmp_path / "more", steps=1).rename(tmp_path / "runs")
+    assert rlfuse(["report", str(tmp_path)]) == 0
+    assert f"{tmp_path}/report.html  (6 runs" in capsys.readouterr().out
+    page = Page((tmp_path / "report.html").read_text())
+    assert [run["name"] for run in json.loads(page.data["data"])["runs"]] == [*(f"run{n}" for n in range(5)), "runs"]
+    assert len([1 for tag, each in page.tags if "timeline-choice" in each.get("class", "")]) == 6
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for project in ("a", "b"):
+        (tmp_path / project).mkdir()
+        run_folder(tmp_path / project / "run", steps=1)
+    page = page_of(tmp_path / "page.html", tmp_path / "a", tmp_path / "b" / "run", tmp_path / "a" / "run")
+    assert [run["name"] for run in json.loads(page.data["data"])["runs"]] == ["a/run", "b/run"], "each once"
+
+
+def test_validation_shows_the_same_prompts_over_the_steps(tmp_path):
+    folder = run_folder(tmp_path / "run", steps=1)
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    with (folder / "validation.jsonl").open("w") as file:
+        for step in range(0, 100, 2):
+            for number in range(60):
+                row = rows[0] | {"step": step, "id": f"{step}/{number}/0", "prompt": "the same words, of other clips"}
+                file.write(json.dumps(row) + "\n")
+    shown = json.loads(page_of(tmp_path / "page.html", folder).data["data"])["samples"]
+    assert sum(bool(row["picture"]) for row in shown) == 1, "answers share their picture"
+    shown = [(row["step"], row["id"].split("/")[1]) for row in shown if row.get("validation")]
+    steps, prompts = ({each[place] for each in shown} for place in (0, 1))
+    assert len(shown) == len(steps) * len(prompts) <= 400 and len(steps) == 12 and {0, 98} <= steps
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     folder = run_folder(tmp_path / "new", steps=0)
     for name in ("events.jsonl", "metrics.jsonl", "samples.jsonl"):
         (folder / name).unlink()
+    (folder / "status.json").unlink()
     page = page_of(tmp_path / "page.html", folder)
     assert "not finished" in page.text and "timeline-0" not in page.data
 
@@ -162,20 +260,20 @@ def test_files_that_are_cut_short_are_told(tmp_path, capsys, name, content):
     assert str(folder / name) in told and "Traceback" not in told
 
 
-def test_a_thousand_steps_stay_small(tmp_path):
-    folder = run_folder(tmp_path / "long", steps=1000, count=4, metrics=100)
+def test_many_steps_stay_small(tmp_path):
+    folder = run_folder(tmp_path / "long", steps=800, count=2, metrics=40)
     page = page_of(tmp_path / "page.html", folder)
     assert (tmp_path / "page.html").stat().st_size < 20e6
-    assert len(json.loads(page.data["data-samples"])) <= 400
-    assert page.text.count("idle slots") == 1, "told once, as in the run"
-    steps, values = json.loads(page.data["data-metrics"])[0]["series"]["some/metric_1"]
-    assert len(steps) == len(values) == 400 and steps[0] == 1.5, "means over neighbours"
+    assert len(json.loads(page.data["data"])["samples"]) <= 400
+    assert page.text.count("idle slots") == 2, "told once, as in the run: in the overview and with its text"
+    assert "idle slots (step 5)" in page.text
+    steps, numbers = values(page, 0, "some/metric_1")
+    assert len(steps) == len(numbers) == 400 and steps[0] == 2 and steps[-1] == 800, "means over neighbours"
+    assert all(isinstance(step, int) for step in steps)
 
 
 def test_wrong_arguments_are_told(runs, tmp_path, capsys):
     assert rlfuse(["report", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
-    assert rlfuse(["report", str(runs[0].parent)]) == 2
-    assert "runs below it: a<b>, other" in capsys.readouterr().err
-    assert rlfuse(["report", *[str(runs[0])] * 3]) == 2
-    assert "3 runs" in capsys.readouterr().err
+    assert rlfuse(["report", str(runs[0]), "--out", str(tmp_path / "none" / "page.html")]) == 2
+    assert "choose another --out" in capsys.readouterr().err

@@ -127,6 +127,8 @@ class Selection:
         return {"again": again, "new": [prompt.index for prompt in self._new]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind a checkpoint."""
+        """Go on behind a checkpoint; what the data has no more since is left out."""
         by_index = {prompt.index: prompt for prompt in self._source.prompts}
-        self._again, self._new = ([by_index[index] for index in state[name]] for name in ("again", "new"))
+        self._again, self._new = (
+            [by_index[index] for index in state[name] if index in by_index] for name in ("again", "new")
+        )

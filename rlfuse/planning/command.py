@@ -1,13 +1,16 @@
 """`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
 
 Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
-prints tables. Called by `rlfuse.cli`. Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
+prints tables. It reads neither data nor tokenizer nor rewards, which may be on another machine. Called by `rlfuse.cli`.
+Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -20,7 +23,8 @@ from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
-from rlfuse.config.facts import model_facts, read_facts
+from rlfuse.config.facts import Facts, model_facts
+from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.planning.activations import micro_batch_tokens
@@ -40,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     from rlfuse.engines.families import untrainable  # imports transformers
 
-    config = to_config(compose_job(words), model_facts if arguments.no_files else read_facts)
+    config = to_config(compose_job(words), lambda config: _facts(config, arguments))
     _check(arguments, config)
     if wrong := untrainable(config):
         raise ConfigError(wrong)
@@ -50,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
     memory = memory_of(config, shapes, budget, served)
     console = Console(highlight=False)
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
+    for line in not_looked_at(config, budget.device):
+        console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
     if budget.device == "cuda":
@@ -71,7 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
         allow_abbrev=False,
     )
-    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a device; default: as found here")
+    parser.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="of a GPU (a slot, for cluster.device=cpu); default: as found",
+    )
     parser.add_argument("--tflops", type=float, metavar="N", help="TFLOP/s that a device really does: forecasts times")
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
@@ -82,10 +93,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", action="store_true", help="what is set for GPUs: variables, vLLM's arguments, why"
     )
-    parser.add_argument(
-        "--no-files", action="store_true", help="data, tokenizer and rewards are on another machine: don't look"
-    )
     return parser
+
+
+def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
+    """What config.json tells; data, tokenizer and rewards may be on another machine, and so may the GPUs."""
+    enough = "a plan needs no more of a model than a folder with its config.json"
+    found = model_facts(config)
+    wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
+    return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device_of(config, arguments)))
+
+
+def device_of(config: Config, arguments: argparse.Namespace) -> str:
+    """`cuda`, `cpu`, or `auto` where another machine decides. A device's memory is told of machines with GPUs."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    if arguments.device_memory is not None or any(Path("/dev").glob("nvidia[0-9]*")):
+        return "cuda"
+    return "auto" if config.cluster.ray_address else "cpu"
 
 
 def _check(arguments: argparse.Namespace, config: Config) -> None:
@@ -145,11 +170,9 @@ def served_shapes(config: Config, device: str) -> dict[str, Shape]:
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     """The device and its memory, as told or as found on this machine. Raises ConfigError if neither is known."""
-    device, given = config.cluster.device, arguments.device_memory
+    device, given = device_of(config, arguments), arguments.device_memory
     if device == "auto":
-        if arguments.no_files or config.cluster.ray_address:
-            raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
-        device = "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+        raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
     if given is not None:
         return Budget(device, int(given * GIB))
     if device == "cpu":
@@ -206,9 +229,27 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     return table
 
 
+def not_looked_at(config: Config, device: str) -> list[str]:
+    """What the plan took for granted, a line each."""
+    data, lines = config.data, []
+    if config.cluster.device == "auto":
+        other = "cpu" if device == "cuda" else "cuda and --device-memory GIB"
+        lines.append(f"cluster.device=auto: planned for {device}; cluster.device={other} plans for the other")
+    lines.append(
+        "no data was read: memory is for the longest samples that the limits allow, "
+        f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
+    )
+    missing = [path for path in (*data.train_files, *data.val_files) if not os.path.exists(os.path.expanduser(path))]
+    if missing:
+        made = next(filter(None, map(command_for, missing)), None)
+        lines.append(f"the run will need {', '.join(missing)}, not found here" + (f": `{made}`" if made else ""))
+    return lines
+
+
 def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
     """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
-    settings = gpu_settings(config)
+    name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
+    settings = gpu_settings(replace(config, trainer=replace(config.trainer, experiment_name=name)))
     if not all_of_them:
         console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
         return
@@ -263,8 +304,6 @@ def _forecast(
     if arguments.run is None and arguments.tflops is None:
         console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
         return
-    from dataclasses import replace
-
     from rlfuse.planning.timing import Rates, assumptions, costs_of, forecast, lengths_of, recorded_costs
     from rlfuse.simulate.recorded import read_run
 
@@ -284,6 +323,9 @@ def _forecast(
     console.print(time_table(found))
     for line in assumptions(config, rates, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
+    given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
+    if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
+        console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
     console.print()
     if arguments.picture is not None:
         _draw(found.schedule, arguments.picture, console)

@@ -1,7 +1,7 @@
 """A slot's device over a step as a picture: what lies there in each phase, in GiB, below the device's limit.
 
 Role: `draw` is called by `rlfuse plan --memory-picture`, and made the picture in the documentation. A role has a hue of
-its own; what is too small to be named is drawn without a name.
+its own, which the legend tells; what is too small to be named in its bar is drawn without a name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from rlfuse.planning.memory import GIB, Memory
 
@@ -27,11 +29,15 @@ def draw(memory: Memory, title: str, path: Path) -> None:
     for place, phase in enumerate(memory.phases):
         _bar(axes, place, memory, phase)
     axes.axhline(limit, color=LIMIT, linewidth=1.2)
-    axes.text(len(memory.phases) - 0.5, limit, f"{limit:.0f} GiB", color=LIMIT, ha="right", va="bottom", fontsize=9)
     axes.set_xticks(range(len(memory.phases)), memory.phases, color=INK)
     axes.set_ylim(0, max(limit, memory.total(memory.tightest) / GIB) * 1.08)
     axes.set_ylabel("GiB on the device", color=INK)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
+    roles = {part.role for phase in memory.phases for part in memory.of(phase)}
+    handles = [Patch(color=hue, label=role) for role, hue in HUES.items() if role in roles]
+    handles += [Patch(color=OTHER, label="contexts, buffers")] if roles - HUES.keys() else []
+    handles.append(Line2D([], [], color=LIMIT, label=f"the device, {limit:.0f} GiB"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 

@@ -19,11 +19,11 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.simulate.fitting import Fit
-from rlfuse.simulate.reading import WorkloadError
+from rlfuse.simulate.reading import WorkloadError, publish, schema_of
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, simulate
 from rlfuse.simulate.tuning import TUNED, tune
-from rlfuse.simulate.workload import Workload, read_workload
+from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
 REPLAYED = 8
 """Steps of a run that are replayed: the last ones, as the first are warming up."""
@@ -32,8 +32,13 @@ REPLAYED = 8
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises WorkloadError."""
     arguments = _parser().parse_args(argv)
+    if arguments.schema or arguments.example:
+        data = schema_of(Workload) if arguments.schema else EXAMPLE
+        then = 'name it as "$schema" in a workload' if arguments.schema else "rlfuse simulate {path}"
+        publish(data, arguments.schema or arguments.example, then, WorkloadError)
+        return
     if (arguments.workload is None) == (arguments.run is None):
-        raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them")
+        raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
     for policy in arguments.policy or ():
         if policy not in POLICIES:
             near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
@@ -64,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
     )
+    parser.add_argument("--example", nargs="?", const="-", metavar="FILE", help="print a workload, or write it there")
+    parser.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="the same with the JSON schema of one")
     return parser
 
 

@@ -1,12 +1,14 @@
 """What every slot does, when: timelines of steps as one PNG, simulated or read from a run's events.
 
-Role: `draw` is called by `rlfuse simulate --picture` and, every some steps, by the journal of a run; runs stand below
-each other on one time axis, one row per slot. Reads spans alone: `decode` (or `generate`, where an engine records no
-steps) on `rollout/N`, passes and gradients on `trainer/N`, and the driver's `switch` and `move`. White is idle.
+Role: `draw` is called by `rlfuse simulate --picture`; the journal of a run has `draw_step` called every some steps, in
+the process of `rlfuse.observe.drawing`. Runs stand below each other on one time axis, one row per slot. Reads spans
+alone: `decode` (or `generate`, where an engine records no steps) on `rollout/N`, passes and gradients on `trainer/N`,
+and the driver's `switch` and `move`. White is idle.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from rlfuse.observe.events import Span
+from rlfuse.observe.events import Span, span_of
 
 GENERATING = LinearSegmentedColormap.from_list("generating", ["#c9def2", "#6aa3d8", "#1d5c9e", "#0c3260"])
 """From a batch of one to the largest."""
@@ -43,6 +45,8 @@ KINDS = {
 }
 MOVING = "#c2385a"
 MOST_ROWS = 32
+MOST_COLUMNS = 9
+"""Of the legend: more would be cut off."""
 INK, PALE = "#2b2b2b", "#8a8a8a"
 
 
@@ -95,6 +99,16 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     seen |= {"bound"} if any(timeline.bound is not None for timeline in timelines) else set()
     _legend(figure, seen, largest, note)
     figure.savefig(path, dpi=150)
+
+
+def draw_step(path: Path, events: Path, first: int, last: int, note: str) -> None:
+    """One step of a run, whose spans are the rows of `events` from byte `first` to byte `last`."""
+    with events.open("rb") as file:
+        file.seek(first)
+        spans = [span_of(json.loads(line)) for line in file.read(last - first).splitlines()]
+    whole = next(span for span in spans if span.kind == "step" and span.where == "driver")
+    path.parent.mkdir(exist_ok=True)
+    draw([Timeline(f"step {whole.step}   {whole.seconds:.2f} s", note, spans, whole.start, whole.seconds)], path)
 
 
 def _rows(slots: int) -> dict[int, int]:
@@ -202,7 +216,7 @@ def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
     figure.legend(
         handles=patches,
         loc="outside upper left",
-        ncols=len(patches),
+        ncols=min(len(patches), MOST_COLUMNS),
         frameon=False,
         fontsize=9,
         labelcolor=INK,

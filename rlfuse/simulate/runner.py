@@ -239,6 +239,9 @@ class _Journal:
     def __init__(self, engines: Sequence[Recorded]):
         self.recorder, self._engines, self.spans = _Clocked("driver"), engines, []
 
+    def begin(self, step: int) -> None:
+        """Nobody tells it to stop."""
+
     def note(self, values: dict[str, float]) -> None:
         """There are no metrics."""
 

@@ -2,12 +2,14 @@
 
 Role: `read_workload` turns the JSON into a `Workload`; the runner, the bound and the tuning read nothing else. Lengths
 are drawn from the workload's own seed, so a workload is the same samples for every policy.
-Invariants: fields were checked when they were read; consecutive samples share a prompt (`group`); mini-batches are
-consecutive prompts. Rates are per slot, times in seconds.
+Invariants: fields were checked by their schema when read (see `workload.schema.json`, written from the annotations
+here); consecutive samples share a prompt (`group`); mini-batches are consecutive prompts. Rates are per slot, times in
+seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +18,13 @@ import numpy as np
 
 from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.reading import (
+    FLAG,
     AtLeastOne,
     AtLeastZero,
     Count,
     Index,
     Positive,
     WorkloadError,
-    flag,
     number,
     one_of,
     read,
@@ -78,7 +80,7 @@ class Training:
     optimizer_s: Seconds = 0.0
     models: tuple[Annotated[str, one_of("critic", "actor")], ...] = ("actor",)
     epochs: Annotated[int, number(1, whole=True, most=MOST_EPOCHS)] = 1
-    early: Annotated[bool, flag] = True
+    early: Annotated[bool, FLAG] = True
     """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
     batch."""
 
@@ -159,33 +161,33 @@ class Workload:
     tail_speculation: TailSpeculation | None = None
 
     def __post_init__(self) -> None:
+        if problems := tuple(self._problems()):
+            raise WorkloadError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if not self.samples:
-            raise WorkloadError("response_tokens=[]: needs a length for at least one sample")
+            yield "response_tokens=[]: needs a length for at least one sample"
         if self.samples > MOST_SAMPLES:
-            raise WorkloadError(
-                f"response_tokens has {self.samples:,} lengths: at most {MOST_SAMPLES:,} can be simulated"
-            )
+            yield f"response_tokens has {self.samples:,} lengths: at most {MOST_SAMPLES:,} can be simulated"
         if not self.training.models:
-            raise WorkloadError("training.models=[]: a step trains at least one model; leave it out for ['actor']")
+            yield "training.models=[]: a step trains at least one model; leave it out for ['actor']"
         for where, names in (("scoring.kinds", self.scoring.kinds), ("training.models", self.training.models)):
             if len(set(names)) < len(names):
-                raise WorkloadError(f"{where}={list(names)}: names each only once")
+                yield f"{where}={list(names)}: names each only once"
         if self.samples % self.group:
             counted = "count" if isinstance(self.response_tokens, Drawn) else "length"
-            raise WorkloadError(
+            yield (
                 f"response_tokens has {counted} {self.samples}, which is no multiple of group={self.group}: every "
                 "prompt needs the same number of samples"
             )
         if self.slot_speed and len(self.slot_speed) != self.slots:
-            raise WorkloadError(
-                f"slot_speed has {len(self.slot_speed)} values for slots={self.slots}: give one each, or none"
-            )
+            yield f"slot_speed has {len(self.slot_speed)} values for slots={self.slots}: give one each, or none"
         for i, failure in enumerate(self.failures):
             if failure.slot >= self.slots:
-                raise WorkloadError(f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0")
-        longest = self.prompt_tokens + self.longest
+                yield f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0"
+        longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
         if longest > self.engine.kv_tokens:
-            raise WorkloadError(
+            yield (
                 f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
                 "raise kv_tokens, or lower response_tokens (cap)"
             )
@@ -269,9 +271,23 @@ def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more:
     )
 
 
+EXAMPLE = {
+    "slots": 16,
+    "response_tokens": {"lognormal": {"median": 200, "sigma": 1.0}, "cap": 512, "count": 256},
+    "group": 8,
+    "prompt_tokens": 200,
+    "engine": {"step_base_s": 0.02, "flat_batch": 64, "max_sequences": 256, "kv_tokens": 400000},
+    "scoring": {"tokens_per_s": 40000, "kinds": ["old_log_prob", "ref"]},
+    "training": {"tokens_per_s": 8000, "mini_batches": 4},
+    "switch_s": 0.5,
+    "length_history_sigma": 0.3,
+}
+"""What `rlfuse simulate --example` writes: sixteen slots, a long tail, groups of eight."""
+
+
 def parse(data: Any) -> Workload:
     """A workload from decoded JSON. Raises WorkloadError."""
-    return read(Workload, data)
+    return read(Workload, data, WorkloadError)
 
 
 def read_workload(path: Path) -> Workload:

@@ -291,7 +291,7 @@ def test_faster_devices_shorten_the_forecast(large):
 def command(model, *words):
     fixed = ["data.train_files=[a.parquet]", "reward.functions=[a.py:f]", "cluster.device=cuda", "algorithm=grpo"]
     fixed += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=2"]
-    return cli.main(["plan", "--no-files", f"model.path={model}", "trainer.n_gpus_per_node=8", *fixed, *words])
+    return cli.main(["plan", f"model.path={model}", "trainer.n_gpus_per_node=8", *fixed, *words])
 
 
 def test_statuses_for_ci(large, capsys):
@@ -313,6 +313,18 @@ def test_statuses_for_ci(large, capsys):
     assert command("absent/model/there", "--device-memory", "80") == 2
 
 
+def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_told(large, capsys):
+    words = ["data.train_files=[data/gsm8k/train.parquet]", "cluster.device=auto"]
+    assert command(large, *words, "--device-memory", "800", "--tflops", "300") == 0
+    out = capsys.readouterr().out
+    assert "no data was read: memory is for the longest samples" in out and "a GPU of 800.0 GiB" in out
+    assert "the run will need data/gsm8k/train.parquet, not found here: `rlfuse prepare gsm8k`" in out
+    assert "these are half the limits without --response-tokens and --prompt-tokens" in out
+    assert "planned for cuda; cluster.device=cpu plans for the other" in out
+    assert command("absent/model", "--device-memory", "80") == 2
+    assert "a plan needs no more of a model than a folder with its config.json" in capsys.readouterr().err
+
+
 def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(large, tmp_path, capsys):
     picture = tmp_path / "slot.png"
     words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--settings"]
@@ -328,7 +340,8 @@ def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(larg
 def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command(large) == 2 and "--device-memory 80" in capsys.readouterr().err
-    assert command(large, "cluster.device=auto") == 2 and "say cluster.device=cuda" in capsys.readouterr().err
+    elsewhere = ["cluster.device=auto", "cluster.ray_address=ray://elsewhere:10001"]
+    assert command(large, *elsewhere) == 2 and "say cluster.device=cuda" in capsys.readouterr().err
 
 
 def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):

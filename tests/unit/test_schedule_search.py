@@ -1,7 +1,9 @@
 """The search and its bound: valid, never worse than baselines, never below the bound, the same for the same seed."""
 
 import itertools
+import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from rlfuse.fusion.schedules.annealing import anneal
 from rlfuse.fusion.schedules.baselines import one_by_one
 from rlfuse.fusion.schedules.bound import lower_bound
 from rlfuse.fusion.schedules.heads_tails import exchange, exchangeable, state_of, through
+from rlfuse.fusion.schedules.polish import polish
 from rlfuse.fusion.schedules.problem import ScheduleError, parse
 from rlfuse.fusion.schedules.rules import Draws
 from rlfuse.fusion.schedules.schedule import check, peaks, timed
@@ -299,3 +302,20 @@ def test_the_alarm_of_a_search_stops_compiled_loops():
         hunt.draw()
         tabu(hunt.shop, state_of(hunt.shop, hunt.order), 0.0, np.inf, 10**9, 5, 0, hunt.stop)
     assert hunt.stop[0] and hunt.over()
+
+
+def test_a_search_leaves_what_a_signal_does_as_it_was():
+    """OR-tools takes SIGINT for the time of a search and leaves it deadly afterwards, unless it is told not to."""
+
+    def caught():
+        [mask] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "SigCgt" in line]
+        return bool(int(mask, 16) >> signal.SIGINT - 1 & 1)
+
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        small = problem(2)
+        [(_, order), *_] = one_by_one(small, lambda *_: False)
+        polish(compiled(small), order, 1e6, 0.0, np.inf, (0.5, 0.5), 0)
+        assert caught()
+    finally:
+        signal.signal(signal.SIGINT, before)

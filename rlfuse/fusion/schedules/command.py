@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
-from rlfuse.fusion.schedules.problem import Problem, ScheduleError, read_problem
+from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, read_problem
 from rlfuse.fusion.schedules.schedule import Schedule
 from rlfuse.fusion.schedules.search import METHODS, search
+from rlfuse.simulate.reading import publish, schema_of
 
 PICTURES = (".png", ".html")
 COMPARED = 30_000
@@ -23,6 +24,13 @@ COMPARED = 30_000
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ScheduleError."""
     arguments = _parser().parse_args(argv)
+    if arguments.schema or arguments.example:
+        data = schema_of(Problem) if arguments.schema else EXAMPLE
+        then = 'name it as "$schema" in a problem' if arguments.schema else "rlfuse schedule {path}"
+        publish(data, arguments.schema or arguments.example, then, ScheduleError)
+        return
+    if arguments.problem is None:
+        raise ScheduleError("rlfuse schedule needs a PROBLEM.json; --example shows one")
     for path in (arguments.out, arguments.picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise ScheduleError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
@@ -32,7 +40,8 @@ def main(argv: Sequence[str]) -> None:
     problem = read_problem(arguments.problem)
     found = search(problem, time_limit=arguments.time_limit, method=arguments.method, seed=arguments.seed)
     print(summary(problem, found, time.perf_counter() + arguments.time_limit / 10))
-    arguments.out.write_text(found.text + "\n")
+    if arguments.out is not None:
+        arguments.out.write_text(found.text + "\n")
     if picture is not None:
         from rlfuse.fusion.schedules.picture import draw
 
@@ -42,14 +51,18 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlfuse schedule", description="Search one pipeline schedule for all models.")
-    parser.add_argument("problem", type=Path, metavar="PROBLEM.json", help="devices, models, times and memory")
+    parser.add_argument(
+        "problem", nargs="?", type=Path, metavar="PROBLEM.json", help="devices, models, times and memory"
+    )
     parser.add_argument(
         "--time-limit", type=float, default=10.0, metavar="S", help="of the search, in seconds; default: 10"
     )
     parser.add_argument("--method", default="auto", metavar="M", help=f"{', '.join(METHODS)}; default: auto")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--out", type=Path, required=True, metavar="SCHEDULE.json", help="rows with times")
+    parser.add_argument("--out", type=Path, metavar="SCHEDULE.json", help="rows with times")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="serial 1F1B above the schedule")
+    parser.add_argument("--example", nargs="?", const="-", metavar="FILE", help="print a problem, or write it there")
+    parser.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="the same with the JSON schema of one")
     return parser
 
 

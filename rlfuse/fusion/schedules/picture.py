@@ -32,23 +32,27 @@ INK, PALE = "#2b2b2b", "#8a8a8a"
 TimedRows = tuple[tuple[Timed, ...], ...]
 
 
-def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Path) -> None:
-    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page."""
+def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Path, unit: str = "") -> None:
+    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page.
+
+    `unit`: of the times; without, the problem's.
+    """
     height = max(1.2, 0.17 * problem.devices + 0.5)
     figure = Figure(figsize=(12.0, height * len(schedules) + 0.9), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
     hues = {model.name: HUES[i % len(HUES)] for i, model in enumerate(problem.models)}
     for axes, (title, rows) in zip(panels, schedules, strict=True):
-        _panel(axes, title, rows, hues)
-    panels[-1].set_xlabel("time", color=INK)
+        _panel(axes, f"{title}   {max(row[-1].end for row in rows):.6g} {unit}", rows, hues)
+    panels[-1].set_xlabel(unit or "time, in the problem's unit", color=INK)
     panels[-1].set_xlim(0, 1.01 * max(row[-1].end for _, rows in schedules for row in rows))
     kinds = [kind for kind in WORDS if any(each.operation.kind == kind for _, rows in schedules for each in rows[0])]
     figure.legend(
         handles=[
-            Patch(color=hue[kind], label=f"{name}: {WORDS[kind]}") for name, hue in hues.items() for kind in kinds
+            *(Patch(color=hue[kind], label=f"{name}: {WORDS[kind]}") for name, hue in hues.items() for kind in kinds),
+            Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle"),
         ],
         loc="outside upper left",
-        ncols=len(kinds) * min(2, len(hues)),
+        ncols=len(kinds) * min(2, len(hues)) + 1,
         frameon=False,
         fontsize=9,
         labelcolor=INK,
@@ -75,7 +79,7 @@ def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, st
     axes.axvline(total, color=INK, linewidth=1.0)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks([0, len(rows) - 1] if len(rows) > 1 else [0])
-    axes.set_title(f"{title}   {total:.6g}", loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
     axes.set_title(f"idle {1 - busy:.1%}", loc="right", fontsize=9, color=PALE, pad=4)
     axes.set_ylabel("device", color=PALE, fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -44,6 +44,7 @@ def polish(
     for variable, hint in zip(begin, starts(shop, order), strict=True):
         model.add_hint(variable, round(hint * unit))
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # it would leave SIGINT deadly to the run, whoever handles it
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_time_in_seconds, solver.parameters.max_deterministic_time = seconds

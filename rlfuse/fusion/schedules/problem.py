@@ -1,8 +1,9 @@
 """What is to be scheduled: the pipelines of one or more models on one row of devices, for one optimizer step.
 
 Role: `read_problem` and `parse` turn the JSON of `rlfuse schedule` into a `Problem`; every other module here reads it.
-Invariants: fields were checked when they were read; every model covers every device exactly once, so a device holds one
-stage of each model, whole or as two chunks. Times share one unit, whichever it is, and so do activations.
+Invariants: fields were checked by their schema when they were read (`problem.schema.json`, written from the annotations
+here); every model covers every device exactly once, so a device holds one stage of each model, whole or as two chunks.
+Times share one unit, whichever it is, and so do activations.
 
 Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1, stage 0 first when its direction is
 `down` and last when it is `up`. With two chunks per device (a V, arXiv 2405.15362) the chunk-stages are 0 .. 2S-1:
@@ -12,12 +13,24 @@ and activation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from rlfuse.fusion.schedules.operations import Kind
-from rlfuse.simulate.reading import AtLeastZero, Count, Positive, WorkloadError, flag, number, one_of, read, read_json
+from rlfuse.simulate.reading import (
+    FLAG,
+    AtLeastZero,
+    Count,
+    InputError,
+    Positive,
+    Schema,
+    number,
+    one_of,
+    read,
+    read_json,
+)
 
 MOST_DEVICES, MOST_OPERATIONS = 1024, 500_000
 """Of a problem that is read: what a search of seconds, and a file with all its operations, can hold."""
@@ -25,43 +38,20 @@ WIDEST = 1_000_000_000
 """The longest of its times over the shortest."""
 
 
-class ScheduleError(ValueError):
+class ScheduleError(InputError):
     """A problem or a schedule that can't be used as it stands. The message is for the person who wrote it."""
 
 
-def per_stage(*, above: bool) -> Any:
-    """Reads one number for all stages, or a list with one for each."""
+def per_stage(*, above: bool) -> Schema:
+    """One number for all stages, or a list with one for each."""
     one = number(above=above)
-
-    def check(value: Any, where: str) -> float | tuple[float, ...]:
-        if isinstance(value, list | tuple):
-            return tuple(one(entry, f"{where}[{i}]") for i, entry in enumerate(value))
-        return one(value, where)
-
-    return check
+    return Schema(anyOf=[one, {"type": "array", "items": one}])
 
 
-def share(value: Any, where: str) -> float:
-    """Reads a number between 0 and 1, neither of them."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
-        raise WorkloadError(f"{where}={value!r}: needs a share of backward, above 0 and below 1")
-    return float(value)
-
-
-def chunks(value: Any, where: str) -> int:
-    """Reads 1 or 2."""
-    if isinstance(value, bool) or value not in (1, 2):
-        raise WorkloadError(f"{where}={value!r}: needs 1 (a stage per device) or 2 (two chunks of it, in a V)")
-    return int(value)
-
-
-def name(value: Any, where: str) -> str:
-    """Reads a text that isn't empty."""
-    if not isinstance(value, str) or not value:
-        raise WorkloadError(f"{where}={value!r}: needs a name")
-    return value
-
-
+CHUNKS = one_of(1, 2)
+"""A stage per device, or two chunks of it, in a V."""
+NAME = Schema(type="string", minLength=1)
+SHARE = Schema(type="number", exclusiveMinimum=0, exclusiveMaximum=1)
 Times = Annotated[float | tuple[float, ...], per_stage(above=True)]
 Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
 
@@ -70,7 +60,7 @@ Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
 class Model:
     """One model that trains or scores: its pipelines, and what a micro-batch costs on each stage."""
 
-    name: Annotated[str, name]
+    name: Annotated[str, NAME]
     stages: Count
     micro_batches: Count
     """Of each pipeline."""
@@ -81,9 +71,9 @@ class Model:
     activation: Sizes = 1.0
     """What a micro-batch keeps from the start of its forward to the end of its backward (of `W` where split)."""
     direction: Annotated[str, one_of("down", "up")] = "down"
-    weight_gradient: Annotated[float, share] = 0.5
+    weight_gradient: Annotated[float, SHARE] = 0.5
     """W's share of `backward` where the backward pass is split."""
-    chunks_per_device: Annotated[int, chunks] | None = None
+    chunks_per_device: Annotated[int, CHUNKS] | None = None
     """None: the problem's."""
 
     def of(self, field: str, stage: int) -> float:
@@ -98,25 +88,29 @@ class Problem:
 
     devices: Annotated[int, number(1, whole=True, most=MOST_DEVICES)]
     models: tuple[Model, ...]
-    split_backward: Annotated[bool, flag] = False
+    split_backward: Annotated[bool, FLAG] = False
     memory_cap: Positive | None = None
     """Of every device, relative to the worst device of serial 1F1B. None: no cap."""
     memory_per_device: Positive | None = None
     """The same in the unit of `activation`; where both are given, both hold."""
     communication: AtLeastZero = 0.0
     """From the end of an operation to the start of the one that needs its result, on another device."""
-    chunks_per_device: Annotated[int, chunks] = 1
+    chunks_per_device: Annotated[int, CHUNKS] = 1
 
     def __post_init__(self) -> None:
+        if problems := tuple(self._problems()):
+            raise ScheduleError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if not self.models:
-            raise ScheduleError("problem.models=[]: a schedule is for at least one model")
+            yield "models=[]: a schedule is for at least one model"
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
-            raise ScheduleError(f"problem.models: names {names} must differ")
+            yield f"models: names {names} must differ"
         for i, model in enumerate(self.models):
-            where = f"problem.models[{i}]"
+            where = f"models[{i}]"
             if model.pipelines * model.stages != self.devices:
-                raise ScheduleError(
+                yield (
                     f"{where}: pipelines={model.pipelines} of stages={model.stages} stand on "
                     f"{model.pipelines * model.stages} devices, but devices={self.devices}; every model covers all "
                     "devices: make pipelines * stages = devices"
@@ -124,9 +118,8 @@ class Problem:
             for field in ("forward", "backward", "activation"):
                 value = getattr(model, field)
                 if isinstance(value, tuple) and len(value) != model.stages:
-                    raise ScheduleError(
-                        f"{where}.{field} has {len(value)} values for stages={model.stages}: give one each, or a number"
-                    )
+                    count = f"{len(value)} values for stages={model.stages}"
+                    yield f"{where}.{field} has {count}: give one each, or a number"
 
     # One model's stages ----------------------------------------------------------------------------------------------
 
@@ -220,15 +213,33 @@ class Problem:
         return asdict(self)
 
 
+EXAMPLE = {
+    "devices": 4,
+    "models": [
+        {"name": "actor", "stages": 4, "micro_batches": 8, "forward": 3, "backward": 6, "direction": "down"},
+        {
+            "name": "critic",
+            "stages": 2,
+            "pipelines": 2,
+            "micro_batches": 4,
+            "forward": [2, 2.5],
+            "backward": [4, 5],
+            "direction": "up",
+        },
+    ],
+    "split_backward": True,
+    "memory_cap": 1.0,
+    "communication": 0.1,
+}
+"""What `rlfuse schedule --example` writes: an actor in one pipeline, a smaller critic in two in its bubbles."""
+
+
 def parse(data: Any) -> Problem:
     """A problem from decoded JSON. Raises ScheduleError, naming field, value, valid range and what to change."""
-    try:
-        problem = read(Problem, data, "problem")
-    except WorkloadError as error:
-        raise ScheduleError(str(error)) from error
+    problem = read(Problem, data, ScheduleError)
     if problem.operations > MOST_OPERATIONS:
         raise ScheduleError(
-            f"problem.models: micro_batches make {problem.operations:,} operations: needs at most {MOST_OPERATIONS:,}; "
+            f"models: micro_batches make {problem.operations:,} operations: needs at most {MOST_OPERATIONS:,}; "
             "lower micro_batches, as long schedules repeat themselves"
         )
     times = [
@@ -240,7 +251,7 @@ def parse(data: Any) -> Problem:
     times += [problem.communication] if problem.communication else []
     if max(times) > WIDEST * min(times):
         raise ScheduleError(
-            f"problem.models: times of {min(times):g} and {max(times):g} (with communication) are too far apart to be "
+            f"models: times of {min(times):g} and {max(times):g} (with communication) are too far apart to be "
             f"added up; the longest may be {WIDEST:,} times the shortest: raise the one, or lower the other"
         )
     return problem

@@ -1,0 +1,101 @@
+"""Inputs of `rlfuse simulate` and `rlfuse schedule`: published schemas, examples, everything wrong told at once."""
+
+import importlib.resources
+import json
+
+import pytest
+from jsonschema import Draft202012Validator
+from published_schedules import problem as published
+from test_schedule_problem import PROBLEM
+from test_simulate_workload import FULL, WRONG
+
+from rlfuse.cli import main
+from rlfuse.fusion.schedules.problem import EXAMPLE as PROBLEM_EXAMPLE
+from rlfuse.fusion.schedules.problem import Problem
+from rlfuse.simulate.reading import schema_of
+from rlfuse.simulate.workload import EXAMPLE as WORKLOAD_EXAMPLE
+from rlfuse.simulate.workload import Workload, WorkloadError, parse
+
+FILES = {Workload: ("rlfuse.simulate", "workload"), Problem: ("rlfuse.fusion.schedules", "problem")}
+
+
+def schema_file(cls):
+    package, name = FILES[cls]
+    return json.loads(importlib.resources.files(package).joinpath(f"{name}.schema.json").read_text())
+
+
+@pytest.mark.parametrize(("cls", "command"), [(Workload, "simulate"), (Problem, "schedule")])
+def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command, capsys):
+    Draft202012Validator.check_schema(schema_file(cls))
+    assert main([command, "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema_file(cls), f"write it anew: rlfuse {command} --schema FILE"
+    assert schema_of(cls)["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "data"),
+    [
+        (Workload, WORKLOAD_EXAMPLE),
+        (Workload, FULL | {"$schema": "workload.schema.json", "tail_speculation": None, "slots": 16.0}),
+        (Problem, PROBLEM_EXAMPLE),
+        (Problem, PROBLEM | {"chunks_per_device": 2}),
+        (Problem, published(5).as_json()),
+    ],
+)
+def test_valid_inputs_are_valid_by_the_published_schema(cls, data):
+    assert not list(Draft202012Validator(schema_file(cls)).iter_errors(json.loads(json.dumps(data))))
+
+
+@pytest.mark.parametrize("change", [change for change, _ in WRONG])
+def test_what_is_refused_for_its_form_is_invalid_by_the_published_schema_too(change):
+    form = any(word in str(change) for word in ("slot_speed", "failures", "'group': 2", "'kv_tokens': 1000"))
+    empty = change in ({"response_tokens": []}, {"training": {"models": []}})
+    valid = Draft202012Validator(schema_file(Workload)).is_valid(FULL | change)
+    assert valid == (form or empty or "nan" in str(change)), "which fields go together no schema says; nor JSON NaN"
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [("simulate", ["--policy", "serial"]), ("schedule", ["--time-limit", "1"])]
+)
+def test_examples_work_as_they_are(command, more, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RLFUSE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "example.json"
+    assert main([command, "--example", str(path)]) == 0
+    assert f"next: rlfuse {command} {path}" in capsys.readouterr().out
+    assert main([command, str(path), *more]) == 0
+    assert "bound" in capsys.readouterr().out
+    assert main([command, "--example", str(path)]) == 2 and "File exists" in capsys.readouterr().err
+    assert main([command, "--example"]) == 0 and capsys.readouterr().out == path.read_text()
+    assert main([command]) == 2 and "--example shows one" in capsys.readouterr().err
+
+
+def test_everything_wrong_with_a_file_is_told_with_its_line(tmp_path, capsys):
+    path = tmp_path / "workload.json"
+    path.write_text(
+        '{\n"slot": 4,\n"switch_s": -1,\n"scoring": {\n  "kinds": ["ref", "refs"]},\n"response_tokens": {}}'
+    )
+    assert main(["simulate", str(path)]) == 2
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted(
+        [
+            f"{path}: slots is missing: add it to the workload",
+            f"{path}:2: slot: unknown field; did you mean slots?",
+            f"{path}:3: switch_s=-1: needs a number of at least 0, at most 1,000,000,000",
+            f"{path}:5: scoring.kinds[1]='refs': needs one of old_log_prob, ref, values",
+            f"{path}:6: response_tokens.lognormal is missing: add it to response_tokens",
+            f"{path}:6: response_tokens.count is missing: add it to response_tokens",
+        ]
+    )
+
+
+def test_all_fields_that_do_not_go_together_are_told(tmp_path, capsys):
+    with pytest.raises(WorkloadError) as error:
+        parse(FULL | {"slot_speed": [1], "failures": [{"slot": 16, "at_s": 1}], "engine": {"kv_tokens": 1000}})
+    assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == [
+        "slot_speed", "failures[0].slot=16:", "engine.kv_tokens=1000:",
+    ]  # fmt: skip
+    path = tmp_path / "problem.json"
+    path.write_text("{\n\t" + json.dumps(PROBLEM | {"devices": 3})[1:])
+    assert main(["schedule", str(path)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[0] for line in told] == [f"{path}:2", f"{path}:2"]
+    assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["models[0]", "models[1]"]

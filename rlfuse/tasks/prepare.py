@@ -1,25 +1,26 @@
 """Everything that the bundled tasks need on disk: rows to train and validate on, and the model to start from.
 
-Role: `rlfuse prepare [TASK]`, also `python -m rlfuse.tasks.prepare [TASK] [--out FOLDER]`. The folder then holds
-`train.parquet`, `val.parquet`, `model/` and `settings.json`, for `long_video` also `clips/` and `val_blind.parquet`,
-under the names that the experiment of the same name reads (`preferences`: `reward_model`). `judge` needs
-`quickstart` beside it, whose policy it judges.
+Role: `rlfuse prepare [TASK] [--out FOLDER]`; without a task it lists them. The folder then holds `train.parquet`,
+`val.parquet`, `model/` and `settings.json`, for `long_video` also `clips/` and `val_blind.parquet`, under the names
+that the experiment of the same name reads (`preferences`: `reward_model`). `judge` needs `quickstart` beside it, whose
+policy it judges. `gsm8k` has rows alone, `train.parquet` and `test.parquet`, for models of your own.
 Invariants:
 - `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
   others the folder is built again;
 - the folder appears whole: it is built under another name beside its place and renamed when complete;
 - a folder that was not written by this module is never replaced.
-Callers: the command line; tests and notebooks call `prepare` and `prepare_clips`.
+Callers: rlfuse/cli.py; tests and notebooks call `prepare` and its like. Waits for the hub (gsm8k), else for itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,19 +28,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.prepared import FOLDERS
+from rlfuse.observe.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
 from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
 
-DEFAULT_ROOT = Path(".cache/rlfuse/remainder")
-"""From the current directory; `conf/experiment/quickstart.yaml` names it too."""
-CLIPS_ROOT = Path(".cache/rlfuse/clips")
-"""The same for `conf/experiment/long_video.yaml`."""
-PREFERENCES_ROOT = Path(".cache/rlfuse/preferences")
-"""The same for `conf/experiment/reward_model.yaml`."""
-JUDGE_ROOT = Path(".cache/rlfuse/judge")
-"""Rows with a reference answer each, and as `model` the judge; the policy is the quickstart's."""
 SETTINGS_FILE = "settings.json"
+
+
+class PrepareError(ValueError):
+    """What can't be prepared as it was asked for. The message is for the person who typed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,9 @@ class PreparedTask:
         return self.root / "model"
 
 
-def prepare(root: Path = DEFAULT_ROOT, settings: WarmStart | None = None, rows: Rows | None = None) -> PreparedTask:
+def prepare(
+    root: Path = FOLDERS["quickstart"], settings: WarmStart | None = None, rows: Rows | None = None
+) -> PreparedTask:
     """Write the quickstart's task into `root`, unless it is there already from the same settings."""
     settings, rows = settings or WarmStart(), rows or Rows()
 
@@ -83,7 +84,7 @@ def prepare(root: Path = DEFAULT_ROOT, settings: WarmStart | None = None, rows: 
 
 
 def prepare_clips(
-    root: Path = CLIPS_ROOT, settings: ClipWarmStart | None = None, clips: Clips | None = None
+    root: Path = FOLDERS["long_video"], settings: ClipWarmStart | None = None, clips: Clips | None = None
 ) -> PreparedTask:
     """Write the long-video task into `root`, unless it is there already from the same settings."""
     settings, clips = settings or ClipWarmStart(), clips or CLIPS
@@ -100,7 +101,7 @@ def prepare_clips(
 
 
 def prepare_preferences(
-    root: Path = PREFERENCES_ROOT, settings: WarmStart | None = None, labeller: Labeller | None = None
+    root: Path = FOLDERS["preferences"], settings: WarmStart | None = None, labeller: Labeller | None = None
 ) -> PreparedTask:
     """Write pairs of the quickstart's task into `root`, and the policy that its reward model starts from.
 
@@ -112,14 +113,14 @@ def prepare_preferences(
         from rlfuse.tasks.preferences import write_preferences
 
         write_preferences(folder, labeller)
-        policy = prepare(root.parent / DEFAULT_ROOT.name, settings)
+        policy = prepare(root.parent / FOLDERS["quickstart"].name, settings)
         shutil.copytree(policy.model_path, folder / "model")
 
     return _kept(root, {"warm_start": asdict(settings), "labeller": asdict(labeller)}, build)
 
 
 def prepare_judge(
-    root: Path = JUDGE_ROOT, settings: JudgeTraining | None = None, rows: Rows | None = None
+    root: Path = FOLDERS["judge"], settings: JudgeTraining | None = None, rows: Rows | None = None
 ) -> PreparedTask:
     """Write rows of the quickstart's task with reference answers into `root`, and a judge that compares with them."""
     settings, rows = settings or JudgeTraining(), rows or Rows()
@@ -133,29 +134,98 @@ def prepare_judge(
     return _kept(root, {"judge": asdict(settings), "rows": asdict(rows)}, build)
 
 
+def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> PreparedTask:
+    """Write GSM8K's rows into `root`: those of `source`, a copy, else the hub's; where it is out of reach made ones.
+
+    Made rows give way to the hub's as soon as it is reached; without `source`, what came from a copy stays.
+    """
+    from rlfuse.tasks import gsm8k  # imports the readers of data, which listing the tasks need not wait for
+
+    def keep(origin: str, pairs: gsm8k.Pairs) -> PreparedTask:
+        digest = hashlib.blake2b(json.dumps(pairs).encode(), digest_size=8).hexdigest()
+        contents = {"gsm8k": origin, "digest": digest}
+        return _kept(root, contents, lambda folder: gsm8k.write_rows(folder, pairs))
+
+    if source is not None:
+        return keep(str(source.expanduser().resolve()), gsm8k.of_copy(source))
+    there = _settings_of(root)
+    if isinstance(there, dict) and there.get("gsm8k", MADE) != MADE and there.get("version") == VERSION:
+        return PreparedTask(root)
+    try:
+        return keep(gsm8k.REPOSITORY, gsm8k.of_hub())
+    except gsm8k.Unreachable as error:
+        rows = gsm8k.made()
+        counts = " and ".join(str(len(found)) for found in rows.values())
+        print(f"{error}: {counts} made problems of the same shape instead, NOT GSM8K; --from FOLDER takes a copy of it")
+        return keep(MADE, rows)
+
+
+MADE = "made here, not GSM8K"
+"""Where rows came from, in settings.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One that `rlfuse prepare` knows."""
+
+    write: Callable[..., PreparedTask]
+    what: str
+    then: str
+    """What to run next."""
+
+
 TASKS = {
-    "quickstart": (DEFAULT_ROOT, prepare),
-    "preferences": (PREFERENCES_ROOT, prepare_preferences),
-    "judge": (JUDGE_ROOT, prepare_judge),
-    "long_video": (CLIPS_ROOT, prepare_clips),
+    "quickstart": Task(
+        prepare, "remainders by repeated subtraction: rows, a small model", "rlfuse train experiment=quickstart"
+    ),
+    "preferences": Task(
+        prepare_preferences, "pairs of its answers, for a reward model", "rlfuse train experiment=reward_model"
+    ),
+    "judge": Task(prepare_judge, "a small judge of its answers; needs quickstart", "rlfuse train experiment=judge"),
+    "long_video": Task(
+        prepare_clips, "clips, questions about them, a small video model", "rlfuse train experiment=long_video"
+    ),
+    "gsm8k": Task(prepare_gsm8k, "GSM8K's rows, from the hub or --from a copy", "rlfuse plan jobs/grpo.yaml"),
 }
-"""What experiments read: its folder, and what writes it."""
+"""By the names of FOLDERS."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="rlfuse prepare", description="Write a bundled task's data and model.")
-    parser.add_argument("task", nargs="?", choices=TASKS, default="quickstart", help="(default: %(default)s)")
-    roots = ", ".join(f"{root} for {name}" for name, (root, _) in TASKS.items())
-    parser.add_argument("--out", type=Path, help=f"folder to write (default: {roots})")
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises PrepareError, DataError."""
+    parser = argparse.ArgumentParser(prog="rlfuse prepare", description="Write a task's data and model.")
+    parser.add_argument("task", nargs="?", metavar="TASK", help=f"{', '.join(TASKS)}; without one they are listed")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="to write; default: as listed")
+    parser.add_argument("--from", dest="source", type=Path, metavar="COPY", help="of gsm8k: a folder or file of it")
     arguments = parser.parse_args(argv)
-    root, write = TASKS[arguments.task]
-    started = time.monotonic()
-    task = write(arguments.out or root)
-    for name, path in (("train rows", task.train_file), ("val rows", task.val_file), ("model", task.model_path)):
-        print(f"{name:<11} {path}")
-    print(f"prepared in {time.monotonic() - started:.0f} s")
-    return 0
+    if arguments.task is None:
+        print(listing())
+        return
+    if arguments.task not in TASKS:
+        near = difflib.get_close_matches(arguments.task, TASKS, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"tasks: {', '.join(TASKS)}"
+        raise PrepareError(f"rlfuse prepare {arguments.task}: there is no such task; {meant}")
+    if arguments.source is not None and arguments.task != "gsm8k":
+        raise PrepareError(
+            f"--from {arguments.source}: only gsm8k is copied; {arguments.task} is made here: leave it out"
+        )
+    task, started = TASKS[arguments.task], time.monotonic()
+    if arguments.task != "gsm8k":  # whose download has a bar worth seeing
+        quiet_libraries()
+    more = [arguments.source] if arguments.source is not None else []
+    root = task.write(arguments.out or FOLDERS[arguments.task], *more).root
+    for path in sorted(path for path in root.iterdir() if path.name != SETTINGS_FILE):
+        print(path)
+    print(f"prepared in {time.monotonic() - started:.0f} s; next: {task.then}")
+
+
+def listing() -> str:
+    """What there is, a line each, with the folder that is written and what reads it."""
+    lines = ["rlfuse prepare TASK writes one of these:"]
+    for name, task in TASKS.items():
+        there = "ready" if (FOLDERS[name] / SETTINGS_FILE).is_file() else ""
+        lines.append(f"  {name:<12}{task.what:<52}{there:<7}{FOLDERS[name]}")
+        lines.append(f"  {'':<12}next: {task.then}")
+    return "\n".join(lines)
 
 
 def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -> PreparedTask:
@@ -186,7 +256,7 @@ def _settings_of(root: Path) -> object:
 def _refuse_foreign(root: Path) -> None:
     empty = root.is_dir() and not any(root.iterdir())
     if root.exists() and not empty and not (root / SETTINGS_FILE).is_file():
-        raise ValueError(
+        raise PrepareError(
             f"--out: got {root}, which exists and was not written by `rlfuse prepare`; valid is a new or empty folder, "
             "or one that it wrote before. Choose another, or remove it."
         )
@@ -202,7 +272,3 @@ def _put(built: Path, root: Path, replaced: Path, wanted: object) -> None:
         # Another process put its own there in between: the same contents do as well.
         if _settings_of(root) != wanted:
             raise
-
-
-if __name__ == "__main__":
-    sys.exit(main())

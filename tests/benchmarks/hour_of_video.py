@@ -72,6 +72,7 @@ def command(folder: Path) -> list[str]:
         "trainer.save_freq": 0,
         "trainer.logger": "[console]",
         "trainer.default_local_dir": folder / "runs",
+        "trainer.experiment_name": "run",
         "cluster.timeout_s": 1800,
     }
     return [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=8)
     arguments, overrides = parser.parse_known_args()
     looking = Looking(arguments.step)
-    run(load(["experiment=quickstart", *overrides]), looking.drive)
+    run(load(["experiment=quickstart", "trainer.resume_mode=disable", *overrides]), looking.drive)
     console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(render(looking.seen))
     console.save_svg(str(arguments.out), title="rlfuse train experiment=quickstart")

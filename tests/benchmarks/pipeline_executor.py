@@ -18,12 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import ray
 import torch
@@ -33,6 +30,9 @@ from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.group import Execution, PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.fusion.schedules.picture import draw
+from rlfuse.fusion.schedules.problem import Model, Problem
+from rlfuse.fusion.schedules.schedule import Timed
 from rlfuse.samples import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
@@ -136,7 +136,7 @@ async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> lis
         lines.append(line("real compute", 2, count, split, took, planned))
         if not split:
             middle = {order: sorted(each, key=lambda run: run.makespan)[repeats // 2] for order, each in runs.items()}
-            draw(middle, out / "schedules.png")
+            picture(middle, out / "schedules.png")
         for model in work:
             group._trained[model] = []  # nobody steps here
     return lines
@@ -152,21 +152,21 @@ def durations(execution: Execution) -> dict:
     return {key: statistics.median(each) for key, each in seconds.items()}
 
 
-def draw(runs: dict[str, Execution], path: Path) -> None:
-    """A row per device: actor blue, critic orange; backward darker than forward."""
-    colours = {"actor": {"F": "#9ecae1", "B": "#3182bd"}, "critic": {"F": "#fdd0a2", "B": "#e6550d"}}
-    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 1.6 * len(runs)), sharex=True, layout="constrained")
-    for axis, (order, run) in zip(axes, runs.items(), strict=True):
-        began = min(each.start for row in run.timed for each in row)
-        for device, row in enumerate(run.timed):
-            for each in row:
-                op = each.operation
-                colour = colours[op.model][op.kind]
-                axis.barh(device, each.end - each.start, left=each.start - began, color=colour, edgecolor="white")
-        axis.set(title=f"{order}: {run.makespan * 1e3:.0f} ms", yticks=range(len(run.timed)), ylabel="device")
-        axis.invert_yaxis()
-    axes[-1].set_xlabel("seconds")
-    figure.savefig(path, dpi=130)
+def picture(runs: dict[str, Execution], path: Path) -> None:
+    """Measured schedules below each other."""
+    count = 1 + max(each.operation.micro_batch for run in runs.values() for row in run.timed for each in row)
+    problem = Problem(2, tuple(Model(name, 2, count, 1.0, 2.0) for name in ("actor", "critic")))
+    schedules = [
+        (f"{order}, measured", tuple(tuple(_from_zero(row, run)) for row in run.timed)) for order, run in runs.items()
+    ]
+    draw(problem, schedules, path, "s")
+
+
+def _from_zero(row: Sequence[Timed], run: Execution) -> Iterator[Timed]:
+    """In seconds from the first operation's start."""
+    began = min(each.start for other in run.timed for each in other)
+    for each in sorted(row, key=lambda each: each.start):
+        yield Timed(each.operation, each.start - began, each.end - began)
 
 
 def model_folder(hidden: int, layers: int) -> str:

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/real_policies"))
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    subprocess.run([sys.executable, "-m", "rlfuse.tasks.prepare"], check=True)
+    subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
     benchmark = Benchmark(arguments.repeats)
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*JOB, f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark"]

@@ -3,20 +3,24 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rlfuse.cli import COMMANDS
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import GIB, Budget, memory_of, problems
 from rlfuse.planning.shapes import read_shape
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
+PACKAGE = JOBS.parent / "rlfuse"
 SCRIPTS = sorted([*JOBS.glob("*.sh"), *JOBS.glob("*.slurm")])
 JOB_FILES = sorted(path for path in JOBS.glob("*.yaml") if "apiVersion" not in path.read_text())
 SHARED = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "num_hidden_layers": 28}
@@ -120,3 +124,54 @@ def test_every_node_reads_the_environment_before_a_clock_of_rays_runs():
     raised = dict(re.findall(r"(RAY_\w+)=(\d+)", "\n".join(lines[read:start])))
     assert int(raised["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"]) == int(raised["RAY_worker_register_timeout_seconds"])
     assert 'env_integer("RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"' in source
+
+
+def test_commands_of_the_readme_exist_and_their_jobs_compose(tmp_path, monkeypatch):
+    text = (JOBS.parent / "README.md").read_text()
+    (tmp_path / "my_job.yaml").write_text(re.search(r"```yaml\n(# my_job\.yaml.*?)```", text, re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").symlink_to(JOBS)
+    commands = re.findall(r"(?:^|`)rlfuse ([a-z]+)([^`#\n]*)", text, re.MULTILINE)
+    comments = "\n".join(path.read_text() for path in JOB_FILES)
+    commands += re.findall(r"^# {3}rlfuse ([a-z]+)(.*?)(?: {3}.*)?$", comments, re.MULTILINE)
+    assert len(commands) > 15 and {name for name, _ in commands} <= COMMANDS.keys()
+    jobs = [shlex.split(rest) for name, rest in commands if name == "train" and not re.search(r"\.\.\.| -", rest)]
+    jobs = [words for words in jobs if words and ("experiment=" in words[0] or words[0].endswith(".yaml"))]
+    assert len(jobs) > 3
+    for words in [["my_job.yaml", "actor.optim.lr=5e-7"], *jobs]:
+        assert composed(*words).model.path, words
+
+
+def imports(path):
+    """What a notebook or script imports beside the standard library and our own; packages are named alike."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+        text = "\n".join("".join(cell["source"]) for cell in cells)
+    modules = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    return modules - set(sys.stdlib_module_names) - {"rlfuse", "my_reward_model"}  # the second is written by a cell
+
+
+def test_the_notebook_extra_brings_what_notebooks_need():
+    project = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())["project"]
+    names = {
+        extra: {re.match(r"[\w.-]+", line)[0].lower(): line for line in lines}
+        for extra, lines in (project["optional-dependencies"] | {"": project["dependencies"]}).items()
+    }
+    brought = names[""].keys() | names["notebook"].keys()
+    files = [*JOBS.parent.glob("notebooks/*.*"), *JOBS.parent.glob("rlfuse/notebook/*.py")]
+    files = [path for path in files if path.suffix in (".py", ".ipynb")]
+    assert len(files) > 8
+    for path in files:
+        assert imports(path) <= brought, path.name
+    assert {"jupyterlab", "ipykernel"} <= brought, "what opens them and what runs their cells"
+    shared = names["dev"].keys() & names["notebook"].keys()
+    assert all(names["dev"][name] == names["notebook"][name] for name in shared)
+
+
+def test_files_beside_the_code_are_installed_with_it():
+    tools = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())["tool"]
+    installed = {path for each in tools["setuptools"]["package-data"]["rlfuse"] for path in PACKAGE.glob(each)}
+    files = [path for path in PACKAGE.rglob("*.*") if path.is_file() and path.parent.name != "__pycache__"]
+    beside = {path for path in files if path.suffix not in (".py", ".md")}
+    assert beside == installed

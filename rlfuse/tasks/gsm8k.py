@@ -1,0 +1,186 @@
+"""GSM8K, grade-school word problems with a whole number as the answer, as rows in verl's shape.
+
+Role: `prepare` has `write_rows` fill data/gsm8k with `of_hub`, with a copy's rows (`of_copy`), or, where neither is to
+be had, with `made` problems. Those have the same shape and show that a job runs; of eight kinds and with small numbers,
+they say nothing about a model.
+Invariants: a row's ground truth is what stands behind `####` in its answer, without commas; no made problem is in both
+files; the same seed makes the same ones. Waits for the hub, PATIENCE_S for its first answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add, floordiv, mul, sub
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlfuse.data.rows import DataError, raw_rows
+
+REPOSITORY = "openai/gsm8k"
+SPLITS = ("train", "test")
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""verl's, word for word, so that rows and results agree with those of its own script."""
+PATIENCE_S = 10
+MADE = {"train": 256, "test": 64}
+"""As many as a step of the ready jobs takes."""
+TESTED_SHARE = 10
+"""Of a copy that is one file, one row in so many is for testing."""
+SUFFIXES = (".parquet", ".jsonl", ".json")
+_FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+
+Pairs = Mapping[str, Sequence[tuple[str, str]]]
+"""Question and answer of each problem, by split."""
+
+
+class Unreachable(ValueError):
+    """The hub does not answer, and nothing of it was kept here."""
+
+
+def write_rows(folder: Path, pairs: Pairs) -> None:
+    """Write train.parquet and test.parquet into an existing folder."""
+    for split in SPLITS:
+        rows = [verl_row(question, answer, split, index) for index, (question, answer) in enumerate(pairs[split])]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    """A problem as verl's own script writes it."""
+    return {
+        "data_source": REPOSITORY,
+        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": _FINAL.search(answer)[1].replace(",", "")},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def of_copy(source: Path) -> Pairs:
+    """The rows of a folder as the hub has it, or of one file. Raises DataError."""
+    source = source.expanduser()
+    if source.is_file():
+        pairs = list(_pairs(source))
+        if len(pairs) < 2:
+            raise DataError(f"--from {source}: has {len(pairs)} rows; one to train and one to test are the least.")
+        return {"train": [pair for i, pair in enumerate(pairs) if i % TESTED_SHARE], "test": pairs[::TESTED_SHARE]}
+    found = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and "socratic" not in str(path))
+    files = {split: [path for path in found if path.name.startswith(split)] for split in SPLITS}
+    if not all(files.values()):
+        seen = ", ".join(path.name for path in found[:8]) or ("none" if source.is_dir() else "there is no such folder")
+        raise DataError(
+            f"--from {source}: needs files named train* and test* ({', '.join(SUFFIXES)}), as a clone of {REPOSITORY} "
+            f"has them in main/, or is such a file itself; found: {seen}."
+        )
+    return {split: [pair for path in paths for pair in _pairs(path)] for split, paths in files.items()}
+
+
+def _pairs(file: Path) -> Iterator[tuple[str, str]]:
+    """Question and answer of each row. Raises DataError."""
+    for where, row in raw_rows(str(file)):
+        question, answer = row.get("question"), row.get("answer")
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise DataError(
+                f"{file}, {where}: has columns {', '.join(row)}; GSM8K's are question and answer, both text. Rows in "
+                f"verl's or TRL's shape need no preparing: data.train_files=[{file}]."
+            )
+        if _FINAL.search(answer) is None:
+            raise DataError(f"{file}, {where}, field answer: {answer[-60:]!r} lacks its last line, `#### 42`.")
+        yield question, answer
+
+
+def of_hub() -> Pairs:
+    """The hub's rows, downloaded with a progress bar, or as an earlier download kept them. Raises Unreachable."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    kept, reason = False, None
+    try:
+        HfApi().dataset_info(REPOSITORY, timeout=PATIENCE_S)  # a download itself tries for half a minute
+    except Exception as error:  # its client's network library has errors of its own
+        kept, reason = True, error
+    pairs = {}
+    for split in SPLITS:
+        name = f"main/{split}-00000-of-00001.parquet"
+        try:
+            file = hf_hub_download(REPOSITORY, name, repo_type="dataset", local_files_only=kept)
+        except Exception as error:
+            first = str(reason or error).strip().partition("\n")[0].partition(". ")[0]
+            raise Unreachable(f"{REPOSITORY} can't be reached ({first})") from error
+        pairs[split] = list(_pairs(Path(file)))
+    return pairs
+
+
+# Made problems -------------------------------------------------------------------------------------------------------
+
+NAMES = ("Ada", "Boris", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana")
+KINDS = (
+    (
+        "{name} buys {a} pens at ${b} each and pays with $100. How many dollars does {name} get back?",
+        {"a": range(2, 10), "b": range(2, 7)},
+        (("The pens cost", "{a} * {b}"), ("{name} gets back", "100 - {0}")),
+    ),
+    (
+        "{name} read {a} pages on Monday and half as many on Tuesday. How many pages did {name} read in all?",
+        {"a": range(12, 80, 2)},
+        (("On Tuesday it was", "{a} / 2"), ("In all it was", "{a} + {0}")),
+    ),
+    (
+        "{name}'s hens lay {a} eggs a day. The family eats {b} of them and sells the rest at ${c} an egg. How many "
+        "dollars does that make in a week?",
+        {"a": range(9, 20), "b": range(1, 6), "c": range(2, 6)},
+        (("Eggs sold each day:", "{a} - {b}"), ("Dollars a day:", "{0} * {c}"), ("Dollars a week:", "{1} * 7")),
+    ),
+    (
+        "{name} has {a} bags of {b} marbles each and gives half of all marbles away. How many are left?",
+        {"a": range(2, 12, 2), "b": range(4, 15)},
+        (("At first there are", "{a} * {b}"), ("Half of them are", "{0} / 2")),
+    ),
+    (
+        "{name} cycles {a} km an hour for {b} hours on a tour of {c} km. How many km are left?",
+        {"a": range(8, 21), "b": range(2, 6), "c": range(101, 150)},
+        (("So far it was", "{a} * {b}"), ("What is left is", "{c} - {0}")),
+    ),
+    (
+        "{name} is {a} years old. An aunt is {b} times as old. How old will the aunt be in {c} years?",
+        {"a": range(4, 13), "b": range(3, 6), "c": range(2, 16)},
+        (("The aunt is", "{b} * {a}"), ("Then she will be", "{0} + {c}")),
+    ),
+    (
+        "{name} packs {a} boxes with {b} cups each, and {c} cups break. How many cups are whole?",
+        {"a": range(12, 61), "b": range(24, 61), "c": range(3, 21)},
+        (("Packed are", "{a} * {b}"), ("Whole are", "{0} - {c}")),
+    ),
+    (
+        "{name} has ${a}, saves ${b} a week for {c} weeks and then buys a book for ${d}. How many dollars are left?",
+        {"a": range(10, 51), "b": range(5, 21), "c": range(3, 13), "d": range(8, 25)},
+        (("Saved are", "{b} * {c}"), ("With the first ones it is", "{a} + {0}"), ("After the book it is", "{1} - {d}")),
+    ),
+)
+"""Question, the numbers in it, and the steps to the answer; `{0}` is what the first step came to."""
+_OPERATIONS = {"+": add, "-": sub, "*": mul, "/": floordiv}
+
+
+def made() -> Pairs:
+    """Problems of the same shape, no two alike, the same ones each time."""
+    rng, pairs = np.random.default_rng(0), {}
+    while len(pairs) < sum(MADE.values()):
+        question, ranges, steps = KINDS[len(pairs) % len(KINDS)]
+        known = {name: int(rng.choice(values)) for name, values in ranges.items()}
+        known["name"] = NAMES[rng.integers(len(NAMES))]
+        pairs[question.format(**known)] = _worked(steps, known)
+    drawn = list(pairs.items())
+    return {"train": drawn[: MADE["train"]], "test": drawn[MADE["train"] :]}
+
+
+def _worked(steps: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:
+    """The answer as GSM8K writes it: a line a step, its calculation in angle brackets, and the last value."""
+    values, lines = [], []
+    for words, calculation in steps:
+        said = calculation.format(*values, **known)
+        left, operation, right = said.split()
+        values.append(_OPERATIONS[operation](int(left), int(right)))
+        lines.append(f"{words.format(**known)} {said} = <<{said.replace(' ', '')}={values[-1]}>>{values[-1]}.")
+    return "\n".join([*lines, f"#### {values[-1]:,}"])

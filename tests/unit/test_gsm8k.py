@@ -1,0 +1,112 @@
+"""`rlfuse prepare gsm8k`: rows in verl's shape from a copy or made here, and what the verifier makes of them."""
+
+import json
+import os
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rlfuse.cli import main
+from rlfuse.config import prepared
+from rlfuse.data.rows import read_rows
+from rlfuse.rewards.verifiers import numeric
+from rlfuse.tasks import gsm8k
+from rlfuse.tasks.prepare import TASKS, listing
+
+COPY = {
+    "train": [{"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"}] * 2,
+    "test": [{"question": "A thousand and one?", "answer": "It is.\n#### 1,001"}],
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "nothing"))
+
+
+def read(split):
+    return read_rows(f"data/gsm8k/{split}.parquet", "prompt")
+
+
+@pytest.mark.parametrize("form", ["hub", "authors"])
+def test_a_copy_becomes_verls_rows(form, capsys):
+    os.makedirs("copy/main")
+    os.makedirs("copy/socratic")
+    for split, rows in COPY.items():
+        if form == "hub":
+            pq.write_table(pa.Table.from_pylist(rows), f"copy/main/{split}-00000-of-00001.parquet")
+            pq.write_table(pa.Table.from_pylist(rows * 3), f"copy/socratic/{split}-00000-of-00001.parquet")
+        else:
+            with open(f"copy/{split}.jsonl", "w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert main(["prepare", "gsm8k", "--from", "copy"]) == 0
+    (row,) = read("test")
+    assert (row.data_source, row.ground_truth, len(read("train"))) == ("openai/gsm8k", "1001", 2)
+    assert row.messages[0]["content"] == f"A thousand and one? {gsm8k.INSTRUCTION}"
+    assert row.columns["extra_info"] == {"split": "test", "index": 0} | COPY["test"][0]
+    assert main(["prepare", "gsm8k"]) == 0 and len(read("train")) == 2, "what came from a copy stays"
+    assert "can't be reached" not in capsys.readouterr().out
+
+
+def test_a_copy_that_is_one_file_is_divided_and_read_again_when_it_changed():
+    rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(20)]
+    for count in (20, 10):
+        pq.write_table(pa.Table.from_pylist(rows[:count]), "all.parquet")
+        assert main(["prepare", "gsm8k", "--from", "all.parquet"]) == 0
+        assert [row.ground_truth for row in read("test")] == ["0", "10"][: count // 10]
+        assert len(read("train")) == count - count // 10
+
+
+def test_without_hub_and_copy_a_sample_is_made_and_named_one(capsys):
+    assert main(["prepare", "gsm8k"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "can't be reached" in said[0] and "256 and 64 made problems" in said[0] and "NOT GSM8K" in said[0]
+    assert said[1:3] == ["data/gsm8k/test.parquet", "data/gsm8k/train.parquet"]
+    rows = [*read("train"), *read("test")]
+    assert len({row.messages[0]["content"] for row in rows}) == len(rows) == 320
+    for row in rows:
+        answer = row.columns["extra_info"]["answer"]
+        assert numeric.score(row.data_source, answer, row.ground_truth)["score"] == 1
+        assert numeric.score(row.data_source, "#### -7", row.ground_truth)["score"] == 0
+        for sum_, value in re.findall(r"<<(.*?)=(.*?)>>", answer):
+            assert eval(sum_) == int(value) >= 0  # digits and one operator
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gsm8k", "--from", "nowhere"], "--from nowhere: needs files named train* and test*"),
+        (["gsm8k", "--from", "bad.jsonl"], "bad.jsonl, line 1: has columns text; GSM8K's are question and answer"),
+        (["gsm8k", "--from", "open.jsonl"], "field answer: 'four' lacks its last line, `#### 42`"),
+        (["gsm8k", "--from", "one.jsonl"], "has 1 rows; one to train and one to test are the least"),
+        (["quickstart", "--from", "x"], "only gsm8k is copied"),
+        (["gsm8"], "there is no such task; did you mean gsm8k?"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, message, capsys):
+    with open("bad.jsonl", "w") as bad, open("open.jsonl", "w") as no_end, open("one.jsonl", "w") as one:
+        bad.write('{"text": "x"}\n')
+        no_end.write('{"question": "2+2?", "answer": "four"}\n')
+        one.write('{"question": "2+2?", "answer": "#### 4"}\n')
+    assert main(["prepare", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not os.path.exists("data")
+
+
+def test_without_a_task_they_are_listed_and_their_folders_are_what_jobs_read(capsys):
+    assert main(["prepare"]) == 0
+    assert capsys.readouterr().out.strip() == listing().strip()
+    root = os.path.join(os.path.dirname(__file__), "..", "..")
+    for name, task in TASKS.items():
+        job = re.search(r"(?:experiment=(\w+)|jobs/(\w+))", task.then)
+        file = f"conf/experiment/{job[1]}.yaml" if job[1] else f"jobs/{job[2]}.yaml"
+        with open(os.path.join(root, file)) as text:
+            (train,) = yaml.safe_load(text)["data"]["train_files"]
+        assert prepared.command_for(train) == f"rlfuse prepare {name}"
+        assert f"{name} " in listing() and str(prepared.FOLDERS[name]) in listing()
+    assert prepared.command_for("elsewhere/train.parquet") is None

@@ -12,18 +12,30 @@ import sys
 
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
-    "prepare": "make the model and the data of a bundled task: rlfuse prepare [quickstart | preferences | long_video]",
+    "eval": "score a model on held-out prompts: rlfuse eval my_job.yaml [CHECKPOINT], with pass@k",
+    "generate": "responses to a file: rlfuse generate my_job.yaml [CHECKPOINT]",
+    "push": "a checkpoint's model to the hub: rlfuse push RUN_DIR USER/NAME",
+    "runs": "the runs of a folder; runs clean removes what crashed ones left",
+    "watch": "the live view of a run that goes on elsewhere: rlfuse watch RUN_DIR",
+    "translate": "a job file from a verl command line or YAML file",
+    "prepare": "the rows and the model of a task: rlfuse prepare quickstart; alone, it lists them",
     "plan": "what a job would take, before anything starts: placement, memory, time; status 3 if it does not fit",
     "doctor": "whether this machine can run jobs, and what to do where it can't",
     "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
-    "report": "a run, or two beside each other, as one HTML page: curves, timelines, idle time, samples",
+    "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
     "reward": "replay RUN_DIR reward.functions=[...]: a run under another reward; serve file.py:function: over HTTP",
     "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 
 MODULES = {
+    "eval": "rlfuse.evaluation.command",
+    "generate": "rlfuse.evaluation.generate",
+    "push": "rlfuse.evaluation.push",
+    "runs": "rlfuse.observe.runs",
+    "watch": "rlfuse.observe.watch",
+    "translate": "rlfuse.config.translate",
     "prepare": "rlfuse.tasks.prepare",
     "plan": "rlfuse.planning.command",
     "doctor": "rlfuse.cluster.doctor",
@@ -39,7 +51,8 @@ MODULES = {
 
 def usage() -> str:
     """What there is, one line per command."""
-    listed = "\n".join(f"  rlfuse {name:<9}{text}" for name, text in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 1
+    listed = "\n".join(f"  rlfuse {name:<{width}}{text}" for name, text in COMMANDS.items())
     return f"rlfuse: RLHF post-training, fused sample by sample\n\n{listed}\n  rlfuse COMMAND --help, rlfuse --version"
 
 

@@ -70,7 +70,7 @@ class AdaptiveKl:
             raise ValueError(f"algorithm.kl_ctrl.target_kl={target} must be above 0; null keeps the coefficient fixed.")
         if horizon <= 0:
             raise ValueError(f"algorithm.kl_ctrl.horizon={horizon} must be above 0.")
-        self.value = value
+        self.value = self._start = value
         self.target = target
         self.horizon = horizon
 
@@ -87,8 +87,9 @@ class AdaptiveKl:
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps; target and horizon come from the configuration."""
-        return {"value": self.value}
+        return {"value": self.value, "start": self._start}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint's coefficient."""
-        self.value = float(state["value"])
+        """Go on from a steered coefficient, unless the configuration has another to start at since."""
+        if self.target is not None and state.get("start", self._start) == self._start:
+            self.value = float(state["value"])

@@ -1,8 +1,8 @@
 """A job started from a notebook, in a process of its own: `train` waits for it, `start` goes on with the notebook.
 
 Role: runs `python -m rlfuse.train`, as a terminal would, so that a notebook that is restarted or that loses its kernel
-loses no run. Every wait is bounded; an interrupted cell or a time limit stops the job as Ctrl-C does, after which the
-same command resumes from its last checkpoint.
+loses no run. Every wait is bounded; an interrupted cell or a time limit stops the job as Ctrl-C does: with a checkpoint
+after the step under way, from which the same command goes on. A second interrupt ends it at once.
 
     process --lines--> reader thread --queue--> follow(): shows each, until the end, an interrupt or the limit
 """
@@ -20,10 +20,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from rlfuse.acceptance import NothingToDo, accept
 from rlfuse.config.compose import load
 
+STEP_S = 600.0
+"""For the step under way of a job that was told to stop; then it is told to end at once."""
 STOPPING_S = 60.0
-"""For a job that was told to stop; then it is killed."""
+"""For that; then it is killed."""
 KEPT = 60
 """Lines of the end that an error shows."""
 NOT_THEIRS = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
@@ -53,7 +56,8 @@ class Job:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._here = f"{Path.cwd()}/"  # left out of what is shown: notebooks are shared
         self._last: deque[str] = deque(maxlen=KEPT)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def running(self) -> bool:
@@ -83,16 +87,31 @@ class Job:
             raise JobError(f"the job ended with status {status}:\n{self._end()}")
         return self.folder
 
-    def stop(self) -> None:
-        """Stop it as Ctrl-C does; kill it if that takes too long. Nothing happens to one that has ended."""
+    def stop(self, step_s: float = STEP_S, show: Callable[[str], None] = print) -> None:
+        """Stop it as Ctrl-C does: with a checkpoint after the step under way, which may take `step_s` seconds.
+
+        Then, or when the cell is interrupted once more, it is told to end at once, and killed if that takes too long.
+        Nothing happens to one that has ended.
+        """
         if not self.running:
             return
-        self._process.send_signal(signal.SIGINT)
+        show(f"stopping; the step under way may take {step_s:g} s, another interrupt ends it at once")
         try:
-            self._process.wait(STOPPING_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(STOPPING_S)
+            self._tell(step_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            try:
+                self._tell(STOPPING_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(STOPPING_S)
+        self._reader.join(STOPPING_S)
+        if self._last:
+            show(self._last[-1])
+
+    def _tell(self, wait_s: float) -> None:
+        """Send what Ctrl-C does, and wait for the end."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(wait_s)
 
     def _read(self) -> None:
         for line in self._process.stdout:
@@ -106,15 +125,19 @@ class Job:
 
 
 def start(*words: str) -> Job:
-    """Start what `rlfuse train` would with these words (job file, presets, settings); ConfigError for bad ones.
+    """Start what `rlfuse train` would with these words (job file, presets, settings).
 
-    Relative paths begin at the notebook's working directory.
+    ConfigError for bad ones, RunRefused where the run folder's run can't go on with them. Relative paths begin at the
+    notebook's working directory.
     """
-    config = load(list(words))
-    name = config.trainer.experiment_name.replace("'", "\\'")
+    try:
+        folder = accept(load(list(words))).config.run_folder
+    except NothingToDo as end:  # as the job will say
+        folder = end.folder
+    name = folder.name.replace("'", "\\'")
     # Said again: a name made of the time would be another one in the job's process.
     named = f"trainer.experiment_name='{name}'"
-    return Job(config.run_folder, [sys.executable, "-m", "rlfuse.train", *words, named])
+    return Job(folder, [sys.executable, "-m", "rlfuse.train", *words, named])
 
 
 def train(*words: str, timeout_s: float = 3600.0) -> Path:

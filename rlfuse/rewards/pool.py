@@ -40,14 +40,14 @@ from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, 
 from rlfuse.engines.protocols import EngineError
 from rlfuse.observe.events import Span
 from rlfuse.rewards.batches import Batches
-from rlfuse.rewards.compose import Outcomes, compose, unscored, wanted, waves
+from rlfuse.rewards.compose import Outcomes, compose, covers, unscored, wanted, waves
 from rlfuse.rewards.engine import environment
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import Item, RewardError, item_of_sample
 from rlfuse.rewards.seat import Call, Seat, closed
 from rlfuse.rewards.shapes import RewardFunction
 from rlfuse.rewards.worker import RewardWorker, pack
-from rlfuse.samples import Reward, RewardFailure, Sample
+from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
 
 # Items of an async verl function that are awaited together in one call, for instance requests to a judge.
 ASYNC_ITEMS = 32
@@ -115,14 +115,33 @@ class RewardPool:
             **more,
         )
 
-    def check_sources(self, sources: Sequence[str]) -> None:
-        """RewardError if a data_source has no reward: to be asked with those of the data, before anything starts."""
-        if missing := unscored(self.entries, sources):
+    def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
+        """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
+
+        To be asked with those of the data, before anything starts.
+        """
+        if missing := unscored(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
                 + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
                 + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
             )
+        problems = [problem for entry in self.entries if (problem := self._lacking(entry, prompts, max_failure_rate))]
+        if problems:
+            raise RewardError("\n".join(problems))
+
+    def _lacking(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
+        """What an entry's function is not given by too many of its rows."""
+        function, rows = self._functions[entry.name], [each for each in prompts if covers(entry, each.data_source)]
+        lacking = [(row, names) for row in rows if (names := function.missing(row.columns.keys() - {self._prompt_key}))]
+        if len(lacking) <= max_failure_rate * len(rows):
+            return None
+        row, names = lacking[0]
+        return (
+            f"reward function {entry.name}: its parameter {', '.join(map(repr, names))} is no column of {len(lacking)} "
+            f"of {len(rows)} rows; row {row.index} has {', '.join(sorted(row.columns))}. Rename the parameter or the "
+            "column, give it a default, or set it in the entry's kwargs."
+        )
 
     async def start(self, slots: Slots | None = None) -> None:
         """Start all processes; EngineError with the user's traceback if one can't be.

@@ -105,7 +105,7 @@ async def scored(
     from rlfuse.rewards.pool import RewardPool
 
     pool = RewardPool.of(reward, trusts, prompt_key=prompt_key)
-    pool.check_sources([sample.prompt.data_source for sample in samples])
+    pool.check_prompts([sample.prompt for sample in samples], reward.max_failure_rate)
     config = Config()
     config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
     slots = await placement.start(config)

@@ -162,7 +162,7 @@ class Seat:
                 raise Lost(replace(timed_out(call.name, call.told_s), traceback=stack), late=True) from None
             except RayError as error:
                 ray.kill(self._actor)  # lives on where what it ran broke it
-                raise Lost(_death(call.name, error), late=False) from error
+                raise Lost(_death(self.where, call.name, error), late=False) from error
 
     def _replace(self, lost: Lost) -> None:
         """Start another process; the next call waits for it, the present answer does not."""
@@ -178,11 +178,12 @@ def closed() -> EngineError:
     return EngineError("the reward pool was closed while samples were waiting")
 
 
-def _death(name: str, error: Exception) -> RewardFailure:
-    why = "it called os._exit, crashed in native code, or ran out of memory"
+def _death(where: str, name: str, error: Exception) -> RewardFailure:
     if isinstance(error, RayTaskError):
-        why = f"what it ran left it unusable, {headline(error.cause or error)}"
-    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", text(str(error)))
+        why, more = f"what it ran left it unusable, {headline(error.cause or error)}", str(error)
+    else:
+        why, _, more = remote.why_it_ended(error, where).partition("\n")
+    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", text(more))
 
 
 def _ids(call: Call) -> str:

@@ -23,7 +23,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import CoroutineType, SimpleNamespace
@@ -59,6 +59,8 @@ GIVEN = {
     "openrlhf": {"queries", "prompts", "labels"},
     "samples": {"samples"},
 }
+# What every row has, whatever its columns.
+ALWAYS = ("data_source", "ground_truth")
 # Columns that a TRL data set may hold and TRL does not hand on.
 WITHHELD = {"prompt", "completion"}
 
@@ -171,12 +173,15 @@ class RewardFunction:
         """A failure if the item's row has not a column that the function can't do without."""
         if item.response and not item.response_ids and self.named.get("completion_ids"):
             return RewardFailure(self.name, "parameter 'completion_ids': the row has text only, no response_ids")
-        for name, required in self.named.items():
-            known = name in GIVEN[self.shape] or name in self.kwargs
-            if required and not known and not _has(item, name):
-                found = sorted({*item.columns, "data_source", "ground_truth"})
-                return RewardFailure(self.name, f"parameter {name!r} is no column of the row; its columns: {found}")
+        if missing := self.missing(item.columns):
+            found = sorted({*item.columns, *ALWAYS})
+            return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
         return None
+
+    def missing(self, columns: Collection[str]) -> list[str]:
+        """Parameters that nothing is given for, of a row with these columns."""
+        known = {*columns, *ALWAYS, *GIVEN[self.shape], *self.kwargs}
+        return [name for name, required in self.named.items() if required and name not in known]
 
     def _single(self, item: Item) -> dict[str, Any]:
         given = {
@@ -342,7 +347,7 @@ def _completion(item: Item) -> str | list[dict[str, str]]:
 
 
 def _has(item: Item, name: str) -> bool:
-    return name in item.columns or name in ("data_source", "ground_truth")
+    return name in item.columns or name in ALWAYS
 
 
 @functools.cache

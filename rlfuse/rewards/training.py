@@ -26,7 +26,7 @@ from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.reward_model_trainer import MODEL, RewardModelTrainer
 from rlfuse.job import Job
 from rlfuse.observe.journal import Journal, due
-from rlfuse.observe.pairs import PICTURE, draw_calibration, summarise_pairs
+from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.recovery import recovered, starting
 from rlfuse.rewards.labels import head_labels
 
@@ -59,10 +59,11 @@ async def _run(
     journal: Journal,
     labels: Sequence[str],
 ) -> None:
-    slots = await placement.start(job.config, again=job.restart is not None)
+    with journal.part("Ray"):
+        slots = await placement.start(job.config, again=job.restart is not None)
     journal.say(slots.told)
     living = slots.living()
-    with starting(journal):
+    with starting(journal), journal.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):
         padding = tokenizer.pad_token_id
         ranks = RewardModelTrainer.start(job.config, slots, journal.total_steps, padding, labels)
         trainer, facts = await watched(ranks, living)
@@ -71,7 +72,7 @@ async def _run(
         await trainer.save(folder)
         tokenizer.save_pretrained(folder / MODEL / "huggingface")
 
-    journal.attach([trainer], save, lambda: {"pairs": source.state_dict()}, facts)
+    journal.attach([trainer], save, lambda _: {"pairs": source.state_dict()}, facts)
     if job.checkpoint is not None:
         await trainer.load(job.checkpoint)
         source.load_state_dict(job.state["pairs"])
@@ -82,31 +83,33 @@ async def _run(
 async def _steps(
     trainer: RewardModelTrainer, source: PromptSource, held_out: Sequence[Preference], journal: Journal, step: int
 ) -> None:
-    """From the state after `step` to the last step. Preempted after a step in which SIGTERM came."""
-    settings, total, picture = journal.config.trainer, journal.total_steps, {PICTURE: journal.folder / PICTURE}
+    """From the state after `step` to the last step. Stopped after a step in which it was told to."""
+    settings, total = journal.config.trainer, journal.total_steps
     if step == 0 and held_out and settings.val_before_train:
-        await journal.trained(0, await evaluate(trainer, held_out, journal), picture)
+        await journal.trained(0, await evaluate(trainer, held_out, journal, 0))
     while step < total:
         step += 1
+        journal.begin(step)
         with journal.recorder.span("step", step=step):
             values = {"training/global_step": step, "training/epoch": source.epoch}
             values |= await trainer.learn(source.next_batch())
-        tested = bool(held_out) and due(settings.test_freq, step, total) and not journal.leaving
-        if tested:
-            values |= await evaluate(trainer, held_out, journal)
+        if held_out and due(settings.test_freq, step, total) and not journal.leaving:
+            values |= await evaluate(trainer, held_out, journal, step)
         if due(settings.save_freq, step, total):
             await journal.checkpoint(step)
-        await journal.trained(step, values, picture if tested else None)
+        await journal.trained(step, values)
         await journal.leave_if_told(step, journal.checkpoint)
 
 
-async def evaluate(trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal) -> dict[str, float]:
+async def evaluate(
+    trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal, step: int
+) -> dict[str, float]:
     """Held-out accuracy, also of each dimension, calibration error, gap and loss; redraws the picture of them."""
     with journal.recorder.span("testing"):
         scores = await trainer.scores(pairs)
     gaps = scores[:, 0].astype(float) - scores[:, 1]
     found = calibrate(gaps)
-    draw_calibration(found, gaps, journal.folder / PICTURE)
+    journal.draw(step, PICTURE, journal.folder / PICTURE, "rlfuse.observe.pairs:draw_calibration", found, gaps)
     values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
     values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
     for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):

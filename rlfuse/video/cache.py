@@ -15,21 +15,18 @@ Waits for file systems only.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import tempfile
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from rlfuse.cluster import scratch
 from rlfuse.engines.protocols import EngineError
 from rlfuse.video.disk_tier import DiskTier
 from rlfuse.video.embedding import BF16, Embedding, write_bytes
 
-PREFIX = "rlfuse-embeddings-"
 MIB = 1 << 20
 
 
@@ -53,8 +50,7 @@ class EmbeddingCache:
     ):
         self.limit_bytes = limit_bytes
         self.disk = DiskTier(disk, disk_bytes) if disk else None
-        remove_left_overs(Path(root))
-        self.folder, self._lock = _locked_folder(Path(root))
+        self.folder, self._lock = scratch.make(scratch.EMBEDDINGS, Path(root))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._counts: Counter[str] = Counter()
 
@@ -138,8 +134,8 @@ class EmbeddingCache:
         """Finish writing to disk and remove the folder; handles are of no use any more."""
         if self.disk:
             self.disk.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        scratch.remove(self.folder)
+        self._lock.close()
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.bf16"
@@ -174,36 +170,3 @@ class EmbeddingCache:
                 f"{needed / MIB:.1f} MiB more are needed, the limit is {self.limit_bytes / MIB:.1f} MiB per node. "
                 "Raise the limit, lower the videos of a step or their token budget, or release finished steps."
             )
-
-
-def remove_left_overs(root: Path) -> list[Path]:
-    """Remove the folders of runs that no longer live; returns them."""
-    removed = []
-    for folder in root.glob(f"{PREFIX}*"):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # another user's, or gone meanwhile
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        except BlockingIOError:  # its run lives
-            pass
-        finally:
-            os.close(descriptor)
-    return removed
-
-
-def _locked_folder(root: Path) -> tuple[Path, int]:
-    """A new folder and the descriptor that keeps it locked until this process ends."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # taken for a left-over before it was locked
-            continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, descriptor
-        os.close(descriptor)

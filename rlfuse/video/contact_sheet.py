@@ -1,15 +1,16 @@
-"""One picture of what the model saw and said: its frames with their times, beside question, answer and reward.
+"""One picture of what the model saw and said: frames with their times beside the question, below them all answers.
 
-Role: `contact_sheet` is called for the few samples that a step logs; the image goes to wandb and, as PNG, to the run
+Role: `contact_sheet` is called for the few prompts that a step logs; the image goes to wandb and, as PNG, to the run
 folder. Pure: it is given the decoded frames of the plan and opens nothing but its fonts.
 Invariants: frames are shown as the model got them, in their order and shape; what does not fit (frames beyond
-`MOST_FRAMES`, the middle of a long answer) is left out evenly and the picture says how much.
+`MOST_FRAMES`, the middle of a long text, answers beyond `MOST_ANSWERS`) is left out and the picture says how much.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,11 @@ GRID = (1120, 760)
 """Pixels that frames are made to fill, about."""
 THUMB = range(60, 281)
 """Pixels of a thumbnail's width: at the least a time can be read below it."""
-PANEL = 420
+PANEL, ANSWER = 420, 250
+"""Pixels of the width of the text beside the frames, and at the least of an answer below them."""
+MOST_ANSWERS = 32
+TALLEST = 1200
+"""Pixels of a column of text, of which what is used is shown."""
 GAP, MARGIN, LABEL = 6, 24, 15
 PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
@@ -34,15 +39,22 @@ SMALL, NORMAL, LARGE = 11, 14, 30
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """One of the answers to the question."""
+
+    text: str
+    reward: Reward | RewardFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Caption:
-    """What stands beside the frames."""
+    """What stands beside and below the frames."""
 
     title: str
-    """Step and sample, for instance `step 12 · 12/3/0`."""
+    """Step and prompt, for instance `step 12 · prompt 3`."""
     question: str
-    answer: str
+    answers: tuple[Answer, ...]
     truth: str = ""
-    reward: Reward | RewardFailure | None = None
 
 
 def contact_sheet(frames: np.ndarray, plan: VideoPlan, caption: Caption) -> Image.Image:
@@ -53,11 +65,13 @@ def contact_sheet(frames: np.ndarray, plan: VideoPlan, caption: Caption) -> Imag
             f"{(plan.frames, plan.height, plan.width, 3)}, as decoded from this plan"
         )
     grid = _grid(frames, plan)
-    panel = _panel(plan, caption, len(grid.info["shown"]), grid.height)
-    height = 2 * MARGIN + max(grid.height, panel.height)
-    sheet = Image.new("RGB", (3 * MARGIN + grid.width + panel.width, height), PAPER)
+    panel = _panel(plan, caption, len(grid.info["shown"]))
+    width, top = MARGIN + grid.width + panel.width, max(grid.height, panel.height)
+    answers = _answers(caption.answers, width)
+    sheet = Image.new("RGB", (2 * MARGIN + width, 3 * MARGIN + top + answers.height), PAPER)
     sheet.paste(grid, (MARGIN, MARGIN))
     sheet.paste(panel, (2 * MARGIN + grid.width, MARGIN))
+    sheet.paste(answers, (MARGIN, 2 * MARGIN + top))
     return sheet
 
 
@@ -92,25 +106,51 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
     return THUMB[0], max(1, round(THUMB[0] / shape))
 
 
-def _panel(plan: VideoPlan, caption: Caption, shown: int, height: int) -> Image.Image:
-    """Text from top to bottom: title, question, answer, truth, reward, and what the plan was."""
-    panel = _Column(Image.new("RGB", (PANEL, max(height, 420)), PAPER))
-    panel.text(caption.title, SMALL, PALE)
-    panel.part("Question", caption.question, 5)
-    room = panel.image.height - panel.top - 210
-    panel.part("Answer", caption.answer, max(3, room // _step(NORMAL)))
+def _panel(plan: VideoPlan, caption: Caption, shown: int) -> Image.Image:
+    """Text from top to bottom: title, question, truth, and what the plan was."""
+    panel = _Column(PANEL)
+    panel.text(caption.title, SMALL, PALE, lines=2)
+    panel.part("Question", caption.question, 12)
     if caption.truth:
-        panel.part("Ground truth", caption.truth, 2)
-    panel.rule()
-    panel.text("Reward", SMALL, PALE)
-    _reward(panel, caption.reward)
+        panel.part("Ground truth", caption.truth, 4)
     seen = f"{plan.frames} frames of {plan.width} x {plan.height}, {plan.fps:.3g} a second"
     patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
     left_out = f" · {shown} of them shown" if shown < plan.frames else ""
-    panel.space(8)
+    panel.space(14)
     panel.text(f"{seen}{left_out}", SMALL, PALE)
     panel.text(f"{plan.tokens:,} visual tokens, {plan.tokens_per_frame} {patch}", SMALL, PALE)
-    return panel.image
+    return panel.used()
+
+
+def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
+    """Columns of answers, in as many rows as they need."""
+    shown = answers[:MOST_ANSWERS]
+    most = max(1, (width + MARGIN) // (ANSWER + MARGIN))
+    across = math.ceil(len(shown) / max(1, math.ceil(len(shown) / most))) or 1
+    column = (width + MARGIN) // across - MARGIN
+    cells = [_answer(f"Answer {number}", each, column) for number, each in enumerate(shown)]
+    rows = [cells[place : place + across] for place in range(0, len(cells), across)]
+    heights = [max(cell.height for cell in row) + MARGIN for row in rows]
+    left_out = _Column(width)
+    if len(shown) < len(answers):
+        left_out.text(f"and {len(answers) - len(shown)} more answers", SMALL, PALE)
+    image = Image.new("RGB", (width, sum(heights) + left_out.top), PAPER)
+    for number, row in enumerate(rows):
+        for place, cell in enumerate(row):
+            image.paste(cell, (place * (column + MARGIN), sum(heights[:number])))
+    image.paste(left_out.used(), (0, sum(heights)))
+    return image
+
+
+def _answer(name: str, answer: Answer, width: int) -> Image.Image:
+    """Its reward, and what it says."""
+    cell = _Column(width)
+    cell.rule()
+    cell.text(f"{name} · reward", SMALL, PALE)
+    _reward(cell, answer.reward)
+    cell.space(6)
+    cell.text(answer.text or "(empty)", NORMAL, INK if answer.text else PALE, lines=16)
+    return cell.used()
 
 
 def _reward(panel: _Column, reward: Reward | RewardFailure | None) -> None:
@@ -124,12 +164,16 @@ def _reward(panel: _Column, reward: Reward | RewardFailure | None) -> None:
 
 
 class _Column:
-    """Text down an image."""
+    """Text from top to bottom."""
 
-    def __init__(self, image: Image.Image):
-        self.image = image
+    def __init__(self, width: int):
+        self.image = Image.new("RGB", (width, TALLEST), PAPER)
         self.top = 0
-        self._draw = ImageDraw.Draw(image)
+        self._draw = ImageDraw.Draw(self.image)
+
+    def used(self) -> Image.Image:
+        """The image, down to where it is written."""
+        return self.image.crop((0, 0, self.image.width, self.top))
 
     def space(self, pixels: int) -> None:
         self.top += pixels

@@ -22,12 +22,10 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,11 +197,6 @@ class DecodePool:
     def _schedule(self, function: Callable[..., Any], *arguments: Any) -> ProcessFuture:
         if self._pool is None:
             heed_children()
-            if _ignores_children():
-                raise EngineError(
-                    "this process ignores SIGCHLD, as Ray's do, so a decode worker's end would not be seen: call "
-                    "rlfuse.cluster.children.heed_children() on its main thread first"
-                )
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(self.workers, initializer=end_with_parent, context=context)
         try:
@@ -241,9 +234,3 @@ def _decode_into(memory: str, clip: Clip) -> None:
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
     decoding.decode(clip.path, clip.plan, clip.first, clip.last, out)
-
-
-def _ignores_children() -> bool:
-    """Asked of the kernel: Ray sets it where Python does not see it."""
-    [ignored] = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "SigIgn" in line)
-    return bool(int(ignored, 16) >> signal.SIGCHLD - 1 & 1)

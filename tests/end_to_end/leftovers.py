@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from rlfuse.engines import scratch
+from rlfuse.cluster import scratch
 
 
 def weights_left(timeout=10):
@@ -12,7 +12,7 @@ def weights_left(timeout=10):
     Those of jobs that other tests run come and go: waits for a moment without any.
     """
     until = time.monotonic() + timeout
-    scratch.sweep("rlfuse-weights-")
+    scratch.sweep(scratch.WEIGHTS)
     while (left := list(Path("/dev/shm").glob("rlfuse-weights-*"))) and time.monotonic() < until:
         time.sleep(0.005)
     return left

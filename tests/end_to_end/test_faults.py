@@ -13,6 +13,10 @@ from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 STEPS = 3
+KILLED = (
+    r"killed by signal 9 \(SIGKILL\); by whom is not known\. Only that, or os\._exit, ends one without a word\."
+    r"( The last that it told: .+ with \d+ MiB in memory, \d+\.\d s ago\.)? Free memory now: .* in /dev/shm\."
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,12 @@ def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one
         assert found[name] == pytest.approx(weights, abs=2e-4), name
 
 
+def test_each_process_keeps_what_it_writes_over_restarts(runs):
+    began = {path.name: path.read_text().count(": process ") for path in (runs[1] / "logs").glob("*.log")}
+    assert (began["rollout-0.log"], began["rollout-1.log"]) == (4, 3)  # in two attempts, and in the places of lost ones
+    assert began["trainer-0.log"] == began["trainer-1.log"] == 2 and began["reward-0.log"] == 3
+
+
 def test_every_loss_is_counted_explained_and_repaired(runs):
     faults = json.loads((runs[1] / "summary.json").read_text())["faults"]
     assert faults.pop("samples_reissued") > 0
@@ -58,14 +68,18 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     lost = [span for span in spans if span.kind == "lost"]
     assert sorted((span.step, span.where) for span in lost) == [(1, "rollout/0"), (2, "rollout/0"), (2, "rollout/1")]
     killed, *stopped = [span.cause for span in lost]
-    assert re.search("rollout/0 died while it was asked to (generate .* samples|say whether it is well)", killed)
+    asked = "rollout/0 died while it was asked to (generate .* samples|say whether it is well): "
+    assert re.fullmatch(f"{asked}{KILLED}\nlogs: {runs[1]}/logs \\(rollout-0.log has the error\\)", killed), killed
     silent, still = sorted(stopped)
     assert re.search("rollout/0: it did not answer for 6 s .*; the last that was heard of it is", silent)
     assert re.search("rollout/1.* stood still for 6 s .* samples at hand; .* a step of .* samples at", still)
     for span in lost:  # all of its step, and all of them generated elsewhere
         assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
     (restart,) = [span for span in spans if span.kind == "restart" and span.where == "driver"]
-    assert "trainer/1" in restart.cause and "Out of memory is the usual cause" in restart.cause
+    assert "trainer/1" in restart.cause and "It is out of memory. Lower actor.ppo_max" in restart.cause
+    assert f"logs: {runs[1]}/logs (trainer-1.log has the error)" in restart.cause
+    (reward,) = [span.cause for span in spans if span.kind == "restart" and span.where == "reward/0"]
+    assert re.fullmatch(f"the process of .* ended while it scored this sample: {KILLED}", reward), reward
     last = read_metrics(runs[1] / "metrics.jsonl")[-1]
     assert last["fault/restarts"] == 1 and last["fault/engines_lost"] == 3
     assert not (runs[1] / "reward_failures.jsonl").exists()

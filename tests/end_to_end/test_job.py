@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from rlfuse import train
 from rlfuse.cli import main as rlfuse
+from rlfuse.cluster import scratch
 from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
@@ -127,13 +129,21 @@ def all_gone(processes, timeout=20):
 
 
 @pytest.fixture(scope="module")
-def serial(job):
+def temporary():
+    """The folder for temporary files of some of the jobs; short, for sockets lie in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def serial(job, temporary):
     """An uninterrupted serial run, after a job that was killed while it compiled: (folder, what it printed)."""
     folder, command = job
     compiled = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
     (compiled / "deepspeed_shm_comm" / "lock").touch()
     (compiled / "rlfuse.lock").write_text("process 1 of nowhere")
-    text = finish(start(command, "serial", "fusion=serial", TORCH_EXTENSIONS_DIR=str(compiled)), expected=0)
+    places = {"TORCH_EXTENSIONS_DIR": str(compiled), "TMPDIR": str(temporary)}
+    text = finish(start(command, "serial", "fusion=serial", **places), expected=0)
     return folder / "runs" / "rlfuse" / "serial", text
 
 
@@ -153,6 +163,10 @@ def test_run_folder_holds_what_the_readme_promises(serial):
                  "perf/throughput", "rewards/even/words/mean", "reward/running_std/even",
                  "reward/latency_s/even/mean", "training/rollout_probs_diff_max"):  # fmt: skip
         assert name in summary["metrics"], name
+
+
+def test_a_run_leaves_nothing_outside_its_folder(serial, temporary):
+    assert not [*temporary.iterdir()]
 
 
 def test_a_lock_that_a_killed_job_left_is_removed_and_told_of(serial):
@@ -224,18 +238,14 @@ def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):
         assert sum(event["ph"] == phase for event in events) == count * len(arrows)
 
 
-def test_a_report_of_a_run_beside_itself_is_drawn_by_a_browser(serial, tmp_path):
-    run, out = serial[0], tmp_path / "report.html"
-    assert rlfuse(["report", str(run), str(run), "--out", str(out)]) == 0
+def test_a_report_of_a_run_beside_another_has_both(serial, tmp_path):
+    run, out, other = serial[0], tmp_path / "report.html", tmp_path / "other"
+    shutil.copytree(run, other, ignore=shutil.ignore_patterns("global_step_*", "wandb"))
+    assert rlfuse(["report", str(run), str(other), "--out", str(out)]) == 0
     page = out.read_text()
-    assert all(f'id="chart-{name}"' in page for name in ("curves", "parts", "lengths", "time-0", "time-1", "idle"))
+    assert all(f'id="chart-{name}"' in page for name in ("lengths-0", "lengths-1", "time-0", "time-1"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == STEPS * 8 * 2 and samples[0]["response"] in page
-    if browser := shutil.which("chromium"):
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,6000", "--dump-dom"]
-        options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", out.as_uri()]
-        made = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120).stdout
-        assert made.count('class="figure js-plotly-plot"') == 6 and f"1 of {2 * len(samples)}" in made
 
 
 def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
@@ -250,16 +260,37 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200
 
 
-def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial):
+def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(job, serial):
+    """To the last bit, although on one slot where the run had two."""
+    (run, _), (_, (_, _, _, *settings)) = serial, job
+    command = [sys.executable, "-m", "rlfuse.cli", "eval", str(run), *settings, "trainer.n_gpus_per_node=1"]
+    text = finish(start(command, run.name), expected=0)
+    found = json.loads((run / "eval" / f"global_step_{STEPS}" / "eval.json").read_text())
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert found["metrics"] == {name: value for name, value in last.items() if name.startswith("val-")}
+    kept = [row["response"] for row in read_metrics(run / "validation.jsonl") if row["step"] == STEPS]
+    assert [row["response"] for row in found_rows(run)] == kept and len(kept) == 6
+    assert f"step {STEPS} of {run}" in text and "pass@1" in text and "✓ engine 1 of 1" in text
+
+
+def found_rows(run):
+    """What the evaluation answered, in the order of prompts."""
+    rows = read_metrics(run / "eval" / f"global_step_{STEPS}" / "responses.jsonl")
+    return sorted(rows, key=lambda row: row["id"])
+
+
+def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial, temporary):
     """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened.
 
     Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
     """
     folder, command = job
     run = folder / "runs" / "rlfuse" / "adaptive"
-    process = start(command, "adaptive", "fusion=adaptive")
+    process = start(command, "adaptive", "fusion=adaptive", TMPDIR=str(temporary))
     wait_for_step(run, 1, process)
-    workers = [each for each in descendants(process) if "Agent" not in each.name()]  # Ray's stay for a minute
+    everybody = descendants(process)
+    semaphores = scratch.held_by(everybody)
+    workers = [each for each in everybody if "Agent" not in each.name()]  # Ray's stay for a minute
     assert heard_beyond_this_machine([process, *workers]) == []
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
     wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
@@ -268,7 +299,10 @@ def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job
     for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
         with (run / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "x')
-    text = finish(start(command, "adaptive", "fusion=adaptive"), expected=0)
+    assert len([*temporary.glob("rlfuse-run-*/session_*_*")]) == 1
+    text = finish(start(command, "adaptive", "fusion=adaptive", TMPDIR=str(temporary)), expected=0)
+    assert not [*temporary.iterdir()] and not all_gone(everybody, timeout=1)
+    assert semaphores and not any(path.exists() for path in semaphores)
     assert "resumed from" in text and f"{run}/events.jsonl: the last row, from byte" in text
     assert_same_curves(serial[0], run)
 
@@ -285,29 +319,33 @@ def assert_same_curves(serial, run, steps=range(STEPS + 1)):
 
 
 @pytest.fixture(scope="module")
-def preempted(job):
-    """A longer job in fused pipelines that was told to leave: (folder, its text)."""
+def stopped(job):
+    """A longer job in fused pipelines that got Ctrl-C, as terminals send it, then SIGTERM: (folder, its text)."""
     folder, command = job
     run = folder / "runs" / "rlfuse" / "pipelines"
     pipelines = ("training.pipeline_parallel_size=2", "training.split_backward=true")
     process = start(command, "pipelines", *pipelines, "trainer.total_training_steps=500")
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
+    os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    text = finish(process, expected=75, timeout=60)
+    text = finish(process, expected=130, timeout=60)
     assert not all_gone(workers)
     return run, text
 
 
-def test_a_preempted_job_saves_where_it_is_and_leaves(preempted):
-    run, text = preempted
+def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(stopped):
+    run, text = stopped
     left = read_metrics(run / "metrics.jsonl")[-1]["step"]
-    assert f"the run left after step {left}, which is saved" in text and f"global_step_{left}; the same command" in text
-    assert (run / LATEST).read_text() == str(left)
+    assert f"Ctrl-C: a checkpoint follows step {left}; press Ctrl-C again to end at once" in text
+    assert f"SIGTERM: a checkpoint follows step {left}, if that is over within" in text
+    assert f"Ctrl-C: the run left after step {left}, which is saved" in text and "Traceback" not in text
+    assert (run / LATEST).read_text() == str(left) and f"global_step_{left}; the same command" in text
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(preempted, serial):
-    run, text = preempted
+def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(stopped, serial):
+    run, text = stopped
     assert "training wait for all responses: training.pipeline_parallel_size=2" in text
     assert_same_curves(serial[0], run)
     spans = read_events(run / "events.jsonl")
@@ -388,7 +426,7 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path, cap
         f"data.train_files=[{tmp_path}/columns.jsonl]": ["columns.jsonl", "question", "data.prompt_key"],
         f"data.train_files=[{tmp_path}/long.jsonl]": ["long.jsonl", "row 0", "40 tokens", "truncation"],
         "actor.ppo_mini_batch_sise=4": ["actor.ppo_mini_batch_sise", "actor.ppo_mini_batch_size"],
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4": ["actor.ppo_mini_batch_size"],
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3": ["actor.ppo_mini_batch_size"],
     }
     for override, named in cases.items():
         assert train.main([*words, "trainer.experiment_name=bad", override]) == train.USER_ERROR, override
@@ -398,8 +436,17 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path, cap
     assert not (folder / "runs" / "rlfuse" / "bad").exists()
 
 
-def test_used_run_folder_is_refused_when_there_is_nothing_to_resume(job, serial):
-    _, command = job
-    text = finish(start(command, "serial", "fusion=serial", "trainer.resume_mode=disable"), expected=2, timeout=60)
-    assert "trainer.experiment_name" in text
-    assert Path(serial[0] / "summary.json").exists()
+def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(job, serial):
+    """Told before torch is imported: the same job has nothing to do, others get the command for either."""
+    (_, command), (run, _) = job, serial
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    asked = {
+        ("fusion=serial",): (0, f"{run} finished after {STEPS} steps", "trainer.experiment_name=serial-2"),
+        ("fusion=serial", "trainer.resume_mode=disable"): (2, "holds a run already", "trainer.resume_mode=auto"),
+        ("fusion=serial", "actor.optim.lr=1"): (2, "actor.optim.lr", f"trainer.total_training_steps={2 * STEPS}"),
+        ("fusion=serial", "algorithm=grpo"): (2, "algorithm.adv_estimator  gae -> grpo", "serial-2"),
+    }
+    for more, (status, *told) in asked.items():
+        text = finish(start(command, "serial", *more), expected=status, timeout=60)
+        assert all(words in text for words in told), text
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

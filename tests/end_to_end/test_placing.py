@@ -90,8 +90,8 @@ class Rank:
     ("words", "told"),
     [
         (TIMED_OUT, ["waited 1440 s", "collective 412 (ALLREDUCE)", "fr_trace", "raise cluster.timeout_s"]),
-        (UNHANDLED, ["It ended itself: what():  NCCL error in: x.hpp:3; the rest is in /", ".err"]),
-        (b"", ["Out of memory is the usual cause", "It wrote to /"]),
+        (UNHANDLED, ["it crashed: what():  NCCL error in: x.hpp:3.", "logs: Ray's of it, /", ".err"]),
+        (b"", ["killed by signal 9 (SIGKILL); by whom is not known", "Free memory now", "logs: Ray's of it, /"]),
     ],
 )
 async def test_a_worker_that_ended_itself_is_told_by_its_last_words(ray_cluster, words, told):

@@ -182,9 +182,6 @@ async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, f
     batch = samples("no hang", "<think>so</think>yes", "hang", "fine")
     for sample, source in zip(batch, ("sums", "chat", "chat", "sums"), strict=True):
         sample.prompt = replace(sample.prompt, data_source=source)
-    pool.check_sources(["sums", "chat"])
-    with pytest.raises(RewardError, match="no entry scores data_source 'code'"):
-        pool.check_sources(["sums", "code"])
     await pool.start()
     gated, chat, also, sums = await pool.score(batch)
     asked = [(s.attributes["function"], s.samples) for s in await pool.drain()]

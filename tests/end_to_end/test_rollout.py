@@ -12,18 +12,24 @@ import pytest
 import ray
 import torch
 from leftovers import weights_left
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines import weights_depot
-from rlfuse.engines.protocols import EngineError, EngineLost, Load, Sampling
+from rlfuse.engines.protocols import EngineError, EngineLost, Engines, Load, Sampling
 from rlfuse.engines.rollout import RolloutWorker
 from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout_start import engine_arguments, rollout_env
 from rlfuse.engines.weights import WeightPush, plan_buckets
-from rlfuse.observe.events import Span
-from rlfuse.samples import Partial, Prompt, Sample, sample_seed
+from rlfuse.evaluation.answering import carry_out
+from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation.responses import Responses
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.fleet import Fleet
+from rlfuse.observe.events import Recorder, Span
+from rlfuse.observe.json_lines import read_rows
+from rlfuse.samples import Partial, Prompt, Sample, make_groups, sample_seed
 
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
 
@@ -145,6 +151,57 @@ async def test_greedy_ignores_the_seed(engine):
     greedy = Sampling(0.0, 1.0, -1, 16)
     responses = await collect(engine, [sample(3, k) for k in range(3)], greedy)
     assert len({tuple(response.token_ids) for response in responses.values()}) == 1
+
+
+async def test_a_stop_text_ends_a_response_wherever_its_parts_were_drawn(engine, tiny_model):
+    tokenizer, one = AutoTokenizer.from_pretrained(tiny_model), sample(70)
+    whole = (await collect(engine, [one]))[one.id]
+    texts = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(25)]
+    stop = texts[12][len(texts[10]) - 2 : len(texts[11]) + 2]  # of three tokens, of none of them whole
+    count = next(number for number, text in enumerate(texts) if stop in text)
+    stopping = Sampling(1.0, 1.0, -1, 24, stop=("never", stop))
+    for carried in (0, 3, count - 2, count - 1):
+        partial = Partial(whole.token_ids[:carried], whole.log_probs[:carried], 0)
+        partials = {one.id: partial} if carried else None
+        [(_, response)] = [found async for found in engine.generate([one], stopping, partials)]
+        assert response.token_ids.tolist() == whole.token_ids[:count].tolist() and response.finish_reason == "stop"
+        assert response.text == texts[count] and not response.text.endswith(stop), "the last token is whole"
+        np.testing.assert_allclose(response.log_probs, whole.log_probs[:count], atol=1e-5)
+    unstopped = await collect(engine, [one], Sampling(1.0, 1.0, -1, 24, stop=("never",)))
+    assert unstopped[one.id].token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_min_p_leaves_unlikely_tokens_out_and_log_probs_are_of_the_rest(engine, reference):
+    samples = [sample(71, k) for k in range(4)]
+    responses = await collect(engine, samples, Sampling(1.0, 1.0, -1, 24, min_p=0.3))
+    for one in samples:
+        tokens = responses[one.id].token_ids
+        ids = torch.tensor(np.concatenate([one.prompt.token_ids, tokens])).long()[None]
+        with torch.no_grad():
+            likely = torch.softmax(reference(ids).logits[0, len(one.prompt.token_ids) - 1 : -1], -1)
+        kept = torch.where(likely >= 0.3 * likely.amax(-1, keepdim=True), likely, 0)
+        assert (kept > 0).sum(-1).float().mean() < 100, "something is left out"
+        expected = (kept / kept.sum(-1, keepdim=True)).log().gather(1, ids[0, -len(tokens) :, None])[:, 0]
+        np.testing.assert_allclose(responses[one.id].log_probs, expected.numpy(), atol=1e-4)
+
+
+async def test_prompts_are_answered_into_a_file_that_was_cut_short(engine, tmp_path):
+    config = Config()
+    config.data.max_response_length, config.rollout.val_kwargs.temperature = 24, 1.0
+    samples, path = [sample(72 + i, k, step=0) for i in range(3) for k in range(2)], tmp_path / "responses.jsonl"
+    expected = await collect(engine, samples)
+    for most in (2, 3):  # the second call finds two prompts answered
+        prompts = [group[0].prompt for group in (samples[:2], samples[2:4], samples[4:])[:most]]
+        groups = make_groups(prompts, 2, 0, 0)
+        responses = Responses(path, scored=False)
+        left, shown = responses.begin({"model": "tiny"}, groups), Shown()
+        assert len(left) == (most if most == 2 else 1)
+        engines = Engines([engine], None, None, None)
+        await carry_out(config, left, engines, Fleet(1, Costs()), Recorder("driver"), responses, shown)
+        responses.close()
+    rows = {row["id"]: row for row in read_rows(path)}
+    assert {name: row["response"] for name, row in rows.items()} == {name: r.text for name, r in expected.items()}
+    assert shown.done == 6 and shown.tokens == sum(len(expected[s.id].token_ids) for s in samples[4:])
 
 
 async def test_the_response_ends_where_the_context_does(engine):
@@ -342,6 +399,22 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
 # Failures --------------------------------------------------------------------------------------------------------
 
 
+async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_there(ray_cluster, tiny_model, tmp_path):
+    """Heads of 16 numbers, which no kernel for CPUs takes; `limits` would have refused them."""
+    config = AutoConfig.from_pretrained(tiny_model, hidden_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    handle = new_handle(8)
+    await handle.start(model_config(tmp_path), settings(), 512, "cpu")
+    with pytest.raises(EngineLost) as failure:
+        await collect(handle, [sample(0)])
+    first, *frames, last = str(failure.value).splitlines()
+    assert first == "rollout/8: vLLM's engine process ended by an error of its own."
+    assert last.startswith("RuntimeError: Unsupported CPU attention configuration: head_dim=16")
+    assert any("cpu_attn.py" in frame for frame in frames) or "_custom_ops.py" in "".join(frames)
+    ray.kill(handle.actor)
+
+
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):
     sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
     await sync.push(4)
@@ -377,13 +450,14 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
 
     killing = asyncio.create_task(kill_after_start(*children(pid)))
     began = time.perf_counter()
-    with pytest.raises(EngineLost, match=r"rollout/0(.|\n)*engine process died") as failure:
+    killed = r"rollout/0: vLLM's engine process was killed by signal 9 \(SIGKILL\); by whom is not known\. Free memory"
+    with pytest.raises(EngineLost, match=killed) as failure:
         while True:
             await collect(engine, [one], Sampling(1.0, 1.0, -1, 500))
     await killing
     assert "Traceback" not in str(failure.value)
     for asked in (collect(engine, [one]), engine.load(), engine.evict([one.id])):
-        with pytest.raises(EngineLost, match="engine process died"):
+        with pytest.raises(EngineLost, match=killed):
             await asked
     await engine.sleep()
     assert await engine.drain() == []

@@ -56,6 +56,7 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
     settings = {
         "cluster.ray_address": address,
         "cluster.max_restarts": 1,
+        "trainer.experiment_name": "two_nodes",
         "trainer.nnodes": 2,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 500,
@@ -72,7 +73,7 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
     process = subprocess.Popen(
         command, env=os.environ | AUTHENTICATED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    run = tmp_path / "runs" / "rlfuse" / "run"
+    run = tmp_path / "runs" / "rlfuse" / "two_nodes"
     wait_for_step(run, 2, process)
     here, there = (inhabitants(raylet) for raylet in raylets)
     assert there == ["Depot", "RolloutWorker", "TrainerRank"]

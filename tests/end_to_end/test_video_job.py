@@ -67,6 +67,7 @@ def run(tmp_path_factory):
         "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
         "trainer.default_local_dir": folder / "runs",
+        "trainer.experiment_name": "run",
         "cluster.timeout_s": 300,
     }
     command = [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 from test_rollout import sample
 
+from rlfuse.cluster import scratch
 from rlfuse.config.compose import load
 from rlfuse.controller import Controller
-from rlfuse.engines import migration, scratch
 from rlfuse.engines.protocols import Sampling
 from rlfuse.run import run
 from rlfuse.samples import Partial
@@ -43,7 +43,7 @@ class Steps:
         shared = [file for process in below for file in SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())]
         os.kill(pid, signal.SIGKILL)
         self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=30)[1]]
-        scratch.sweep(migration.PREFIX)  # as the next engine does
+        scratch.sweep(scratch.KV)  # as the next engine does
         self.found["shared"] = {file: Path(file).exists() for file in shared}
 
     async def move(self):

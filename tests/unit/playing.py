@@ -194,6 +194,12 @@ class World:
 
     leaving = False
 
+    def begin(self, step) -> None:
+        pass
+
+    def say(self, text) -> None:
+        pass
+
     def note(self, values) -> None:
         pass
 

@@ -8,6 +8,7 @@ the test.
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from rlfuse.engines.protocols import PARTS, EngineLost, NotSaved
 from rlfuse.engines.weights import WeightPush
 from rlfuse.observe.journal import due
 from rlfuse.planning.residency import Ledger
-from rlfuse.preemption import Preempted
 from rlfuse.run import start_parts
+from rlfuse.stopping import Stopped
 from rlfuse.video.tower_push import TowerPush
 
 BUCKETS = [["embedding"], ["layer"]]
@@ -257,4 +258,4 @@ class ResidentWorld(World):
         if self.leaving and not due(0, step, self.scene.steps):
             if step not in self.saved:
                 await checkpoint(step)
-            raise Preempted(f"step {step}")
+            raise Stopped(f"step {step}", signal.SIGTERM)

@@ -117,7 +117,7 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
 def test_the_command_prepares_it_where_it_is_told_to(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("rlfuse.tasks.prepare.ClipWarmStart", lambda: TINY)
     monkeypatch.setattr("rlfuse.tasks.prepare.CLIPS", FEW)
-    assert main(["long_video", "--out", str(tmp_path / "here")]) == 0
+    main(["long_video", "--out", str(tmp_path / "here")])
     assert str(tmp_path / "here" / "model") in capsys.readouterr().out
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r"long_movie: there is no such task; did you mean long_video\?"):
         main(["long_movie"])

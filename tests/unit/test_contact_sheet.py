@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from clip_files import plan_of, steady, write_video
 
-from rlfuse.observe.sheets import ContactSheets
+from rlfuse.observe.sheets import draw_sheets, light, sheets_of
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Video
-from rlfuse.video.contact_sheet import MARGIN, MOST_FRAMES, PANEL, Caption, contact_sheet
+from rlfuse.video.contact_sheet import MARGIN, MOST_ANSWERS, MOST_FRAMES, PANEL, Answer, Caption, contact_sheet
 from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
 
-CAPTION = Caption("step 1 · 1/0/0", "How many?", "3", "4", Reward(0.5, {"acc": 0.0}))
+CAPTION = Caption("step 1 · prompt 0", "How many?", (Answer("3", Reward(0.5, {"acc": 0.0})),), "4")
 
 
 def sheet_of(plan, caption=CAPTION):
@@ -58,9 +58,18 @@ def test_a_plan_of_more_frames_shows_some_evenly():
 )
 def test_any_text_fits(answer, reward):
     plan = plan_video(ClipFacts(2.0, 24.0, 56, 56), SeedSampling())
-    sheet, _ = sheet_of(plan, Caption("t" * 500, answer, answer, answer, reward))
+    sheet, _ = sheet_of(plan, Caption("t" * 500, answer, (Answer(answer, reward),) * 5, answer))
     assert (sheet[:, -MARGIN:] == 255).all() and (sheet[-MARGIN:] == 255).all()
     assert (sheet[:, -MARGIN - PANEL : -MARGIN] != 255).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, MOST_ANSWERS, 500])
+def test_all_answers_stand_below_the_frames(count):
+    plan = plan_video(ClipFacts(2.0, 24.0, 56, 56), SeedSampling())
+    answers = tuple(Answer(f"answer {number}", Reward(float(number % 2))) for number in range(count))
+    sheet, _ = sheet_of(plan, Caption("step 1 · prompt 0", "How many?", answers))
+    rewards = [(np.abs(sheet.astype(int) - colour).max(axis=2) < 8).any() for colour in ((194, 56, 90), (31, 138, 76))]
+    assert rewards == [count > 0, count > 1] and sheet.shape[0] < 8000, "bad in red, good in green"
 
 
 def test_frames_of_another_plan_are_refused():
@@ -69,7 +78,7 @@ def test_frames_of_another_plan_are_refused():
         contact_sheet(np.zeros((2, 56, 56, 3), np.uint8), plan, CAPTION)
 
 
-async def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
+def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
     plan = plan_of([0.0, 0.5])
     here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
     videos = (Video(here, plan, np.arange(2, dtype=np.int32)), None, Video(gone, plan, np.arange(2, dtype=np.int32)))
@@ -79,10 +88,10 @@ async def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(
         for number, video in enumerate(videos)
         for sibling in range(2)
     ]
-    sheets = ContactSheets(tmp_path, None, 20.0)
-    try:
-        drawn = await sheets.draw(7, samples)
-        assert drawn.keys() == {"7/0/0", "7/0/1"} and all(path.stat().st_size > 1000 for path in drawn.values())
-        assert (await ContactSheets(tmp_path, 0, 20.0).draw(7, samples)) == {}
-    finally:
-        sheets.close()
+    sheets = sheets_of(samples, None)
+    assert sheets.keys() == {"7/0/0", "7/0/1", "7/2/0", "7/2/1"} and sheets_of(samples, 1).keys() == {"7/0/0", "7/0/1"}
+    assert sheets["7/0/0"] == sheets["7/0/1"], "one a prompt"
+    assert sheets_of(samples, 0) == {}
+    draw_sheets(tmp_path, 7, [light(sample) for sample in samples if sample.id in sheets], sheets, 20.0)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.png")} == {sheets["7/0/0"]}
+    assert all(path.stat().st_size > 1000 for path in tmp_path.glob("*/*.png"))

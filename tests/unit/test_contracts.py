@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from contracts import LIBRARIES, read
@@ -229,6 +230,22 @@ def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
     assert set(PARTS) == SLEEP_TAGS == set(DEFERRABLE_TAGS)
 
 
+def test_a_special_token_may_be_a_stop_text():
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    from rlfuse.engines.protocols import Sampling
+    from rlfuse.engines.rollout_start import NOTHING, Request, sampling_params
+    from rlfuse.tasks.vocabulary import PAD, build_tokenizer
+
+    tokenizer, ids = build_tokenizer(), np.arange(3, 6, dtype=np.int32)
+    params = sampling_params(Request("a", 0, 1, ids, NOTHING), Sampling(1.0, 1.0, -1, 8, stop=(PAD,)), 8, {}, None)
+    given = {"request_id": "a", "prompt_token_ids": ids.tolist(), "sampling_params": params}
+    request = EngineCoreRequest(**dict.fromkeys(EngineCoreRequest.__struct_fields__) | given)
+    reader = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    assert reader.update([7, tokenizer.pad_token_id], False) == PAD
+
+
 def test_variables_of_vllm_and_ray_are_read_by_them():
     import ray
     import vllm.envs
@@ -238,6 +255,7 @@ def test_variables_of_vllm_and_ray_are_read_by_them():
     assert len(ours) > 8 and ours <= vllm.envs.environment_variables.keys()
     folder = Path(ray.__file__).parent
     files = [folder / "core/src/ray/raylet/raylet", *(folder / "_private").rglob("*.py")]
+    files += (folder / "dashboard/modules/job").glob("*.py")
     known = b"".join(file.read_bytes() for file in [*files, *(folder / "_common").rglob("*.py")])
     unknown = [
         name for name in texts - ours if not any(each.encode() in known for each in (name, name.removeprefix("RAY_")))

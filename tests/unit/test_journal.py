@@ -61,7 +61,7 @@ def journal_in(folder, start=0, timeline_freq=2):
     async def save(partial):
         (partial / "weights").write_text("w")
 
-    journal.attach([], save, lambda: {"prompts": {"epoch": 0}}, {})
+    journal.attach([], save, lambda _: {"prompts": {"epoch": 0}}, {})
     return journal
 
 
@@ -96,12 +96,12 @@ async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsy
 
 
 async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, tmp_path):
-    journal = journal_in(tmp_path)
+    journal = journal_in(tmp_path, timeline_freq=0)
     for step in (1, 2):
         journal.note({"actor/ppo_kl": 0.5})
         await run_step(journal, step, [Reward(1.0)])
     journal.close()
-    journal = journal_in(tmp_path, start=1)
+    journal = journal_in(tmp_path, start=1, timeline_freq=0)
     assert [row["step"] for name in ("metrics", "samples") for row in read_metrics(tmp_path / f"{name}.jsonl")] == [
         1,
         1,
@@ -110,6 +110,32 @@ async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, t
     await run_step(journal, 2, [Reward(1.0)])
     assert [step for step, _ in told.of("alert")] == [1]
     journal.close()
+
+
+def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
+    def board(step):
+        rewards = (Reward(step / 4), RewardFailure("judge", "timed out"), Reward(1.0))
+        samples = [finished(step + 1, number, reward) for number, reward in enumerate(rewards)]
+        return SimpleNamespace(groups=[Group(samples[0].prompt, samples)])
+
+    journal = journal_in(tmp_path, timeline_freq=0)
+    journal.config.trainer.log_val_generations = 2
+    for step in (0, 2):
+        journal.validated(step, board(step))
+    journal.close()
+    rows = read_metrics(tmp_path / "validation.jsonl")
+    assert [(row["step"], row["reward"], row["note"]) for row in rows] == [
+        (0, 0.0, None),
+        (0, None, "judge: timed out"),
+        (2, 0.5, None),
+        (2, None, "judge: timed out"),
+    ]
+    shown = [(row | {"step": step}, name) for step, part, name in told.of("samples") for row in part]
+    assert shown == [(row, "val/generations") for row in rows]
+    journal_in(tmp_path, start=1, timeline_freq=0).close()
+    assert read_metrics(tmp_path / "validation.jsonl") == rows[:2]
+    journal_in(tmp_path, timeline_freq=0).close()
+    assert read_metrics(tmp_path / "validation.jsonl") == []
 
 
 class Killed(BaseException):
@@ -226,6 +252,20 @@ async def test_every_sink_is_closed_where_the_disk_is_full(told, tmp_path, monke
     assert told.calls[-1] == ("close", 0)
 
 
+async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(Journal, "say", lambda _, text: said.append(text))
+    journal = journal_in(tmp_path, timeline_freq=0)
+    lost = SimpleNamespace(log=lambda *_: (_ for _ in ()).throw(ConnectionResetError("Connection lost")))
+    journal._sinks.insert(0, lost)
+    for step in (1, 2):
+        await run_step(journal, step, [Reward(1.0)])
+    journal.close()
+    assert [step for step, _ in told.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    (left_out,) = (text for text in said if "Connection lost" in text)
+    assert left_out.startswith("SimpleNamespace takes nothing more, the run folder has all: ConnectionResetError")
+
+
 def test_when_something_is_due():
     assert [step for step in range(1, 8) if due(3, step, 7)] == [3, 6, 7]
     assert [step for step in range(1, 8) if due(-1, step, 7)] == [7] and not due(0, 7, 7)
@@ -243,6 +283,7 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     for step in (1, 2):
         sink.log(step, {"critic/score/mean": step / 2, "actor/ppo_kl": float("nan")})
         sink.samples(step, [sample_row(finished(step, 0, Reward(0.25)))])
+        sink.samples(step, [sample_row(finished(step, 0, Reward(0.75)))], "val/generations")
     sink.picture(2, "timeline", tmp_path / "x.png")
     sink.alert(2, Alert("zero spread", "all equal"))
     sink.failure("reward", "Traceback\n  line")
@@ -252,4 +293,5 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     assert found.Tags()["scalars"] == ["critic/score/mean"] and found.Tags()["images"] == ["timeline"]
     texts = {tag: found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
     assert "2/0/0, reward 0.25" in texts["samples/0/text_summary"] and "    seven" in texts["samples/0/text_summary"]
+    assert "2/0/0, reward 0.75" in texts["val/generations/0/text_summary"]
     assert "zero spread" in texts["alerts/text_summary"] and "      line" in texts["errors/reward/text_summary"]

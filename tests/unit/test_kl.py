@@ -101,6 +101,16 @@ def test_adaptive_coefficient_survives_a_checkpoint():
     assert resumed.value == control.value != 0.1
 
 
+@pytest.mark.parametrize(("start", "target", "expected"), [(0.2, 6.0, 0.2), (0.1, None, 0.1), (0.1, 3.0, None)])
+def test_a_coefficient_that_was_changed_since_the_checkpoint_counts(start, target, expected):
+    """None: what was steered so far, to another target from now on."""
+    control = kl.AdaptiveKl(0.1, target=6.0, horizon=1000)
+    control.update(9.0, 100)
+    resumed = kl.AdaptiveKl(start, target=target, horizon=1000)
+    resumed.load_state_dict(control.state_dict())
+    assert resumed.value == (expected or control.value)
+
+
 def test_adaptive_coefficient_refuses_what_it_cannot_steer():
     with pytest.raises(ValueError, match=r"target_kl=0"):
         kl.AdaptiveKl(0.1, target=0)

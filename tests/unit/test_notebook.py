@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -173,6 +174,7 @@ def test_a_job_that_fails_shows_its_end():
 
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
+    monkeypatch.setattr(Job.stop, "__defaults__", (0.3, print))
     monkeypatch.setattr("rlfuse.notebook.jobs.STOPPING_S", 0.5 if ignores else 30.0)
     handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
     running = job(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('up')\ntime.sleep(600)")
@@ -183,12 +185,31 @@ def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
     assert not process.is_running()
 
 
-def test_an_interrupted_cell_stops_its_job():
-    running = job("import time\nprint('up')\ntime.sleep(600)")
+LISTENS = """
+import signal, time
+from rlfuse.stopping import Stopping
+import asyncio
+async def steps():
+    listening.step = 3
+    print('up')
+    while not listening.asked: await asyncio.sleep(0.01)
+    await asyncio.sleep({left})
+    print('saved')
+listening = Stopping(60.0, print)
+asyncio.run(listening.listen_during(steps()))
+"""
+
+
+@pytest.mark.parametrize("left, end", [(0.1, "saved"), (600, "Ctrl-C again")])
+def test_an_interrupted_cell_stops_its_job_after_the_step_under_way_and_a_second_one_at_once(capsys, left, end):
+    running = job(LISTENS.format(left=left))
 
     def interrupt(line):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(30)
+        if line == "up":
+            if left > 1:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
     try:
@@ -196,7 +217,7 @@ def test_an_interrupted_cell_stops_its_job():
             running.follow(60, interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not running.running
+    assert not running.running and "another interrupt" in (told := capsys.readouterr().out) and end in told
 
 
 def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from rlfuse.engines.batches import collate
 from rlfuse.engines.passes import preference_loss
 from rlfuse.engines.reward_model_trainer import rows_of
 from rlfuse.observe.pairs import draw_calibration, summarise_pairs
-from rlfuse.observe.proxy import draw_proxy
+from rlfuse.observe.proxy import draw_proxies, draw_proxy
 from rlfuse.rewards.labels import ONLY_LABEL
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
@@ -151,7 +151,7 @@ def test_calibration_by_hand():
 
 def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
     gaps = np.linspace(-1, 3, 50)
-    draw_calibration(calibrate(gaps), gaps, tmp_path / "calibration.png")
+    draw_calibration(tmp_path / "calibration.png", calibrate(gaps), gaps)
     rows = [{"step": i, "val-core/reward_model/acc": 0.5 + i / 10, "val-aux/reward_model/ece": 0.1} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = summarise_pairs(tmp_path, 1.0)
@@ -163,6 +163,8 @@ def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
     for path in (picture, tmp_path / "calibration.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_proxy(tmp_path, [{"step": 1, names[0]: 0.5}]) is None
+    with pytest.raises(ValueError, match="second: its metrics hold no score of a reward model"):
+        draw_proxies({"first": rows, "second": [{"step": 1, names[0]: 0.5}]}, tmp_path / "both.png")
 
 
 def test_the_labeller_prefers_what_is_right_and_what_is_long():

@@ -202,7 +202,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_the_command_prints_where_things_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlfuse.tasks.prepare.WarmStart", lambda: TINY)
-    assert main([]) == 0
+    main(["quickstart"])
     out = capsys.readouterr().out
     assert ".cache/rlfuse/remainder/train.parquet" in out and ".cache/rlfuse/remainder/model" in out
     settings = json.loads((tmp_path / ".cache/rlfuse/remainder/settings.json").read_text())

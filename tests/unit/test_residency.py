@@ -14,9 +14,9 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
 from rlfuse.planning.shapes import read_shape
-from rlfuse.preemption import Preempted
 from rlfuse.run import start_parts
 from rlfuse.simulate.clock import run_virtual
+from rlfuse.stopping import Stopped
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
 exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -140,7 +140,7 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
     world = ResidentWorld(scene_of("adaptive", "gae", 3), told=1)
-    with pytest.raises(Preempted):
+    with pytest.raises(Stopped):
         replay(world)
     assert world.saved == [1]
 

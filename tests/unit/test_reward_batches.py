@@ -10,6 +10,7 @@ from rlfuse.cluster.placement import reward_device, reward_options
 from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
+from rlfuse.config.prepared import FOLDERS
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.engines.protocols import EngineError
 from rlfuse.rewards.batches import Batches
@@ -18,7 +19,6 @@ from rlfuse.rewards.judge import Judge, verdict
 from rlfuse.rewards.seat import Call
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry
-from rlfuse.tasks.prepare import JUDGE_ROOT
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 HOUR = 3600.0
@@ -133,7 +133,7 @@ def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
 
 def test_the_experiment_has_the_tasks_judge_and_where_it_runs_is_checked():
     [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
-    assert judge == entry(JUDGE_ROOT / "model")
+    assert judge == entry(FOLDERS["judge"] / "model")
     assert with_judges_at([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
     for device, cuda in (("cpu", True), ("cuda", False)):
         with pytest.raises(ConfigError, match=rf"reward\.device={device}.*set (reward\.device=)?auto"):

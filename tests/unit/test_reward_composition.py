@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from rlfuse.config.rewards import RewardEntry, read_entries
 from rlfuse.rewards.compose import compose, unscored, wanted, waves
 from rlfuse.rewards.entries import load_entries
 from rlfuse.rewards.items import RewardError, Score, item_of_row
+from rlfuse.rewards.pool import RewardPool
 from rlfuse.rewards.table import score_table
-from rlfuse.samples import Reward, RewardFailure
+from rlfuse.samples import Prompt, Reward, RewardFailure
 
 
 def entry(name, weight=1.0, **more):
@@ -162,3 +164,43 @@ def test_given_names_are_kept_and_the_model_sees_answers_only(tmp_path):
     assert [e.name for e in entries] == [f"{module}.f", "f", f"{module}.f_2", "reward_model"]
     assert list(functions) == [entry.name for entry in entries]
     assert [e.answer_only for e in entries] == [False, False, False, True]
+
+
+# ---- before anything starts ----------------------------------------------------------------------------------------
+
+
+def prompts(*rows):
+    return [
+        Prompt(number, np.zeros(1, np.int32), "", (), source, None, columns)
+        for number, (source, columns) in enumerate(rows)
+    ]
+
+
+def of_trl(prompts, completions, answer, scale, hint=None, **rest):
+    return [0.0] * len(completions)
+
+
+def test_a_column_that_is_missing_is_found_in_the_data():
+    pool = RewardPool([{"path": of_trl, "sources": ["math"], "kwargs": {"scale": 1}}, {"path": of_all, "gate": False}])
+    row = {"prompt": "p", "answer": 3}
+    pool.check_prompts(prompts(("math", row), ("code", {})))
+    with pytest.raises(RewardError, match="reward function of_trl: its parameter 'answer' is no column of 1 of 2 rows"):
+        pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.4)
+    pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.5)
+    with pytest.raises(RewardError, match="'prompt' is no column of 1 of 1 rows; row 0 has prompt"):
+        RewardPool([wants_the_prompt]).check_prompts(prompts(("", {"prompt": "p"})))
+
+
+def of_all(data_source, solution_str, ground_truth):
+    return 0.0
+
+
+def wants_the_prompt(solution_str, prompt):
+    return 0.0
+
+
+def test_a_source_that_nothing_scores_is_found_in_the_data():
+    pool = RewardPool([{"path": of_all, "sources": ["sums"]}])
+    pool.check_prompts(prompts(("sums", {})))
+    with pytest.raises(RewardError, match="no entry scores data_source 'code'"):
+        pool.check_prompts(prompts(("sums", {}), ("code", {})))

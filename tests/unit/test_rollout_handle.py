@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from rlfuse.engines import rollout_handle
 from rlfuse.engines.liveness import Pulse
-from rlfuse.engines.protocols import EngineError, EngineLost, Sampling
+from rlfuse.engines.protocols import EngineError, EngineFailed, EngineLost, Sampling
 from rlfuse.engines.rollout_handle import RolloutHandle
 from rlfuse.observe.events import Recorder
 from rlfuse.samples import Prompt, Response, Sample
@@ -166,6 +166,31 @@ async def test_an_engine_is_replaced_so_often_and_not_more(engine):
         await engine.handle.stand()
     engine.handle._lose(engine.actors[2], "an echo")
     assert [span.kind for span in engine.recorder.drain()].count("lost") == 3 and len(engine.actors) == 3
+
+
+async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_successor_has_the_same(engine):
+    for number, head in enumerate((16, 17)):
+        failed = EngineFailed(
+            f"rollout/1: vLLM's engine process ended by an error of its own.\nValueError: size {head}"
+        )
+        assert isinstance(engine.handle._judged(failed, engine.actors[number]), EngineLost)
+        assert ("another one starts" in engine.said[2 * number]) == (number == 0)
+        if number == 0:
+            await engine.push()
+    with pytest.raises(
+        EngineError, match=r"size 17\nrollout/1 is not replaced: its successor failed in the same way\."
+    ):
+        await engine.handle.stand()
+    assert len(engine.actors) == 2 and engine.handle.restarts == 1
+
+
+async def test_other_errors_of_its_own_and_kills_are_tried_as_often_as_may_be(engine):
+    for number, error in enumerate((EngineFailed("ValueError: one"), EngineLost("killed"), EngineLost("killed"))):
+        engine.handle._judged(error, engine.actors[number])
+        if number < 2:
+            await engine.push()
+    with pytest.raises(EngineError, match=r"2 of at most .*=2 times"):
+        await engine.handle.stand()
 
 
 async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_push(monkeypatch):

@@ -130,6 +130,9 @@ def test_a_resumed_selection_draws_the_same_prompts(data):
     assert resumed.selection.state_dict() == steps.selection.state_dict()
     first, again = ({group.prompt.index for group in each.take()[0].groups} for each in (steps, resumed))
     assert first == again
+    fewer = Steps(data, count=12)  # of other data
+    fewer.selection.load_state_dict({"again": [3, 20], "new": [23, 7]})
+    assert fewer.selection.state_dict() == {"again": [3], "new": [7]}
 
 
 def test_too_few_prompts_are_an_error_and_no_endless_search():

@@ -117,8 +117,8 @@ WORDS = ["data.train_files=[data.jsonl]", "model.path=a/b", "reward.functions=[m
 def test_addresses_and_statuses():
     assert full_address("head") == "http://head:8265" and full_address("10.0.0.1:9000") == "http://10.0.0.1:9000"
     assert full_address("https://ray.example.org") == "https://ray.example.org"
-    ends = [("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", None), ("STOPPED", None)]
-    assert [status_of(*end) for end in ends] == [0, 2, 1, 1]
+    ends = [("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", 75), ("FAILED", None), ("STOPPED", None)]
+    assert [status_of(*end) for end in ends] == [0, 2, 75, 1, 1]
 
 
 class Status(enum.Enum):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlfuse.cluster import scratch
 from rlfuse.engines.protocols import EngineError
-from rlfuse.video.cache import EmbeddingCache, remove_left_overs
+from rlfuse.video.cache import EmbeddingCache
 from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
 
 TOKENS, HIDDEN = 6, 8
@@ -95,14 +96,14 @@ def test_room_is_claimed_before_it_is_written_to(make):
     cache = make(entries=1 << 60)
     with pytest.raises(EngineError, match="shm-size"):
         cache.reserve("a", 1 << 50, HIDDEN, "step")
-    assert cache.counters()["bytes"] == 0 and not list(cache.folder.iterdir())
+    assert cache.counters()["bytes"] == 0 and [path.name for path in cache.folder.iterdir()] == ["lock"]
 
 
 def test_an_abandoned_entry_leaves_nothing(make):
     cache = make()
     cache.reserve("a", TOKENS, HIDDEN, "step")
     cache.abandon("a")
-    assert not list(cache.folder.iterdir())
+    assert [path.name for path in cache.folder.iterdir()] == ["lock"]
     put(cache, "a")
 
 
@@ -124,7 +125,8 @@ def test_close_removes_the_folder_and_a_living_runs_stays(make, tmp_path):
 
 
 def _own_a_cache(root: str, ready) -> None:
-    put(EmbeddingCache(BYTES, root=root), "a")
+    cache = EmbeddingCache(BYTES, root=root)
+    put(cache, "a")
     ready.set()
     signal.pause()
 
@@ -132,14 +134,14 @@ def _own_a_cache(root: str, ready) -> None:
 def test_a_killed_runs_folder_is_removed_by_the_next(tmp_path):
     context = multiprocessing.get_context("fork")
     ready = context.Event()
-    owner = context.Process(target=_own_a_cache, args=(str(tmp_path), ready))
+    owner = context.Process(target=_own_a_cache, args=(str(tmp_path), ready), daemon=True)
     owner.start()
     assert ready.wait(30)
     (folder,) = tmp_path.iterdir()
-    assert remove_left_overs(tmp_path) == []
+    assert scratch.sweep(scratch.EMBEDDINGS, tmp_path) == []
     os.kill(owner.pid, signal.SIGKILL)
     owner.join(30)
-    assert remove_left_overs(tmp_path) == [folder]
+    assert scratch.sweep(scratch.EMBEDDINGS, tmp_path) == [folder]
     assert not folder.exists()
 
 

@@ -41,7 +41,7 @@ keep() {
 }
 
 quickstart() {
-    rlfuse prepare
+    rlfuse prepare quickstart
     local seed
     for seed in 1 2 3; do
         rm -rf "$out/runs/pictures/quickstart-$seed"
@@ -63,7 +63,7 @@ report() {
 }
 
 live() {
-    rlfuse prepare
+    rlfuse prepare quickstart
     measured live python tests/benchmarks/live_view.py --out "$out/live.svg" $runs trainer.experiment_name=live
     keep "$out/live.svg" jobs/live.svg
 }
@@ -94,7 +94,7 @@ contact_sheet() {
 
 proxy_and_truth() {
     local weights against remedy=${REMEDY:-algorithm.kl_ctrl.kl_coef=0.2}
-    rlfuse prepare
+    rlfuse prepare quickstart
     rlfuse prepare preferences
     rm -rf "$out/runs/pictures/reward_model"
     rlfuse train experiment=reward_model $runs trainer.experiment_name=reward_model

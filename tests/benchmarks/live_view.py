@@ -2,8 +2,9 @@
 
     python tests/benchmarks/live_view.py [--out jobs/live.svg] [--step 8] [key=value ...]
 
-Needs what `rlfuse prepare` makes. Runs the job as `rlfuse train experiment=quickstart` does, looks every 20 ms, and
-keeps the first view of the step in which a slot generates while another scores or trains (the last one, if none does).
+Needs what `rlfuse prepare quickstart` makes. Runs the job as `rlfuse train experiment=quickstart` does, looks every
+20 ms, and keeps the first view of the step in which a slot generates while another scores or trains (the last one, if
+none does).
 """
 
 from __future__ import annotations

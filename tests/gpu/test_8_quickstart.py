@@ -25,7 +25,7 @@ def test_the_quickstart_learns(device, tmp_path):
     steps = STEPS[device]
     job = ["experiment=quickstart", f"cluster.device={device}", "trainer.n_gpus_per_node=1"]
     job += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=2"]
-    for command in (["rlfuse.cli", "prepare"], ["rlfuse.train", *job, "trainer.experiment_name=card"]):
+    for command in (["rlfuse.cli", "prepare", "quickstart"], ["rlfuse.train", *job, "trainer.experiment_name=card"]):
         environment = os.environ | {"WANDB_MODE": "offline"}
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True, timeout=540)
     [file] = tmp_path.rglob("metrics.jsonl")

@@ -18,6 +18,7 @@ from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import GIB, Budget, memory_of, problems
 from rlfuse.planning.shapes import read_shape
+from rlfuse.tasks.prepare import TASKS
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 PACKAGE = JOBS.parent / "rlfuse"
@@ -41,6 +42,13 @@ def composed(*words):
 def test_scripts_parse(script):
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_whatever_prepares_names_a_task():
+    """`prepare` alone lists the tasks, writes nothing, and ends with status 0."""
+    prepares = re.compile(r"^ *(?:rlfuse|python -m rlfuse\.cli) prepare\b(.*)$", re.M)
+    named = [task for script in SCRIPTS for task in prepares.findall(script.read_text())]
+    assert len(named) >= 5 and all(task.split() and task.split()[0] in TASKS for task in named), named
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

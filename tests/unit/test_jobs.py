@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlfuse.cli import COMMANDS
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import GIB, Budget, memory_of, problems
@@ -132,22 +130,6 @@ def test_every_node_reads_the_environment_before_a_clock_of_rays_runs():
     raised = dict(re.findall(r"(RAY_\w+)=(\d+)", "\n".join(lines[read:start])))
     assert int(raised["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"]) == int(raised["RAY_worker_register_timeout_seconds"])
     assert 'env_integer("RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"' in source
-
-
-def test_commands_of_the_readme_exist_and_their_jobs_compose(tmp_path, monkeypatch):
-    text = (JOBS.parent / "README.md").read_text()
-    (tmp_path / "my_job.yaml").write_text(re.search(r"```yaml\n(# my_job\.yaml.*?)```", text, re.DOTALL)[1])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs").symlink_to(JOBS)
-    commands = re.findall(r"(?:^|`)rlfuse ([a-z]+)([^`#\n]*)", text, re.MULTILINE)
-    comments = "\n".join(path.read_text() for path in JOB_FILES)
-    commands += re.findall(r"^# {3}rlfuse ([a-z]+)(.*?)(?: {3}.*)?$", comments, re.MULTILINE)
-    assert len(commands) > 15 and {name for name, _ in commands} <= COMMANDS.keys()
-    jobs = [shlex.split(rest) for name, rest in commands if name == "train" and not re.search(r"\.\.\.| -", rest)]
-    jobs = [words for words in jobs if words and ("experiment=" in words[0] or words[0].endswith(".yaml"))]
-    assert len(jobs) > 3
-    for words in [["my_job.yaml", "actor.optim.lr=5e-7"], *jobs]:
-        assert composed(*words).model.path, words
 
 
 def imports(path):

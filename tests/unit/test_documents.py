@@ -1,0 +1,399 @@
+"""What documents say is there: files and headings that they link, commands with their options, jobs, keys, messages."""
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from rlfuse.cli import COMMANDS, MODULES
+from rlfuse.config.compose import compose_job, read_command, to_config
+from rlfuse.config.conversions import CONVERSIONS
+from rlfuse.config.documentation import by_name, groups
+from rlfuse.config.facts import Facts
+from rlfuse.config.foreign import VERL, VERL_PREFIXES, counterpart
+from rlfuse.config.keys import PRESET_GROUPS, is_free
+from rlfuse.config.rewards import KEYS
+from rlfuse.config.translate import read, translated
+from rlfuse.evaluation.job import checkpoint_among, names_job
+from rlfuse.tasks.prepare import TASKS
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "jobs"
+
+
+def listed():
+    """Markdown files that are tracked, or are to be; of a copy without git those of the folders that have some."""
+    ask = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+    folders = ("", "conf/", "jobs/", "rlfuse/engines/", "tests/benchmarks/", "tests/gpu/")
+    found = {path.relative_to(ROOT).as_posix() for folder in folders for path in ROOT.glob(f"{folder}*.md")}
+    return sorted(name for name in found | {*filter(None, told)} if (ROOT / name).exists())
+
+
+DOCUMENTS = listed()
+OURS = [name for name in DOCUMENTS if name.startswith("jobs/") and name != "jobs/first_day.md"]
+
+
+def text_of(name):
+    return (ROOT / name).read_text()
+
+
+def parted(text):
+    """What stands outside of fences, and (language, content) of each."""
+    parts = re.split(r"^```(\w*)(?:\n|\Z)", text, flags=re.MULTILINE)
+    return "".join(parts[0::4]), list(zip(parts[1::4], parts[2::4], strict=True))
+
+
+def without_code(text):
+    return parted(text)[0]
+
+
+def blocks(text, language):
+    return [content for each, content in parted(text)[1] if each == language]
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+
+def anchors(text):
+    """Of the headings, as GitHub makes them."""
+    found = []
+    for heading in re.findall(r"^#{1,6} (.+?)\s*$", without_code(text), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        found.append(slug if slug not in found else f"{slug}-{found.count(slug)}")
+    return set(found)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_relative_links_lead_somewhere(name):
+    text = re.sub(r"`[^`]*`", "", without_code(text_of(name)))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(file.read_text()), f"{name}: {target}"
+
+
+def test_links_and_headings_are_found():
+    assert {"README.md", "jobs/README.md", "jobs/troubleshooting.md"} <= set(DOCUMENTS)
+    assert anchors("# A b\n```\n# no\n```\n## Sync wandb's `offline` runs, [x](y)\n## A b\n") == {
+        "a-b", "sync-wandbs-offline-runs-x", "a-b-1"
+    }  # fmt: skip
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+NEEDED = (
+    ("data", "train_files", "data.train_files=[a.parquet]"),
+    ("model", "path", "model.path=m"),
+    ("reward", "functions", "reward.functions=[a.py:f]"),
+)
+"""What a document's part of a job leaves to the others: (group, key, setting)."""
+
+
+class Parsed(Exception):
+    """A command's own parser took its arguments: (what it made of them, the words that it left)."""
+
+
+def composed(words):
+    """Checked, but for what stands on other machines."""
+    return to_config(compose_job(words), lambda _: Facts())
+
+
+@pytest.fixture
+def parsers_stop(monkeypatch):
+    """Parsers take arguments as they do, and then end the command: nothing is done."""
+    known = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self, args=None, namespace=None):
+        raise Parsed(*known(self, args, namespace))
+
+    def parse_args(self, args=None, namespace=None):
+        found, rest = known(self, args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {rest}")
+        if self.prog == "rlfuse reward":  # of serve and replay, which have parsers of their own
+            return found
+        raise Parsed(found, rest)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+
+
+def typed(text):
+    """Words of each command in the fences of a document: all lines for bash, those behind `$` where output follows."""
+    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines += [line[2:] for block in blocks(text, "") for line in block.splitlines() if line.startswith("$ ")]
+    for line in lines:
+        yield from split(shlex.split(line, comments=True))
+
+
+def split(words):
+    """The commands of a line, without variables before them and files that they are directed to."""
+    end = next((at for at, word in enumerate(words) if word in ("&&", "||", "|", ">", ";")), len(words))
+    mine = words[:end]
+    while mine and re.fullmatch(r"[A-Z_]+=.*", mine[0]):
+        mine = mine[1:]
+    if mine:
+        yield mine
+    if words[end : end + 1] not in ([], [">"]):
+        yield from split(words[end + 1 :])
+
+
+def mentioned(text):
+    """Words of each command in the sentences and tables of a document, but for those that leave something open."""
+    for piece in re.findall(r"(?<!`)`(rlfuse [^`]+)`(?!`)", without_code(text)):
+        if not re.search(r"\.\.\.|[\[|]", piece):
+            yield shlex.split(piece)
+
+
+def parsed_by(name, words):
+    """What the command's parser makes of its arguments: (namespace, words left)."""
+    with pytest.raises(Parsed) as end:
+        importlib.import_module(MODULES[name]).main(words)
+    return end.value.args
+
+
+def first_of(word):
+    """Of a setting with several values the one that a sweep begins with."""
+    if "=" not in word or word.endswith(".yaml"):
+        return word
+    override = OverridesParser.create().parse_override(word)
+    several = override.is_sweep_override()
+    return f"{override.key_or_group}={next(override.sweep_string_iterator())}" if several else word
+
+
+def try_train(words):
+    """Names, types and values of a job; of a sweep, of its first one."""
+    if "--help" in words:
+        return
+    if "-m" in words:
+        read_command(words)
+        words = [first_of(word) for word in words if word != "-m" and not word.startswith("hydra")]
+    elif words[:2] == ["--cfg", "job"]:
+        words = words[2:]
+    assert composed(words).model.path
+
+
+def try_command(words):
+    """Raises for a command that would be refused for what it says, and SystemExit for its options."""
+    name, arguments = words[1], words[2:]
+    assert name in COMMANDS, words
+    if not arguments or name == "train":
+        return try_train(arguments) if arguments else None
+    if name == "translate":
+        if arguments[0] == "--":
+            assert translated(read(arguments)).settings
+        return None
+    if name == "runs" and arguments[0] == "clean":
+        return parsed_by(name, arguments)
+    found, rest = parsed_by(name, arguments)
+    if name == "prepare":
+        assert found.task in TASKS
+    elif name == "reward" and arguments[0] == "replay":
+        assert read_command(found.settings)
+    elif name in ("plan", "submit") and rest:
+        assert composed(rest).model.path
+    elif name in ("eval", "generate"):
+        assert not any(word.startswith("-") for word in rest), rest
+        _, settings = checkpoint_among(rest)
+        if any(names_job(word) for word in settings):
+            assert composed(settings).model.path
+    return None
+
+
+def try_script(words):
+    """A script of ours, called with settings: it is there, and they make a job with its last experiment."""
+    at = next(at for at, word in enumerate(words) if re.search(r"/.*\.(sh|slurm|py|yaml)$", word))
+    script = ROOT / words[at]
+    assert script.exists(), words
+    source, given = script.read_text(), words[at + 1 :]
+    settings = [word for word in given if re.match(r"[a-z_]+[.\w]*=", word) or word.endswith(".yaml")]
+    if script.suffix == ".py":
+        assert all(f'"{word.partition("=")[0]}"' in source for word in given if word.startswith("--")), words
+    elif settings:
+        assert composed([*re.findall(r"experiment=\w+", source)[-1:], *settings]).data.train_files, words
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """A folder with the files that a document shows with their names, and `jobs`, as the working folder."""
+
+    def write(text):
+        for language in ("yaml", "python"):
+            for block in blocks(text, language):
+                if name := re.match(r"# ([\w/]+\.(?:yaml|py))\b", block):
+                    (tmp_path / name[1]).parent.mkdir(parents=True, exist_ok=True)
+                    (tmp_path / name[1]).write_text(block)
+
+    write(text_of("README.md"))
+    write(text_of("jobs/README.md"))
+    (tmp_path / "DIR" / "lengths").mkdir(parents=True)
+    (tmp_path / "DIR" / "lengths" / "long.yaml").write_text("data: {max_response_length: 4096}\n")
+    (tmp_path / "jobs").symlink_to(JOBS)
+    monkeypatch.chdir(tmp_path)
+    return write
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_exist_and_their_jobs_compose(name, beside, parsers_stop):
+    text = text_of(name)
+    beside(text)
+    for words in [*typed(text), *mentioned(text)]:
+        if words[0] == "rlfuse" and len(words) > 1 and not words[1].startswith("-"):
+            try_command(words)
+        elif words[0] in ("bash", "sbatch") or words[:2] == ["kubectl", "apply"]:
+            try_script(words)
+        elif words[0] == "python" and words[1].endswith(".py"):
+            try_script(words)
+        elif words[:2] == ["docker", "build"]:
+            assert (ROOT / words[words.index("-f") + 1]).exists()
+
+
+def test_commands_in_job_files_and_help_compose(beside, parsers_stop):
+    found = [line for path in JOBS.glob("*.yaml") for line in re.findall(r"^# {3}(rlfuse .*?)(?: {3}.*)?$",
+             path.read_text(), re.MULTILINE)]  # fmt: skip
+    found += [task.then for task in TASKS.values()]
+    assert len(found) > 8
+    for line in found:
+        try_command(shlex.split(line))
+
+
+def test_wrong_commands_are_found(beside, parsers_stop):
+    text = "```bash\nrlfuse runs && rlfuse train a.yaml \\\n  n=8   # a comment\nA=1 bash jobs/x.sh > b\n```\n"
+    assert [*typed(text)] == [["rlfuse", "runs"], ["rlfuse", "train", "a.yaml", "n=8"], ["bash", "jobs/x.sh"]]
+    refused = ("train my_job.yaml rolout.n=8", "evaluate my_job.yaml", "prepare gsm9k", "eval my_job.yaml --k 3")
+    for wrong in (f"rlfuse {each}" for each in refused):
+        with pytest.raises((ValueError, AssertionError)):
+            try_command(shlex.split(wrong))
+    for wrong in ("rlfuse trace a b", "rlfuse report a --output b"):
+        with pytest.raises(SystemExit):
+            try_command(shlex.split(wrong))
+    with pytest.raises(AssertionError):
+        try_script(["bash", "jobs/nothing.sh"])
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_jobs_that_are_shown_compose(name, tmp_path):
+    for number, block in enumerate(blocks(text_of(name), "yaml")):
+        file, shown = tmp_path / f"job{number}.yaml", yaml.safe_load(block)
+        file.write_text(block)
+        missing = [word for group, key, word in NEEDED if key not in shown.get(group, {})]
+        assert composed([str(file), *missing]), block
+
+
+# Keys and names -------------------------------------------------------------------------------------------------------
+
+
+def known(name):
+    """Whether this is a key, a group of keys, below a free key, or a preset's group."""
+    return name in by_name() or name in groups() or is_free(name) or name in PRESET_GROUPS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_keys_in_the_text_exist(name):
+    tops = {group.partition(".")[0] for group in groups()}
+    for piece in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_code(text_of(name))):
+        for word in piece.split():
+            key = re.match(r"([a-z_]+(?:\.\w+)+)(=|$)", word.strip("',"))
+            if key and key[1].partition(".")[0] in tops and key[1] not in FOREIGN and not key[1].endswith(".X"):
+                assert known(key[1]), f"{name}: {word}"
+
+
+VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
+FOREIGN = {*VERLS, *VERL}
+"""Names of verl, some of whose groups are called as here."""
+
+
+def rows(text, head):
+    """The cells of tables that begin with this head."""
+    for table in re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
+        for line in table.splitlines():
+            yield [re.findall(r"`([^`]+)`", cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def fields_of(*files):
+    """Fields of the dataclasses in installed files, which are not imported."""
+    found = set()
+    for file in files:
+        for node in ast.parse((Path(sysconfig.get_path("purelib")) / file).read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return found
+
+
+def test_names_of_verl_exist_and_become_what_the_table_says():
+    found = [row for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" not in str(row)]
+    assert len(found) > 25
+    for theirs, ours, *_ in found:
+        assert all(map(known, ours)), ours
+        for name in theirs:
+            assert name in FOREIGN, name
+            there = counterpart(name, frozenset(by_name()))
+            same = name in by_name() or any(key.startswith(tuple(ours)) for key in there.keys)
+            assert same or name in CONVERSIONS, name
+    prefixes = dict(VERL_PREFIXES)
+    for theirs, ours in (row[:2] for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" in str(row)):
+        for there, here in zip(theirs, ours, strict=False):
+            assert prefixes[there.removesuffix("X")] == here.removesuffix("X")
+
+
+def test_names_of_trl_are_those_of_the_installed_one():
+    theirs = fields_of("trl/trainer/grpo_config.py", "trl/trainer/rloo_config.py", "trl/trainer/base_config.py",
+                       "transformers/training_args.py")  # fmt: skip
+    found = list(rows(text_of("jobs/coming_from.md"), "TRL \\| here"))
+    assert len(found) > 20
+    for names, ours, *_ in found:
+        assert {name for name in names if not name.endswith("Config")} <= theirs, names
+        assert ours and all(map(known, ours)), ours
+
+
+def test_keys_of_the_openrlhf_table_exist():
+    found = list(rows(text_of("jobs/coming_from.md"), "OpenRLHF \\| here"))
+    assert len(found) > 25
+    for names, ours, *_ in found:
+        assert all(name.startswith("--") for name in names) and all(map(known, ours)), (names, ours)
+
+
+def test_entries_have_the_keys_that_the_table_says():
+    named = [word for row in rows(text_of("jobs/rewards.md"), "key of an entry") for word in row[0]]
+    assert set(named) == set(KEYS)
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def templates():
+    """Texts of the source as they are printed: `...` stands for what is filled in."""
+    for path in (ROOT / "rlfuse").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    install = (JOBS / "install.sh").read_text().replace('" \\\n            "', " ").replace('" \\\n        "', " ")
+    yield re.sub(r"\$\{?\w+(?:\^\^)?\}?", "...", install)
+
+
+def test_messages_are_in_the_words_printed():
+    said = list(templates())
+    text = without_code(text_of("jobs/troubleshooting.md"))
+    messages = [piece for row in rows(text, "(?:printed|title)") for piece in row[0]]
+    messages.remove("rlfuse: command not found")  # the shell's
+    assert len(messages) > 60
+    for message in messages:
+        pieces = [piece for piece in re.split(r"\.\.\.", message) if piece.strip()]
+        assert any(all(piece in each for piece in pieces) for each in said), message

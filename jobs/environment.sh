@@ -6,4 +6,3 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash jobs/install.sh
 export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
-export RLFUSE_STARTED_AT=$(date +%s) # the summary's seconds count from here, a warm start included

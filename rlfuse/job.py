@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from rlfuse import checkpoints
-from rlfuse.acceptance import NothingToDo, accept, long_enough, refuse_running
+from rlfuse import checkpoints, inputs
+from rlfuse.acceptance import NothingToDo, accept, refuse_running
 from rlfuse.cluster import placement
 from rlfuse.config.changes import Change
 from rlfuse.config.schema import Config
@@ -34,6 +34,7 @@ from rlfuse.observe.events import Span
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.json_lines import RowFile
 from rlfuse.observe.watchdog import watching
+from rlfuse.refusals import long_enough
 from rlfuse.stopping import Stopped
 
 
@@ -57,6 +58,8 @@ class Job:
     """The step at which this process went on, whatever it lost since."""
     changes: tuple[Change, ...] = ()
     """Of settings, since the run that the checkpoint is of."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """What else the run is made of, by `rlfuse.inputs`."""
 
     def journal(self, total_steps: int) -> Journal:
         """The run folder's, with `config.yaml` beside it; before this the job has touched nothing.
@@ -72,8 +75,8 @@ class Job:
             refuse_running(self.folder)
             trainer = self.config.trainer
             status.begin(self.folder, f"{trainer.project_name}/{trainer.experiment_name}", self.started, total_steps)
-        if self.changes:
-            _note_changes(self.folder, self.state["step"], self.changes)
+        _note_changes(self.folder, self.state["step"], self.changes)
+        inputs.note(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         journal = Journal(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
         if self.restart is not None:
@@ -124,8 +127,14 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
-    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step."""
-    with closing(RowFile(folder / "changes.jsonl")) as file:
+    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step.
+
+    Those of steps behind it, which the run abandons as it goes back, go.
+    """
+    path = folder / "changes.jsonl"
+    if not changes and not path.exists():
+        return
+    with closing(RowFile(path, keep=lambda row: row["step"] <= step)) as file:
         file.append({"step": step, "key": each.key, "was": each.was, "is": each.now} for each in changes)
 
 
@@ -157,9 +166,9 @@ def open_job(config: Config) -> Job:
     if accepted.told:
         print(accepted.told, flush=True)
     state = checkpoints.read_state(accepted.checkpoint) if accepted.checkpoint else {"step": 0}
-    started = float(os.environ.get("RLFUSE_STARTED_AT", time.time()))
+    started = time.time()
     config = accepted.config
-    more = {"resumed_after": state["step"], "changes": accepted.changes}
+    more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 
 

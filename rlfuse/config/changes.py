@@ -24,6 +24,11 @@ class Effect(Enum):
     EXPERIMENT = "take effect, but before and after are then no longer one experiment"
     FIXED = "can't change in a run"
 
+    @property
+    def label(self) -> str:
+        """A short name, for a column of a table."""
+        return self.name.lower().replace("_", " ")
+
 
 _LAYOUT = ("actor.zero_stage", "training.pipeline_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
 """How optimizer state is cut up."""
@@ -83,6 +88,11 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
 """(effect, what it means, keys and groups of keys)."""
 
 _BY_NAME = {name: (effect, reason) for effect, reason, names in TABLE for name in names.split()}
+WHERE_VALUES_DECIDE = {
+    **dict.fromkeys(_LAYOUT, (Effect.NEXT_STEP, "where work runs; the checkpoint can be loaded so")),
+    "algorithm.adv_estimator": (Effect.FIXED, "with a critic or without: the checkpoint is of the other"),
+}
+"""What some changes of a key mean, by its value before and after, in place of the table's."""
 _PATHS = ("data.train_files", "data.val_files", "video.disk_cache", "trainer.default_local_dir")
 
 
@@ -105,6 +115,11 @@ def rule(key: str) -> tuple[Effect, str]:
     return _BY_NAME[group]
 
 
+def rules(key: str) -> list[tuple[Effect, str]]:
+    """All that a change of a key may mean, whichever values it had."""
+    return [rule(key), *([WHERE_VALUES_DECIDE[key]] if key in WHERE_VALUES_DECIDE else [])]
+
+
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """What differs between two configurations as they stand in `config.yaml`, in the order of the schema.
 
@@ -120,12 +135,8 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 def _judged(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Effect, str]:
     """As `rule`, where the values matter too."""
-    effect, reason = rule(key)
-    if key in _LAYOUT and _loads(before, after):
-        return Effect.NEXT_STEP, "where work runs; the checkpoint can be loaded so"
-    if key == "algorithm.adv_estimator" and "gae" in (before[key], after[key]):
-        return Effect.FIXED, "with a critic or without: the checkpoint is of the other"
-    return effect, reason
+    of_critic = key == "algorithm.adv_estimator" and "gae" in (before[key], after[key])
+    return WHERE_VALUES_DECIDE[key] if of_critic or (key in _LAYOUT and _loads(before, after)) else rule(key)
 
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -66,18 +66,15 @@ def _values(config: Config, facts: Facts) -> Iterator[str]:
     """Each value by itself, in the schema's order."""
     for name, key in by_name().items():
         value = value_of(config, name)
-        if name in CHOICES:
-            for given in value if isinstance(value, list) else [value]:
-                if why := WHY_NOT.get((name, given)):
-                    yield f"{name}={as_typed(value)}: {why}; take one of {', '.join(CHOICES[name])}"
-                elif given not in CHOICES[name]:
-                    near = did_you_mean(given, CHOICES[name])
-                    yield f"{name}={as_typed(value)}: `{given}` is not one of {', '.join(CHOICES[name])}" + (
-                        near or "; take one of these"
-                    )
-        elif name in RANGES and value is not None and not in_range(value, RANGES[name]):
-            null = ", or null" if key.type.endswith("| None") else ""
-            yield f"{name}={as_typed(value)}: must be {RANGES[name]}{null}; {_remedy(name, key.default_text)}"
+        shown, choices = f"{name}={as_typed(value)}", CHOICES.get(name, ())
+        for given in (value if isinstance(value, list) else [value]) if choices else ():
+            if why := WHY_NOT.get((name, given)):
+                yield f"{shown}: {why}; take one of {', '.join(choices)}"
+            elif given not in choices:
+                meant = did_you_mean(given, choices) or "; take one of these"
+                yield f"{shown}: `{given}` is not one of {', '.join(choices)}{meant}"
+        if key.limits and value is not None and not in_range(value, RANGES[name]):
+            yield f"{shown}: must be {key.limits}; {_remedy(name, key.default_text)}"
 
 
 def _remedy(name: str, default: str) -> str:

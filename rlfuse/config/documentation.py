@@ -1,8 +1,9 @@
-"""The list of keys with type, default and docstring, read from the schema's source.
+"""The list of keys with type, default, valid values and docstring, read from the schema's source.
 
-Role: one source for `rlfuse train --help`, for error messages that name a key's meaning, and for the check that README
-names only keys that exist. Python keeps no docstring of a dataclass field, so the strings are taken from the syntax
-tree of schema.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
+Role: one source for `rlfuse train --help`, for the key reference (conf/KEYS.md, `rlfuse train --help --markdown`), for
+error messages that name a key's meaning, and for the check that README names only keys that exist. Python keeps no
+docstring of a dataclass field, so the strings are taken from the syntax tree of schema.py. Invariant: keys come in the
+schema's order, each leaf once. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
 import shutil
 import sys
 import textwrap
@@ -21,9 +23,21 @@ from typing import Any, TextIO
 from omegaconf import MISSING
 
 from rlfuse.config import alerting, clusters, rewards, schema, trainer
+from rlfuse.config.valid_values import RANGES, VALUES
 
 COLUMNS = 100
 """Widest help text; longer lines are tiring to read, and many terminals end here."""
+MARKDOWN = "--markdown"
+"""Among the words after --help: print the reference."""
+REFERENCE = """\
+# Keys
+
+<!-- Written by `rlfuse train --help --markdown > conf/KEYS.md`, from the sources in rlfuse/config. -->
+
+Every key of a job, as it is given on the command line (`rollout.n=8`) or in a job file. The last column is about runs
+that go on from a checkpoint with another value. Such changes, by the word there:
+
+{effects}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,13 @@ class Key:
     type: str
     """As annotated in the schema: `int`, `list[str]`, `float | None`."""
     default: Any = dataclasses.field(hash=False)  # lists and dictionaries are defaults too
-    text: str
-    """What it does."""
+    about: str
+    """What it does, as it stands below the field: before valid values, which have their own place, with a colon."""
+
+    @property
+    def text(self) -> str:
+        """What it does, and which values with names it has."""
+        return f"{self.about} {VALUES[self.name]}." if self.about.endswith(":") else self.about
 
     @property
     def group(self) -> str:
@@ -49,6 +68,16 @@ class Key:
     @property
     def required(self) -> bool:
         return isinstance(self.default, str) and self.default == MISSING
+
+    @property
+    def optional(self) -> bool:
+        return self.type.endswith("| None")
+
+    @property
+    def limits(self) -> str:
+        """The valid values of a number: `1 or more, or null`; empty for other keys."""
+        words = RANGES.get(self.name, "")
+        return f"{words}, or null" if words and self.optional else words
 
     @property
     def free(self) -> bool:
@@ -148,11 +177,14 @@ def _walk(node: type, prefix: str) -> list[Key]:
 
 
 def print_help(words: list[str], out: TextIO | None = None) -> None:
-    """The keys by group; `words` narrow it to keys that contain one of them (in name or text)."""
-    out = out or sys.stdout
+    """The keys by group; `words` narrow it to keys that contain one of them (in name or text), `--markdown` is none."""
+    out, markdown = out or sys.stdout, MARKDOWN in words
+    words = [word for word in words if word != MARKDOWN]
     wanted = [key for key in _documented() if not words or any(w in key.name or w in key.text.lower() for w in words)]
     if not wanted:
         print(f"No key is about {' or '.join(words)}. All keys: rlfuse train --help", file=out)
+    elif markdown:
+        print(reference(wanted), file=out)
     elif out.isatty():
         _print_rich(wanted, out)
     else:
@@ -167,9 +199,11 @@ def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
         if key.group != group:
             group = key.group
             lines += ["", *textwrap.wrap(f"{group}: {groups()[group]}", COLUMNS, subsequent_indent="    ")]
-        value = key.type if key.required else f"{key.type} = {key.default_text}"
-        lines.append(f"  {key.name}: {value}{'  (required)' if key.required else ''}")
-        lines += textwrap.wrap(key.text, COLUMNS, initial_indent="      ", subsequent_indent="      ")
+        value, beside = (key.type, "required") if key.required else (f"{key.type} = {key.default_text}", key.limits)
+        lines.append(f"  {key.name}: {value}{f'  ({beside})' if beside else ''}")
+        lines += textwrap.wrap(
+            key.text, COLUMNS, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
+        )
     return "\n".join(lines).lstrip("\n")
 
 
@@ -187,5 +221,45 @@ def _print_rich(wanted: list[Key], out: TextIO) -> None:
         table.add_column(ratio=1)
         for key in (key for key in wanted if key.group == group):
             default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")
-            table.add_row(key.name, f"[dim]{escape(key.type)}[/dim] {default}\n{escape(key.text)}")
+            limits = f"  [dim]({key.limits})[/dim]" if key.limits else ""
+            table.add_row(key.name, f"[dim]{escape(key.type)}[/dim] {default}{limits}\n{escape(key.text)}")
         console.print(table)
+
+
+def reference(wanted: list[Key] | tuple[Key, ...]) -> str:
+    """The keys as a page of Markdown, with what a change of each means to a run that is resumed."""
+    from rlfuse.config.changes import Effect  # which reads the keys here
+
+    lines = [REFERENCE.format(effects="\n".join(f"- *{effect.label}*: {effect.value}." for effect in Effect))]
+    for group in dict.fromkeys(key.group for key in wanted):
+        lines += ["", f"## {group}", "", groups()[group], ""]
+        inner = [name for name in groups() if name.startswith(f"{group}.")]
+        lines += [f"- `{name}`: {groups()[name]}" for name in inner] + ([""] if inner else [])
+        lines += ["| key | valid values | default | meaning | a change on resume |", "|---|---|---|---|---|"]
+        lines += [_row(key) for key in wanted if key.group == group]
+    return "\n".join(lines)
+
+
+def _row(key: Key) -> str:
+    from rlfuse.config.changes import rules
+
+    default = "required" if key.required else f"`{key.default_text}`"
+    changes = ", or ".join(f"{effect.label} ({reason})" for effect, reason in rules(key.name.partition("[]")[0]))
+    cells = (f"`{key.name}`", _valid(key), default, key.about.rstrip(":."), changes)
+    return f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _valid(key: Key) -> str:
+    """The values that a key may have."""
+    if key.name in VALUES:
+        named = re.sub(r"(^|\| )([\w-]+)", r"\1`\2`", VALUES[key.name])
+        return f"a list of {named}" if key.type.startswith("list") else named
+    kind = f"`{key.type.removesuffix(' | None')}`"
+    return f"{kind}: {key.limits}" if key.limits else kind + (", or null" if key.optional else "")
+
+
+def _escaped(cell: str) -> str:
+    """Without what Markdown takes for the end of a cell and, outside code, for a tag or emphasis."""
+    parts = cell.split("`")
+    parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")

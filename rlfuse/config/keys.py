@@ -17,10 +17,10 @@ from typing import Any
 from rlfuse.config.documentation import Key, by_name, groups, keys
 from rlfuse.config.foreign import OTHER_UNIT, VERL_PREFIXES, Counterpart, counterpart, is_verls, other_meanings, renamed
 
-PRESET_GROUPS = ("algorithm", "fusion", "experiment")
-"""Groups with files in conf/, chosen by name: algorithm=grpo."""
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
 """What conf/config.yaml chooses."""
+PRESET_GROUPS = tuple(DEFAULT_PRESETS)
+"""Groups with files in conf/, chosen by name: algorithm=grpo."""
 
 ALL_KEYS = "`rlfuse train --help` lists every key"
 
@@ -232,7 +232,7 @@ def explain_value(name: str, value: str | None) -> str:
     """One line about a value of the wrong type for a known key; None where what was given is not known."""
     key = by_name()[name]
     base = key.type.removesuffix(" | None")
-    null = " or null" if key.type.endswith("| None") else ""
+    null = " or null" if key.optional else ""
     remedy = f"give it as {name}=VALUE" if key.required else f"the default is {name}={key.default_text}"
     if base.startswith("list"):
         kind = "a list"

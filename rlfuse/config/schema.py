@@ -2,7 +2,8 @@
 
 Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
 `checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project
-but the groups that have files of their own.
+but the groups that have files of their own. A docstring that ends with a colon goes on with the key's values, which
+valid_values.py lists, wherever it is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class DataConfig:
     train_batch_size: int = 64
     """Prompts per step; the step has train_batch_size * rollout.n samples."""
     truncation: str = "error"
-    """What to do with longer prompts: error | left | right | middle (what is kept: the end, the start, both ends)."""
+    """What to do with longer prompts:"""
     filter_overlong_prompts: bool = False
     """Drop longer prompts while loading, and say how many, instead of applying `truncation`."""
     shuffle: bool = True
@@ -52,7 +53,7 @@ class ModelConfig:
     path: str = MISSING
     """Hugging Face folder or hub name."""
     dtype: str = "bfloat16"
-    """float32 | bfloat16, for training and for the engines."""
+    """Type of the weights, in training and in the engines:"""
     trust_remote_code: bool = False
     """Run modelling code that ships with the model."""
     use_remove_padding: bool = True
@@ -82,7 +83,7 @@ class RolloutConfig:
     """Generation with vLLM, one engine per rollout slot."""
 
     name: str = "vllm"
-    """The engine: vllm."""
+    """The engine:"""
     n: int = 1
     """Responses per prompt (the group size)."""
     temperature: float = 1.0
@@ -106,13 +107,13 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Most sequences that an engine decodes at once."""
     weight_transfer: str = "auto"
-    """How new weights reach the engines: auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc."""
+    """How new weights reach the engines:"""
     kv_transfer: str = "auto"
-    """How a moved sample's KV cache reaches its engine: auto (which is shm) | shm | nixl (CPU hosts only)."""
+    """How a moved sample's KV cache reaches its engine:"""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     on_mismatch: str = "stop"
-    """Where engines and trainer, after the first weights, give the same tokens other log-probs: stop | alert."""
+    """Where engines and trainer, after the first weights, give the same tokens other log-probs:"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's AsyncEngineArgs, by their names."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
@@ -143,7 +144,7 @@ class AlgorithmConfig:
     """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo | reinforce_plus_plus | dapo | gspo."""
 
     adv_estimator: str = "gae"
-    """gae | grpo | gdpo | rloo | reinforce_plus_plus. gdpo normalises each reward function by itself."""
+    """Estimator of advantages:"""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
@@ -153,14 +154,14 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the per-token reward."""
     kl_penalty: str = "k1"
-    """Estimator for the reward: k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs."""
+    """Estimator of the KL in the reward:"""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     kl_coef_by_source: dict[str, float] = field(default_factory=dict)
     """data_source (or a pattern with `*`) -> the coefficient for its samples, in place of both kl_ctrl.kl_coef and
     actor.kl_loss_coef; the first that fits counts."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     old_log_probs: str = "trainer"
-    """Whose log-probs PPO's ratio is relative to: trainer (one more forward pass) | engine."""
+    """Whose log-probs PPO's ratio is relative to:"""
     rollout_is_threshold: float | None = None
     """Cap of the truncated importance weight for the engine/trainer mismatch; null turns it off."""
 
@@ -176,7 +177,7 @@ class OptimConfig:
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     lr_scheduler_type: str = "constant"
-    """After warm-up: constant | cosine (to zero at the last step)."""
+    """The learning rate after warm-up:"""
 
 
 @dataclass
@@ -188,8 +189,7 @@ class ActorConfig:
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (ZeRO 1-3, GPUs)."""
     grad_accum_dtype: str = "float32"
-    """float32 | bfloat16: what gradients of bfloat16 weights are added up in. bfloat16 halves their memory and traffic,
-    and the sum of 256 micro-batches is then off by 2 %."""
+    """What gradients of bfloat16 weights are added up in:"""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
     ppo_max_token_len_per_gpu: int = 16384
@@ -210,9 +210,9 @@ class ActorConfig:
     clip_ratio_c: float | None = 3.0
     """Dual clip for negative advantages (Ye et al. 2020); null turns it off."""
     loss_mode: str = "vanilla"
-    """vanilla (ratio per token) | gspo (ratio per sequence)."""
+    """PPO's ratio:"""
     loss_agg_mode: str = "token-mean"
-    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
+    """How the losses of a batch's tokens become one:"""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -220,7 +220,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "k3"
-    """Estimator for the loss: k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs."""
+    """Estimator of the KL in the loss:"""
 
 
 @dataclass
@@ -256,12 +256,11 @@ class FusionConfig:
     """When each piece of work runs, never what is computed; only `data` beyond exact changes what is learned from."""
 
     training: str = "fused"
-    """fused | serial: actor, critic and passes of later mini-batches in one pipeline schedule, or one after the other
-    (pipeline_parallel_size > 1)."""
+    """How actor, critic and passes of later mini-batches run in pipelines (pipeline_parallel_size > 1):"""
     policy: str = "adaptive"
-    """serial | stream | rlhfuse | adaptive; all exact, they differ in when and where work runs."""
+    """When and where work runs; all are exact:"""
     data: str = "exact"
-    """exact | tail_batching (reordered) | over_sampling, partial_rollout, one_step_off (off-policy)."""
+    """What a step learns from:"""
     excess: float = 0.25
     """Prompts drawn beyond the batch, as a share of it (tail_batching, over_sampling, partial_rollout)."""
     tail_speculation: int = 0
@@ -291,8 +290,7 @@ class VideoConfig:
     """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
 
     sampling: str = "seed"
-    """seed (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | fixed (as many of as many
-    tokens for every clip)."""
+    """Which frames a model sees:"""
     max_tokens: int = 81920
     """seed: visual tokens of a clip at most."""
     levels: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
@@ -304,7 +302,7 @@ class VideoConfig:
     fps_motion: float = 5.0
     """seed: for the task `motion`, counting and motion."""
     task: str = "general"
-    """general | detail | motion, for rows whose extra_info.task does not say."""
+    """Task of rows whose extra_info.task does not say:"""
     frames: int = 128
     """fixed: frames of a clip, spread evenly; fewer where it has fewer."""
     tokens_per_frame: int = 256

@@ -10,7 +10,7 @@ class TrainerConfig:
     """The run: what is trained, length, logging, checkpoints."""
 
     task: str = "rl"
-    """rl | reward_model: a policy by reward, or a classifier by chosen / rejected rows, with `actor`'s settings."""
+    """What is trained:"""
     project_name: str = "rlfuse"
     """wandb project and folder name."""
     experiment_name: str | None = None
@@ -19,9 +19,9 @@ class TrainerConfig:
     job_name: str | None = None
     """What runs without a name of their own are called after; null: the job file's name, else `run`."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
-    """console | wandb | tensorboard; metrics.jsonl is always written."""
+    """Where metrics go, beside metrics.jsonl which is always written:"""
     wandb_mode: str = "offline"
-    """offline | online | disabled."""
+    """wandb's mode:"""
     log_samples: int = 16
     """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
     log_val_generations: int = 64
@@ -54,7 +54,8 @@ class TrainerConfig:
     """Two runs on the same machine give the same bits: deterministic kernels, and nothing that goes by measured times
     (needs fusion.policy=serial)."""
     resume_mode: str = "auto"
-    """auto (newest complete checkpoint of the run folder) | disable | the path of a global_step_N folder. Settings that
-    differ from the run's take effect or are refused, with a table, before anything starts."""
+    """auto goes on from the newest complete checkpoint of the run folder, disable starts afresh, the path of a
+    global_step_N folder goes on from that one. Settings that differ from the run's take effect or are refused, with a
+    table, before anything starts."""
     default_local_dir: str = "runs"
     """Run folders are {default_local_dir}/{project_name}/{experiment_name}."""

@@ -1,7 +1,8 @@
-"""What single values of keys may be: one of some names, or a range.
+"""What single values of keys may be: one of some names, or a range. They are typed here and nowhere else.
 
-Role: `checks.py` goes through every key by these tables, which hold whatever else is configured. Invariant: a range is
-written once, in the words that people read, and judged by the same words.
+Role: `checks.py` goes through every key by these tables, which hold whatever else is configured; `documentation.py`
+puts them into help, messages and the key reference. Invariant: what is valid is written once, in the words that people
+read, and judged by the same words.
 """
 
 from __future__ import annotations
@@ -9,36 +10,44 @@ from __future__ import annotations
 import math
 import operator
 
-KL_ESTIMATORS = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "left", "right", "middle"),
-    "model.dtype": ("float32", "bfloat16"),
-    "rollout.name": ("vllm",),
-    "rollout.weight_transfer": ("auto", "shm", "ipc"),
-    "rollout.on_mismatch": ("stop", "alert"),
-    "rollout.kv_transfer": ("auto", "shm", "nixl"),
-    "reward.model_backend": ("hf", "vllm"),
-    "reward.model_dtype": ("float32", "bfloat16", "float16"),
-    "reward.device": ("auto", "cpu", "cuda"),
-    "algorithm.adv_estimator": ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus"),
-    "algorithm.kl_penalty": KL_ESTIMATORS,
-    "algorithm.old_log_probs": ("trainer", "engine"),
-    "actor.grad_accum_dtype": ("float32", "bfloat16"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "actor.loss_mode": ("vanilla", "gspo"),
-    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    "actor.kl_loss_type": KL_ESTIMATORS,
-    "fusion.training": ("fused", "serial"),
-    "fusion.policy": ("serial", "stream", "rlhfuse", "adaptive"),
-    "fusion.data": ("exact", "tail_batching", "over_sampling", "partial_rollout", "one_step_off"),
-    "video.sampling": ("seed", "fixed"),
-    "video.task": ("general", "detail", "motion"),
-    "trainer.task": ("rl", "reward_model"),
-    "trainer.logger": ("console", "wandb", "tensorboard"),
-    "trainer.wandb_mode": ("offline", "online", "disabled"),
-    "cluster.device": ("auto", "cpu", "cuda"),
+_KL_ESTIMATORS = "k1 | kl (the same) | k2 | mse (the same) | k3 | low_var_kl (the same) | abs"
+# A table, as OmegaConf takes no `Literal` as the type of a field.
+VALUES: dict[str, str] = {
+    "data.truncation": "error | left (the end is kept) | right (the start is kept) | middle (both ends are kept)",
+    "model.dtype": "float32 | bfloat16",
+    "rollout.name": "vllm",
+    "rollout.weight_transfer": "auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
+    "rollout.on_mismatch": "stop | alert",
+    "rollout.kv_transfer": "auto (which is shm) | shm | nixl (CPU hosts only)",
+    "reward.model_backend": "hf | vllm",
+    "reward.model_dtype": "float32 | bfloat16 | float16",
+    "reward.device": "auto | cpu | cuda",
+    "algorithm.adv_estimator": "gae | grpo | gdpo (normalises each reward function by itself) | rloo | "
+    "reinforce_plus_plus",
+    "algorithm.kl_penalty": _KL_ESTIMATORS,
+    "algorithm.old_log_probs": "trainer (one more forward pass) | engine",
+    "actor.grad_accum_dtype": "float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then "
+    "off by 2 %)",
+    "actor.optim.lr_scheduler_type": "constant | cosine (to zero at the last step)",
+    "actor.loss_mode": "vanilla (per token) | gspo (per sequence)",
+    "actor.loss_agg_mode": "token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",
+    "actor.kl_loss_type": _KL_ESTIMATORS,
+    "fusion.training": "fused (in one pipeline schedule) | serial (one after the other)",
+    "fusion.policy": "serial | stream | rlhfuse | adaptive",
+    "fusion.data": "exact | tail_batching (reordered) | over_sampling (off-policy) | partial_rollout (off-policy) | "
+    "one_step_off (off-policy)",
+    "video.sampling": "seed (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | "
+    "fixed (as many of as many tokens for every clip)",
+    "video.task": "general | detail | motion",
+    "trainer.task": "rl (a policy, by reward) | reward_model (a classifier, by chosen / rejected rows, with `actor`'s "
+    "settings)",
+    "trainer.logger": "console | wandb | tensorboard",
+    "trainer.wandb_mode": "offline | online | disabled",
+    "cluster.device": "auto | cpu | cuda",
 }
-"""Keys with named values; a list is judged entry by entry."""
+"""Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
+CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in VALUES.items()}
+"""The names alone."""
 
 WHY_NOT = {
     ("rollout.weight_transfer", "nccl"): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"

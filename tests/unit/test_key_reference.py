@@ -1,0 +1,129 @@
+"""conf/KEYS.md, and that a key's valid values stand in one place, from which all that names them takes them."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlfuse.algorithms import advantages, kl, losses
+from rlfuse.config.changes import differences
+from rlfuse.config.checks import check
+from rlfuse.config.documentation import by_name, groups, help_text
+from rlfuse.config.facts import Facts
+from rlfuse.config.keys import DEFAULT_PRESETS, PRESET_GROUPS
+from rlfuse.config.rewards import KEYS
+from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import CHOICES, RANGES, VALUES
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.selection import LABELS
+
+CONF = Path(__file__).parents[2] / "conf"
+RENEW = "rlfuse train --help --markdown > conf/KEYS.md"
+PRINT = """if True:
+    import sys, time
+    from rlfuse.cli import main
+    status = main(["train", "--help", *sys.argv[1:]])
+    heavy = {"torch", "transformers", "ray", "vllm", "deepspeed"} & sys.modules.keys()
+    print(heavy or "nothing", time.process_time(), file=sys.stderr)
+    sys.exit(status)"""
+OTHER = {"bool": True, "int": 7, "float": 0.125, "str": "other", "list": ["other"], "dict": {"other": 1}}
+
+
+def printed(*words):
+    return subprocess.run([sys.executable, "-c", PRINT, *words], capture_output=True, text=True, check=True)
+
+
+def rows(page):
+    """Key -> the other cells of its row."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in line] for line in lines]
+    return {name.strip("`"): rest for name, *rest in cells}
+
+
+def named(words):
+    """The names in `a | b (what it means)`, in order."""
+    return re.sub(r" \([^|]*\)", "", words).replace("`", "").removeprefix("a list of ").split(" | ")
+
+
+def changed(name, value):
+    """A configuration with this value, and what else a sound one needs."""
+    config = Config()
+    config.data.train_files, config.model.path, config.reward.functions = ["a.parquet"], "model", ["a.py:f"]
+    *path, leaf = name.split(".")
+    node = config
+    for part in path:
+        node = getattr(node, part)
+    setattr(node, leaf, value)
+    return config
+
+
+def test_the_reference_is_current_and_printed_at_once():
+    told = printed("--markdown")
+    assert told.stdout == (CONF / "KEYS.md").read_text(), f"conf/KEYS.md is not current; renew it: {RENEW}"
+    heavy, seconds = told.stderr.split()[-2:]
+    assert heavy == "nothing" and float(seconds) < 5
+
+
+def test_every_key_has_a_row_with_all_about_it():
+    table = rows((CONF / "KEYS.md").read_text())
+    assert set(table) == {*by_name(), *(f"reward.functions[].{name}" for name in KEYS)}
+    for name, key in by_name().items():
+        valid, default, meaning, change = table[name]
+        assert RANGES.get(name, "") in valid and ("null" in valid) == (key.type.endswith("| None"))
+        assert default == ("required" if key.required else f"`{key.default_text}`") and meaning
+        other = OTHER[next(kind for kind in OTHER if key.type.startswith(kind))]
+        other = not other if other is key.default else other
+        start = changed(name, key.default)
+        (found,) = differences(dataclasses.asdict(start), dataclasses.asdict(changed(name, other)))
+        assert f"{found.effect.name.lower().replace('_', ' ')} ({found.reason})" in change
+    assert "fixed (with a critic or without" in table["algorithm.adv_estimator"][-1]
+    assert "next step (where work runs" in table["trainer.nnodes"][-1]
+
+
+def test_words_narrow_the_reference():
+    page = printed("--markdown", "warm-up").stdout
+    assert {"actor.optim.lr_warmup_steps", "actor.optim.lr"} <= set(rows(page)) < set(by_name())
+    assert "## rollout" not in page and "## actor" in page
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_refusal_help_and_reference_name_the_same_values(name):
+    wrong = ["unheard"] if by_name()[name].type.startswith("list") else "unheard"
+    (problem,) = [each for each in check(changed(name, wrong), Facts()) if each.startswith(f"{name}=")]
+    refused = re.search(r"is not one of ([\w, -]+)", problem)[1].split(", ")
+    assert refused == named(rows((CONF / "KEYS.md").read_text())[name][0]) == named(VALUES[name])
+    told = " ".join(help_text([by_name()[name]]).split())
+    assert all(re.search(rf"(?<![\w-]){value}(?![\w-])", told.partition(f"{name}: ")[2]) for value in refused)
+
+
+def test_values_are_typed_once():
+    typed_again = {name for name in CHOICES if not by_name()[name].about.endswith(":")}
+    assert typed_again <= {"reward.model_backend", "reward.model_dtype", "reward.device", "cluster.device"}
+    assert {name for name, key in by_name().items() if key.about.endswith(":")} <= set(CHOICES)
+    assert not any(" | " in key.about for name, key in by_name().items() if name not in typed_again)
+
+
+def test_every_named_value_is_implemented():
+    tables = {
+        "algorithm.adv_estimator": advantages.ESTIMATORS,
+        "algorithm.kl_penalty": kl.KL_KINDS,
+        "actor.kl_loss_type": kl.KL_KINDS,
+        "actor.loss_mode": losses.LOSS_MODES,
+        "actor.loss_agg_mode": losses.AGG_MODES,
+        "fusion.policy": POLICIES,
+        "fusion.data": LABELS,
+    }
+    assert {name: set(CHOICES[name]) for name in tables} == {name: set(table) for name, table in tables.items()}
+
+
+def test_presets_are_the_files_there_are():
+    presets = {group: {path.stem for path in (CONF / group).glob("*.yaml")} for group in PRESET_GROUPS}
+    chosen = {}
+    for entry in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]:
+        chosen |= entry if isinstance(entry, dict) else {}
+    assert {group: str(chosen[group] or "null") for group in PRESET_GROUPS} == DEFAULT_PRESETS
+    assert set(re.findall(r"\w+", groups()["algorithm"].partition("algorithm=")[2])) == presets["algorithm"]

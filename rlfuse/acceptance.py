@@ -1,7 +1,8 @@
 """Whether a job may begin, and where: the name of its run, the checkpoint to go on from, what differs from before.
 
 Role: `accept` is asked by `rlfuse.train` before torch and Ray are imported, and by `rlfuse.job` for whoever calls a run
-directly. A run folder's own `config.yaml` is compared with the job's; `config.changes` says what each difference means.
+directly. A run folder's own `config.yaml` is compared with the job's; `config.changes` says what each difference means,
+`inputs` what became of files that settings name, `refusals` has the words.
 Invariants: only reads, but for an empty folder that keeps a new name, which goes with the process if nothing came of
 the job; so a job that is refused has touched nothing. A run that goes on elsewhere is joined by nobody.
 """
@@ -10,30 +11,27 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import itertools
 import json
 import os
 import re
-import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlfuse import checkpoints
-from rlfuse.config.changes import Change, Effect, differences, shown
+from rlfuse import checkpoints, inputs, refusals
+from rlfuse.config.changes import Change, Effect, differences
 from rlfuse.config.checks import ConfigError
-from rlfuse.config.documentation import as_typed, by_name
-from rlfuse.config.foreign import renamed
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.observe import status
+from rlfuse.observe.run_folder import RunFolder
 
 SILENT_S = 20.0
 """A run of another host that writes nothing for so long, where it would every second, is dead: its process can't be
@@ -65,9 +63,11 @@ class Accepted:
     """With a name; model folders are absolute paths."""
     checkpoint: Path | None
     changes: tuple[Change, ...]
-    """Since the run that the checkpoint is of."""
+    """Of settings, since the run that the checkpoint is of."""
     told: str
-    """A table of the changes, for a person; empty where there are none."""
+    """A table of the changes, or why there is none, for a person; empty where nothing changed."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """The digests of what it is made of, by `inputs`."""
 
 
 def accept(config: Config) -> Accepted:
@@ -88,25 +88,28 @@ def accept(config: Config) -> Accepted:
     refuse_running(folder)
     checkpoint = checkpoints.find(folder, mode)
     of = checkpoint.parent if checkpoint else folder
-    found = differences(before, _resolved(config)) if (before := _config_of(of)) else []
-    changes = tuple(change for change in found if change.key not in WHERE)
+    step = checkpoints.read_state(checkpoint)["step"] if checkpoint else None
+    before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
+    found = differences(before, _resolved(config)) if before else []
+    changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
+    all_changes = (*changes, *inputs.edited(had, now))
     if mode == "auto" and _finished(folder):
-        _judge_finished(config, checkpoint, changes, given is None)
+        _judge_finished(config, checkpoint, all_changes, given is None)
     elif (checkpoint is None or of.resolve() != folder.resolve()) and _has_rows(folder):
-        raise RunRefused(_used(config))
+        raise RunRefused(refusals.used(config))
     if checkpoint is None:
-        return Accepted(config, None, (), "")
-    refused = [change for change in changes if change.effect is Effect.FIXED]
-    if refused:
-        raise RunRefused(_differs(config, checkpoint, changes, refused))
-    step, total = checkpoints.read_state(checkpoint)["step"], config.trainer.total_training_steps
+        return Accepted(config, None, (), "", now)
+    if any(change.effect is Effect.FIXED for change in changes):
+        raise RunRefused(refusals.differs(config, checkpoint, all_changes, before))
+    total = config.trainer.total_training_steps
     if total is not None and step > total:
-        raise NothingToDo(folder, long_enough(config, step, total))
+        raise NothingToDo(folder, refusals.long_enough(config, step, total))
     if given is None and of == folder:  # said here, as the run has its name from now on
         print(
             f"{folder} is the last run of this configuration: it goes on (trainer.resume_mode=disable starts another)"
         )
-    return Accepted(config, checkpoint, changes, _told(config, checkpoint, changes))
+    told = [refusals.accepted(config, checkpoint, all_changes), "" if before else refusals.not_compared(checkpoint)]
+    return Accepted(config, checkpoint, changes, "\n".join(filter(None, told)), now)
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -135,12 +138,7 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
     what = "reward_model" if config.trainer.task == "reward_model" else algorithm
     stem = re.sub(r"[^\w.+-]+", "_", config.trainer.job_name or "run")
     first = "-".join([*dict.fromkeys([stem, what]), time.strftime("%Y%m%d-%H%M%S")])
-    return called(next(name for name in _numbered(first) if keep(project / name)))
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}-{count}" for count in itertools.count(2))
+    return called(next(name for name in refusals.numbered(first) if keep(project / name)))
 
 
 def _keep(folder: Path) -> bool:
@@ -176,12 +174,7 @@ def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def refuse_running(folder: Path) -> None:
     """RunRefused if another process has this run under way."""
     if _runs_elsewhere(folder):
-        state = status.read(folder)
-        raise RunRefused(
-            f"{folder} is the folder of a run that goes on: process {state.pid} on {state.host}, since "
-            f"{_date(state.started)}. Nothing was touched. Look at it by `rlfuse watch {shlex.quote(str(folder))}`, "
-            f"wait for its end or stop it; or start another:\n  {_command(_name(_free(folder)))}"
-        )
+        raise RunRefused(refusals.goes_on(folder, status.read(folder)))
 
 
 def _runs_elsewhere(folder: Path) -> bool:
@@ -190,18 +183,12 @@ def _runs_elsewhere(folder: Path) -> bool:
         return False
     if state.host == socket.gethostname():
         return state.pid != os.getpid()
-    seen, until = _last_sign(folder), time.time() + SILENT_S
+    seen, until = status.last_sign(folder), time.time() + SILENT_S
     while seen + SILENT_S > time.time() and time.time() < until:
         time.sleep(SILENT_S / 20)
-        if _last_sign(folder) > seen:
+        if status.last_sign(folder) > seen:
             return True
     return False
-
-
-def _last_sign(folder: Path) -> float:
-    """When a run last wrote something, in seconds since the epoch."""
-    signs = (folder / name for name in (status.FILE, "live.json", "events.jsonl", "metrics.jsonl"))
-    return max(sign.stat().st_mtime for sign in signs if sign.exists())
 
 
 def _finished(folder: Path) -> bool:
@@ -226,6 +213,12 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _config_after(folder: Path, step: int | None) -> dict[str, Any] | None:
+    """Its configuration as it was after this step: changes that were accepted later are abandoned with their steps."""
+    found = _config_of(folder)
+    return RunFolder(folder, found).phases(step + 1)[-1][1] if found and step is not None else found
 
 
 def _resolved(config: Config) -> dict[str, Any]:
@@ -259,8 +252,8 @@ def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[C
         return
     learned = [each for each in changes if each.effect is not Effect.BESIDE and each.key not in LENGTH]
     if not learned:
-        raise NothingToDo(config.run_folder, finished(config, steps, unnamed))
-    raise RunRefused(_differs(config, checkpoint, changes, learned, steps))
+        raise NothingToDo(config.run_folder, refusals.finished(config, steps, unnamed))
+    raise RunRefused(refusals.too_late(config, checkpoint, changes, steps))
 
 
 def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
@@ -277,123 +270,3 @@ def _steps(folder: Path) -> int:
         return int(json.loads((folder / "summary.json").read_text())["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0
-
-
-# What is said --------------------------------------------------------------------------------------------------------
-
-
-def finished(config: Config, steps: int, unnamed: bool = False) -> str:
-    """Of a run that has done what it is asked for; `unnamed`: found by its configuration."""
-    folder, trainer = config.run_folder, config.trainer
-    state = status.read(folder)
-    ended = (state and state.ended) or (folder / "summary.json").stat().st_mtime
-    lines = [f"{folder} finished after {steps} steps on {_date(ended)}: nothing to do."]
-    if checkpoints.complete(folder):
-        whole = trainer.total_training_steps is not None
-        more = f"training_steps={2 * steps}" if whole else f"epochs={trainer.total_epochs + 1}"
-        lines.append(f"  train longer  {_command(*_same(folder), f'trainer.total_{more}')}")
-    lines.append(f"  another run   {_command('trainer.resume_mode=disable' if unnamed else _name(_free(folder)))}")
-    return "\n".join(lines)
-
-
-def long_enough(config: Config, step: int, total: int) -> str:
-    """Of a run that is beyond what it is asked for."""
-    folder = config.run_folder
-    return (
-        f"{folder} is after step {step} already, and {total} are asked for: nothing to do.\n"
-        f"  train longer  {_command(*_same(folder), f'trainer.total_training_steps={2 * step}')}\n"
-        f"  another run   {_command(_name(_free(folder)))}"
-    )
-
-
-def _used(config: Config) -> str:
-    """Of a folder with a run that is not to be resumed, or can't be."""
-    folder, mode = config.run_folder, config.trainer.resume_mode
-    why = "finds nothing to go on from" if mode in ("auto", "disable") else "is a checkpoint of another"
-    lines = [f"{folder} holds a run already, and trainer.resume_mode={mode} {why}. Nothing was touched."]
-    if checkpoints.complete(folder):
-        lines.append(f"  go on with it  {_command(*_same(folder), 'trainer.resume_mode=auto')}")
-    return "\n".join([*lines, f"  another run    {_command(_name(_free(folder)))}"])
-
-
-def _differs(
-    config: Config, checkpoint: Path | None, changes: Sequence[Change], against: Sequence[Change], steps: int = -1
-) -> str:
-    """Why `changes` can't be, and what can. `steps`: of a finished run, where nothing could take effect any more."""
-    folder = checkpoint.parent if checkpoint else config.run_folder
-    over = f" finished after {steps} steps, so that no change of its settings would take effect"
-    what = over if steps >= 0 else " holds a run with other settings, which it can't go on with"
-    lines = [f"{folder}{what}. Nothing was touched.", *table(changes)]
-    kept = [_setting(change.key, change.was) for change in against]
-    if steps >= 0:
-        if checkpoint and not any(change.effect is Effect.FIXED for change in changes):
-            more = f"trainer.total_training_steps={2 * steps}"
-            lines.append(f"train longer with them  {_command(*_same(folder), more)}")
-    elif folder == config.run_folder:
-        lines.append(f"go on with it    {_command(*_same(folder), *kept)}")
-    else:
-        lines.append(f"go on from it    {_command(*kept)}")
-    start = [] if config.trainer.resume_mode in ("auto", "disable") else ["trainer.resume_mode=auto"]
-    lines.append(f"as a new run     {_command(_name(_free(config.run_folder)), *start)}")
-    return "\n".join(lines)
-
-
-def _told(config: Config, checkpoint: Path, changes: Sequence[Change]) -> str:
-    """Of a run that goes on with changes."""
-    if not changes:
-        return ""
-    lines = [f"The run goes on from {checkpoint} with settings that differ from before.", *table(changes)]
-    if any(change.effect is Effect.EXPERIMENT for change in changes):
-        lines.append(f"To keep it one experiment, start another run: {_command(_name(_free(config.run_folder)))}")
-    return "\n".join(lines)
-
-
-def table(changes: Sequence[Change]) -> list[str]:
-    """Lines of a table of changes, the gravest first: key, before, now, what that means."""
-    lines = []
-    for effect in reversed(Effect):
-        rows = [(c.key, shown(c.was), shown(c.now), c.reason) for c in changes if c.effect is effect]
-        if rows:
-            widths = [max(len(row[column]) for row in rows) for column in range(3)]
-            lines.append(f"  {effect.value}:")
-            lines += [
-                f"    {key:<{widths[0]}}  {was:>{widths[1]}} -> {now:<{widths[2]}}  {why}"
-                for key, was, now, why in rows
-            ]
-    return lines
-
-
-def _name(name: str) -> str:
-    return _setting("trainer.experiment_name", name)
-
-
-def _same(folder: Path) -> list[str]:
-    """What names the run of this folder; a sweep names its own."""
-    return [] if {"-m", "--multirun"} & {*shlex.split(status.typed_command())} else [_name(folder.name)]
-
-
-def _setting(key: str, value: Any) -> str:
-    """As Hydra reads it: a sweep's names have an equals sign, for one."""
-    plain = not isinstance(value, str) or re.fullmatch(r"[\w./:+@%-]*", value)
-    return f"{key}={as_typed(value)}" if plain else f"{key}={json.dumps(value, ensure_ascii=False)}"
-
-
-def _free(folder: Path) -> str:
-    """A name beside it that nobody has."""
-    return next(name for name in _numbered(folder.name) if not (folder.parent / name).exists())
-
-
-def _command(*settings: str) -> str:
-    """The command of this process with other settings, ready to paste."""
-    keys, known = [setting.partition("=")[0] for setting in settings], frozenset(by_name())
-
-    def key(word: str) -> str:
-        name, _, value = word.lstrip("+").partition("=")
-        return renamed(name, value, known) or name
-
-    typed = shlex.split(status.typed_command()) or ["rlfuse", "train", "..."]
-    return shlex.join([*(word for word in typed if key(word) not in keys), *settings])
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -44,10 +44,12 @@ class Leftover:
     path: Path
     why: str
     bytes: int
+    alike: str = ""
+    """The names of those that are told together, `sem.mp-*`; empty: it is told by itself."""
 
     @classmethod
-    def of(cls, path: Path, why: str) -> Leftover:
-        return cls(path, why, sum(map(_size, (path, *path.rglob("*")))))
+    def of(cls, path: Path, why: str, alike: str = "") -> Leftover:
+        return cls(path, why, sum(map(_size, (path, *path.rglob("*")))), alike)
 
 
 def everywhere(runs: Iterable[Path]) -> list[Leftover]:
@@ -91,12 +93,18 @@ def of_machine() -> Iterator[Leftover]:
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.left(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    for path in unheld():
-        yield Leftover.of(path, "no process of this machine has it open")
+    yield from of_libraries()
     from rlfuse.engines.extensions import left_over  # imports Ray, which only this needs
 
     for lock in left_over():
         yield Leftover.of(lock, "whoever compiled there has ended")
+
+
+def of_libraries() -> Iterator[Leftover]:
+    """In shared memory, of which there may be hundreds."""
+    for path in unheld():
+        alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"
+        yield Leftover.of(path, "no process of this machine has it open", alike)
 
 
 def unheld() -> Iterator[Path]:

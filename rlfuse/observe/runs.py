@@ -36,8 +36,6 @@ from rlfuse.observe.json_lines import RunError
 if TYPE_CHECKING:
     from rlfuse.cluster.leftovers import Leftover
 
-SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", status.FILE)
-"""Files that a run which goes on writes to."""
 MARKS = (status.FILE, "metrics.jsonl")
 """A folder with one of them is a run's."""
 DEEPEST = 4
@@ -88,7 +86,7 @@ class Run:
     """The last."""
     label: str = ""
     seconds: float | None = None
-    """Of its last start: until its end, or its last sign of life."""
+    """Of all its processes: each until its end, or its last sign of life."""
     started: float | None = None
     heard: float = 0.0
     """Its last sign of life, epoch seconds."""
@@ -173,10 +171,14 @@ def clean(argv: Sequence[str]) -> None:
     print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))
 
 
-def _tell(alike: Sequence[Leftover], most: int) -> None:
-    for each in alike[:most]:
-        print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
-    if more := alike[most:]:
+def _tell(found: Sequence[Leftover], most: int) -> None:
+    """At most so many lines; what is alike is one."""
+    lines = [list(alike) for _, alike in groupby(found, key=lambda each: each.alike or each.path)]
+    for several in lines[:most]:
+        first, told = several[0], size(sum(each.bytes for each in several))
+        name = first.path if len(several) == 1 else f"{len(several)} files {first.path.with_name(first.alike)}"
+        print(f"{told:>10}  {name}  ({first.why})")
+    if more := [each for several in lines[most:] for each in several]:
         print(f"{size(sum(each.bytes for each in more)):>10}  {len(more)} more of these (--dry-run lists them)")
 
 
@@ -210,7 +212,7 @@ def read(path: Path, top: Path | None = None) -> Run:
     """What the folder says of its run, named from `top` on."""
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
-    run.heard = max((file.stat().st_mtime for sign in SIGNS if (file := path / sign).exists()), default=0.0)
+    run.heard = status.last_sign(path)
     sources = {"metrics.jsonl": _from_metrics, status.FILE: _from_status, "summary.json": _from_summary}
     for file, fill in sources.items():
         try:
@@ -247,7 +249,7 @@ def _from_status(run: Run, path: Path) -> None:
     run.state, run.sweep, run.error = found.now, found.sweep, found.error
     run.started, run.total = found.started, found.total or None
     run.host = found.host if found.host != socket.gethostname() else ""
-    run.seconds = (found.ended or max(run.heard, found.started)) - found.started
+    run.seconds = found.seconds(run.heard)
 
 
 def _from_summary(run: Run, path: Path) -> None:

@@ -22,6 +22,8 @@ from rlfuse.config.secrets import hidden, hidden_command, hidden_text
 from rlfuse.durable import write_whole
 
 FILE = "status.json"
+SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", FILE)
+"""Files that a run which goes on writes to."""
 COMMIT_S = 5.0
 """For git to tell the commit."""
 
@@ -50,6 +52,12 @@ class Status:
     ended: float | None = None
     error: str = ""
     """The message of a run that failed or was stopped."""
+    earlier_s: float = 0.0
+    """Seconds of the processes that had the run before this one."""
+
+    def seconds(self, heard: float) -> float:
+        """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""
+        return self.earlier_s + max(0.0, (self.ended or heard) - self.started)
 
     @property
     def now(self) -> str:
@@ -68,9 +76,17 @@ class Status:
 def begin(folder: Path, name: str, started: float, total: int = 0) -> None:
     """The run of this folder, of so many steps in `total`, goes on in this process."""
     process, sweep = psutil.Process(), os.environ.get("WANDB_RUN_GROUP", "")
-    host = socket.gethostname()
+    host, earlier_s = socket.gethostname(), _seconds_before(folder, started)
     command, created = hidden_command(typed_command()), process.create_time()
-    _write(folder, Status("running", name, command, _commit(), sweep, host, process.pid, created, started, total))
+    who = (_commit(), sweep, host, process.pid, created)
+    _write(folder, Status("running", name, command, *who, started, total, earlier_s=earlier_s))
+
+
+def _seconds_before(folder: Path, started: float) -> float:
+    """Of earlier processes; another attempt of the one that started then is none."""
+    if (before := read(folder)) is None:
+        return 0.0
+    return before.earlier_s if before.started == started else before.seconds(last_sign(folder))
 
 
 def end(folder: Path, state: str, error: str = "") -> None:
@@ -85,6 +101,11 @@ def read(folder: Path) -> Status | None:
         return Status(**json.loads((folder / FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def last_sign(folder: Path) -> float:
+    """When a run last wrote something, in seconds since the epoch; 0 where there is nothing."""
+    return max((file.stat().st_mtime for sign in SIGNS if (file := folder / sign).exists()), default=0.0)
 
 
 def _write(folder: Path, status: Status) -> None:

@@ -14,10 +14,12 @@ from contextlib import nullcontext
 import psutil
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from rlfuse import checkpoints
 from rlfuse.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import compose_job, conf_folder
 from rlfuse.config.schema import Config
 from rlfuse.job import open_job
 from rlfuse.observe import status
@@ -142,9 +144,26 @@ def test_what_may_not_change_is_refused_with_the_command_for_either(config, unto
         "data.seed 1 -> 3",
         "actor.optim.lr 1e-06 -> 1.0",
     ]
-    given = "rlfuse train my_job.yaml algorithm=ppo trainer.experiment_name=mine"
-    assert lines[-2].endswith(f"  {given} algorithm.adv_estimator=grpo")
-    assert lines[-1].endswith(f"  {given}-2")
+    mine = "trainer.experiment_name=mine"
+    assert lines[-2].endswith(f"  rlfuse train my_job.yaml {mine} algorithm.adv_estimator=grpo"), "no preset has this"
+    assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {mine}-2")
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml")))
+def test_a_command_to_go_on_with_has_the_run_s_preset_alone(preset, tmp_path, monkeypatch):
+    def job(*words):
+        return OmegaConf.to_object(compose_job([*words]))
+
+    rest = ["model.path=m", "data.train_files=[d]", f"trainer.default_local_dir={tmp_path}", "rollout.n=3"]
+    rest.append("trainer.experiment_name=mine")
+    leave(job(f"algorithm={preset}", *rest), 2, state="stopped")
+    typed = ["algorithm=grpo" if preset == "ppo" else "algorithm=ppo", *rest]
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", "/venv/bin/rlfuse", "train", *typed])
+    with pytest.raises(RunRefused) as error:
+        accept(job(*typed))
+    words = shlex.split(str(error.value).splitlines()[-2].partition("rlfuse train ")[2])
+    assert [word for word in words if word.startswith("algorithm")] == [f"algorithm={preset}"]
+    assert accept(job(*words)).changes == ()
 
 
 def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
@@ -163,6 +182,36 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     ]
     assert yaml.safe_load((folder / "config.yaml").read_text())["actor"]["optim"]["lr"] == 1e-3
     assert accept(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32)).told == ""
+
+
+def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_dropped(config):
+    folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
+    open_job(faster).journal(8).close()
+    leave(faster, 4, state="stopped")
+    slow = changed(faster, actor__optim__lr=1e-9)
+    open_job(slow).journal(8).close()
+
+    def noted():
+        rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
+        return [(row["step"], row["was"], row["is"]) for row in rows]
+
+    assert noted() == [(2, 1e-6, 1e-3), (4, 1e-3, 1e-9)]
+    back = {"trainer__resume_mode": str(folder / "global_step_2")}
+    assert accept(changed(faster, **back)).changes == ()
+    [change] = accept(changed(slow, **back)).changes
+    assert (change.was, change.now) == (1e-3, 1e-9), "though config.yaml has it"
+    open_job(changed(faster, **back)).journal(8).close()
+    assert noted() == [(2, 1e-6, 1e-3)]
+
+
+def test_settings_that_could_not_be_compared_are_told_once(config, capsys):
+    folder = leave(config, 2, state="stopped")
+    (folder / "config.yaml").unlink()
+    job = open_job(config)
+    told = f"{folder} has no config.yaml that can be read"
+    assert capsys.readouterr().out.count(told) == 1
+    job.journal(4).close()
+    assert told not in accept(config).told
 
 
 def test_a_checkpoint_that_is_named_is_compared_too(config):
@@ -187,8 +236,6 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
 
 
 def test_commands_can_be_pasted_for_sweeps_and_verls_names(config, monkeypatch):
-    from rlfuse.config.compose import compose_job
-
     leave(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
     python, swept = (
         "/venv/bin/python /venv/bin/rlfuse train",

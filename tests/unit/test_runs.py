@@ -181,6 +181,26 @@ def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch
     assert "nothing is left over" in capsys.readouterr().out
 
 
+def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settled):
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(leftovers, "of_machine", leftovers.of_libraries)
+    names = [*(f"sem.mp-{number:04}" for number in range(300)), "psm_1", "psm_2", "vllm_dist_1"]
+    for name in names:
+        (memory / name).write_bytes(b"x" * 1024)
+    runs.main(["clean", str(tmp_path), "--dry-run"])
+    why = "(no process of this machine has it open)"
+    assert [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()] == [
+        ["2", "KiB", f"2 files {memory}/psm_*  {why}"],
+        ["300", "KiB", f"300 files {memory}/sem.mp-*  {why}"],
+        ["1", "KiB", f"{memory}/vllm_dist_1  {why}"],
+        ["303", "left-overs,", "303 KiB; nothing was removed"],
+    ]
+    runs.main(["clean", str(tmp_path), "--yes"])
+    assert "303 removed" in capsys.readouterr().out and not [*memory.iterdir()]
+
+
 def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch, settled):
     monkeypatch.setattr(leftovers, "of_machine", list)
     path = make(tmp_path / "killed", state="crashed")

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 
 import psutil
 import pytest
 
-from rlfuse.observe import status
+from rlfuse.observe import runs, status
 
 
 @pytest.fixture
@@ -28,6 +29,22 @@ def test_a_run_begins_and_ends(begun):
     after = status.read(begun)
     assert (after.state, after.now, after.error) == ("failed", "failed", "it broke") and after.ended > 12
     assert asdict(replace(after, state="running", ended=None, error="")) == asdict(before)
+
+
+def test_seconds_are_of_all_processes_of_a_run(tmp_path):
+    now = time.time()
+    status.begin(tmp_path, "p/n", now - 1000)
+    status.end(tmp_path, "stopped")
+    status._write(tmp_path, replace(status.read(tmp_path), ended=now - 900))
+    status.begin(tmp_path, "p/n", now - 500)  # and was killed when it had written this
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for name, age in ((status.FILE, 490), ("metrics.jsonl", 300)):
+        os.utime(tmp_path / name, (now - age,) * 2)
+    for _ in range(2):  # the second is another attempt, after a worker was lost
+        status.begin(tmp_path, "p/n", now - 40)
+        assert runs.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
+    status.end(tmp_path, "finished")
+    assert runs.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
 
 
 @pytest.mark.parametrize(

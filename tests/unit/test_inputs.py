@@ -1,0 +1,126 @@
+"""What a run is made of beside its settings: rewards that are edited in place, models that are moved."""
+
+import json
+import os
+import shutil
+
+import pytest
+from test_acceptance import changed, config, leave  # noqa: F401
+
+from rlfuse import checkpoints
+from rlfuse.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.config.changes import Effect
+from rlfuse.job import open_job
+
+WEIGHTS = bytes(range(256)) * 1024
+
+
+@pytest.fixture
+def reward(config, tmp_path):  # noqa: F811
+    """The file of the job's reward, beside one of rlfuse's own."""
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    config.reward.functions = [f"{file}:compute_score", {"path": "rlfuse.tasks.remainder:compute_score"}]
+    return file
+
+
+def model_in(folder, weights=WEIGHTS, layers=2):
+    """A folder as `save_pretrained` leaves it, but for the tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    for number in (1, 2):
+        (folder / f"model-0000{number}-of-00002.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def begun(config, *steps):  # noqa: F811
+    """The folder of a run that began and was stopped after the last of these steps, at each of which it was saved."""
+    open_job(config).journal(8).close()
+    leave(config, 0, state="stopped", rows=False)
+    return saved(config, *steps)
+
+
+def saved(config, *steps):  # noqa: F811
+    for step in steps:
+        kept = config.run_folder / f"global_step_{step}"
+        kept.mkdir()
+        (kept / "run.json").write_text(json.dumps({"step": step}))
+        (kept / checkpoints.MARKER).touch()
+    return config.run_folder
+
+
+def recorded(folder):
+    return [json.loads(line) for line in (folder / "inputs.jsonl").read_text().splitlines()]
+
+
+def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, capsys):  # noqa: F811
+    folder = begun(config, 2)
+    assert [(row["step"], row["input"]) for row in recorded(folder)] == [(0, str(reward))], "rlfuse's own is not kept"
+    assert accept(config).told == ""
+    os.utime(reward)
+    assert accept(config).told == "", "written again as it was"
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    job = open_job(config)
+    said = capsys.readouterr().out
+    first = recorded(folder)[0]["sha256"][:12]
+    assert f"    {reward}  {first} -> " in said and "edited: another reward: values before and after can't be" in said
+    assert "no longer one experiment" in said and "another run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    job.journal(8).close()
+    assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
+    assert accept(config).told == "", "said once"
+
+
+def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
+    first, folder = reward.read_text(), begun(config, 2, 4)
+    reward.write_text(first.replace("1.0", "2.0"))
+    open_job(config).journal(8).close()
+    back = changed(config, trainer__resume_mode=str(folder / "global_step_2"))
+    assert "edited" in accept(back).told
+    reward.write_text(first)
+    assert accept(back).told == "" and "edited" in accept(config).told
+    open_job(back).journal(8).close()
+    assert [row["step"] for row in recorded(folder)] == [0], "of the steps that are abandoned nothing is left"
+
+
+def test_a_finished_run_says_that_its_reward_was_edited_since(config, reward):  # noqa: F811
+    begun(config)
+    leave(config, 4)
+    with pytest.raises(NothingToDo):
+        accept(config)
+    reward.write_text("")
+    with pytest.raises(RunRefused, match=r"no change of its settings would take effect(.|\n)*mine.py .* edited: "):
+        accept(config)
+
+
+@pytest.mark.parametrize("key", ["model", "critic"])
+def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(config, tmp_path, key):  # noqa: F811
+    first = changed(config, **{f"{key}__path": model_in(tmp_path / "first")})
+    begun(first, 2)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    accepted = accept(moved := changed(config, **{f"{key}__path": str(tmp_path / "moved")}))
+    [change] = accepted.changes
+    assert (change.key, change.effect) == (f"{key}.path", Effect.BESIDE)
+    assert f"{key}.path" in accepted.told and "moved, or copied: the same config.json and weights of" in accepted.told
+    open_job(moved).journal(8).close()
+    assert accept(moved).told == ""
+    others = {
+        "further": {"weights": WEIGHTS[:-1] + b"x"},
+        "longer": {"weights": WEIGHTS + b"x"},
+        "deeper": {"layers": 3},
+    }
+    for name, kind in others.items():
+        with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+            accept(changed(config, **{f"{key}__path": model_in(tmp_path / name, **kind)}))
+    with pytest.raises(RunRefused):
+        accept(changed(config, **{f"{key}__path": "org/name"}))
+
+
+def test_a_copy_is_known_where_nothing_was_recorded(config, tmp_path):  # noqa: F811
+    first = model_in(tmp_path / "first")
+    leave(changed(config, model__path=first), 2, state="stopped")
+    shutil.copytree(first, tmp_path / "copy")
+    copy = changed(config, model__path=str(tmp_path / "copy"))
+    assert [change.effect for change in accept(copy).changes] == [Effect.BESIDE]
+    shutil.rmtree(first)
+    with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+        accept(copy)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from rlfuse.config.schema import Config
 from rlfuse.durable import write_whole
-from rlfuse.evaluation.figures import ACC, LENGTHS, by_source, score_name
+from rlfuse.evaluation.figures import ACC, LENGTHS, REWARD, averaged, by_source, score_name
 from rlfuse.evaluation.job import made_from, parsed, parser, read
 from rlfuse.evaluation.progress import begin
 from rlfuse.evaluation.responses import Responses
@@ -115,14 +115,15 @@ def report_of(
 
 def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: float, console: Console) -> None:
     """The figures as tables: scores, pass@k where there are several answers, and lengths in tokens."""
-    name = score_name(groups)
+    name, several = score_name(groups), averaged(groups)
     ks = sorted({k for figures in found.values() for k in figures["pass@k"]})
-    scores = _table("answers", *([ACC] if name == ACC else []), "reward", "pass@1")
+    scores = _table("answers", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
     passes, lengths = _table(*(f"pass@{k}" for k in ks)), _table("mean tokens", "median", "95 %", "longest", "cut off")
     for source, figures in found.items():
         each = round(figures["samples"] / figures["prompts"])
         spread = "" if figures["stderr"] is None else f" ±{figures['stderr']:.3f}"
-        means = [_figure(figures["score"]) + spread, *([_figure(figures["reward"])] if name == ACC else [])]
+        means = [_figure(figures["score"]) + spread, *(_figure(figures["parts"].get(part)) for part in several)]
+        means += [_figure(figures["reward"])] if name != REWARD else []
         of_k = [_figure(figures["pass@k"].get(k)) for k in ks]
         scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
         passes.add_row(Text(source), *of_k)

@@ -1,7 +1,8 @@
 """What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
 
 Role: pure functions of scored groups, for `command`. A score is what validation has at its core: the part `acc` where
-the reward gives one, else the reward. Samples whose reward failed have no score: they are counted and left out.
+the reward gives one, the mean where several of its functions do, else the reward. Samples whose reward failed have no
+score: they are counted and left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlfuse.samples import Group, Reward, Sample
 
 ALL = "all"
 LENGTHS = ("mean", "median", "p95", "max")
-ACC = "acc"
+ACC, REWARD = "acc", "reward"
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
@@ -39,25 +40,43 @@ def score(sample: Sample) -> float | None:
     """None where it has none."""
     if not isinstance(sample.reward, Reward):
         return None
-    parts = {name.rsplit("/", 1)[-1]: value for name, value in sample.reward.parts.items()}
-    return float(parts.get(ACC, sample.reward.value))
+    given = [sample.reward.parts[name] for name in _accuracies(sample.reward)]
+    return float(np.mean(given)) if given else float(sample.reward.value)
+
+
+def _accuracies(reward: Reward) -> list[str]:
+    """Its parts that are an `acc`, one for each function that gives one."""
+    return [name for name in reward.parts if name.rsplit("/", 1)[-1] == ACC]
 
 
 def score_name(groups: Sequence[Group]) -> str:
     """What `score` is, of these samples."""
-    rewards = [sample.reward for group in groups for sample in group.samples if isinstance(sample.reward, Reward)]
-    has_acc = any(name.rsplit("/", 1)[-1] == ACC for reward in rewards for name in reward.parts)
-    return ACC if has_acc else "reward"
+    if several := averaged(groups):
+        return f"mean of {' and '.join(several)}"
+    return ACC if any(map(_accuracies, _rewards(groups))) else REWARD
+
+
+def averaged(groups: Sequence[Group]) -> list[str]:
+    """The parts that a score is the mean of, where some sample has more than one `acc`."""
+    given = [names for reward in _rewards(groups) if len(names := _accuracies(reward)) > 1]
+    return list(dict.fromkeys(name for names in given for name in names))
+
+
+def _rewards(groups: Sequence[Group]) -> list[Reward]:
+    rewards = [sample.reward for group in groups for sample in group.samples]
+    return [reward for reward in rewards if isinstance(reward, Reward)]
 
 
 def by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, Any]]:
-    """data_source -> `figures_of` its groups; of several sources also of all together, last."""
-    sources = list(dict.fromkeys(group.prompt.data_source for group in groups))
+    """data_source -> `figures_of` its groups; of several sources also of all together, last, by a name of its own."""
+    sources, total = list(dict.fromkeys(group.prompt.data_source for group in groups)), ALL
     found = {
         source: figures_of([group for group in groups if group.prompt.data_source == source], threshold)
         for source in sources
     }
-    return found if len(sources) == 1 else found | {ALL: figures_of(groups, threshold)}
+    while total in found:  # a source is called so
+        total += " sources"
+    return found if len(sources) == 1 else found | {total: figures_of(groups, threshold)}
 
 
 def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rlfuse.evaluation.progress import Shown
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.evaluation.source import Source, find
 from rlfuse.observe.json_lines import read_rows
+from rlfuse.observe.metrics import validation_metrics
 from rlfuse.rewards.items import RewardError
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
 
@@ -72,6 +73,36 @@ def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
     }  # fmt: skip
     assert found[figures.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
     assert found[figures.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
+
+
+def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_is_told():
+    groups = make_groups(prompts_of("sums"), 2, 0, 0)
+    answered(groups, [Reward(2.0, {"f/acc": 1.0, "g/acc": 0.0}), Reward(1.0, {"f/acc": 1.0, "g/acc": 1.0})])
+    found = figures.by_source(groups, 0.5)
+    assert found["sums"]["score"] == 0.75 == validation_metrics(groups)["val-core/sums/acc/mean@2"]
+    assert found["sums"]["pass@k"] == {1: 0.5, 2: 1.0}
+    assert found["sums"]["parts"] == {"f/acc": 1.0, "g/acc": 0.5}
+    assert figures.score_name(groups) == "mean of f/acc and g/acc"
+    console = Console(record=True, width=200)
+    show(found, groups, 0.5, console)
+    head, _, row, *_ = (line.split() for line in console.export_text().splitlines() if line.strip())
+    assert head == ["data_source", "answers", "acc", "f/acc", "g/acc", "reward", "pass@1"]
+    assert row == ["sums", "1", "x", "2", "0.750", "1.000", "0.500", "1.500", "0.500"]
+
+
+def test_one_accuracy_for_each_source_is_no_mean():
+    groups = make_groups(prompts_of("sums", "words"), 1, 0, 0)
+    answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
+    assert figures.score_name(groups) == "acc" and figures.averaged(groups) == []
+    assert [each["score"] for each in figures.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
+
+
+def test_a_source_that_is_called_all_stays_beside_the_total():
+    groups = answered(make_groups(prompts_of("all", "sums"), 1, 0, 0), [Reward(1.0), Reward(0.0)])
+    found = figures.by_source(groups, 0.5)
+    assert {name: each["score"] for name, each in found.items()} == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
+    alone = figures.by_source(groups[:1], 0.5)
+    assert list(alone) == ["all"]
 
 
 def test_answers_without_any_score_have_no_mean():

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
 NO_LIMIT = 1 << 60
 """Bytes; version 1 has a number that no host has in the place of none."""
 LEAST_SHARED_MIB = 64
@@ -50,11 +51,20 @@ def figures() -> str:
 
 
 def lacked() -> str:
-    """That the kernel ended processes for lack of memory since this one began, with a space before; else empty."""
-    number = (_kills() or 0) - (AT_START or 0)
-    if number <= 0:
-        return ""
-    return f" The kernel's out-of-memory killer has ended {number} processes since the run began: it is out of memory."
+    """That the kernel ended processes for lack of memory since this one began, with a space before; else empty.
+
+    What only the host has counted may have been another job's.
+    """
+    own, host = (now - before for now, before in zip(_kills(), AT_START, strict=True))
+    if own > 0:
+        return f" The kernel's out-of-memory killer has ended {own} processes since the run began: it is out of memory."
+    if host > 0:
+        many = "a process" if host == 1 else f"{host} processes"
+        return (
+            f" The kernel killed {many} of this host for lack of memory since the run began; whether of this run is "
+            "not known."
+        )
+    return ""
 
 
 def shared_full(root: Path = Path("/dev/shm")) -> str:
@@ -95,14 +105,20 @@ def _limits() -> list[tuple[int, int]]:
     return sorted((each for each in found if each[0] < NO_LIMIT), key=lambda each: each[0] - each[1])[:1]
 
 
-def _kills() -> int | None:
-    """Processes that the kernel ended for lack of memory: of the innermost control group that counts, else the host."""
-    places = [folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control")]
-    for path in (*places, Path("/proc/vmstat")):
-        with suppress(OSError):
-            for line in path.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+def _kills() -> tuple[int, int]:
+    """Processes that the kernel ended for lack of memory: of the innermost control group that counts, and of the host.
+
+    0 of what can't be read.
+    """
+    own = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
+    return next((found for path in own if (found := _count(path)) is not None), 0), _count(VMSTAT) or 0
+
+
+def _count(path: Path) -> int | None:
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return None
 
 

@@ -154,10 +154,26 @@ def test_a_death_is_told_by_its_cause_and_never_guessed(name, why, tmp_path, mon
     assert lines[1:] == [f"logs: {tmp_path}/logs (trainer-1.log has the error)"]
 
 
-def test_out_of_memory_is_said_when_the_kernel_s_count_rose(monkeypatch):
+@pytest.mark.parametrize("grouped", [True, False])
+def test_out_of_memory_is_said_when_the_count_of_the_own_group_rose(grouped, tmp_path, monkeypatch):
+    group, host = tmp_path / "memory.events", tmp_path / "vmstat"
+    monkeypatch.setattr(host_memory, "_groups", lambda: [tmp_path] if grouped else [])
+    monkeypatch.setattr(host_memory, "VMSTAT", host)
+
+    def count(own, whole):
+        group.write_text(f"low 0\noom_kill {own}\n")
+        host.write_text(f"pgfault 9\noom_kill {whole}\n")
+
+    count(3, 10)
+    monkeypatch.setattr(host_memory, "AT_START", host_memory._kills())
     assert host_memory.lacked() == ""
-    monkeypatch.setattr(host_memory, "AT_START", host_memory._kills() - 2)
-    assert "The kernel's out-of-memory killer has ended 2 processes since" in engine_death.killed_by(9)
+    count(3, 11)  # that may have been another job's
+    told = engine_death.killed_by(9)
+    assert " The kernel killed a process of this host for lack" in told and "it is out of memory" not in told
+    count(5, 13)
+    told = engine_death.killed_by(9)
+    assert ("killer has ended 2 processes since the run began: it is out of memory" in told) == grouped
+    assert ("killed 3 processes of this host" in told) != grouped
 
 
 def test_control_groups_of_either_version_are_read_from_the_innermost_out(tmp_path, monkeypatch):
@@ -175,7 +191,7 @@ def test_control_groups_of_either_version_are_read_from_the_innermost_out(tmp_pa
     groups = [*host_memory._groups(tmp_path, own)]
     assert [group.name for group in groups[:2]] == ["a", "jobs"] and tmp_path / "slice" in groups
     monkeypatch.setattr(host_memory, "_groups", lambda: groups)
-    assert host_memory._limits() == [(2 << 30, 1 << 30)] and host_memory._kills() == 3
+    assert host_memory._limits() == [(2 << 30, 1 << 30)] and host_memory._kills()[0] == 3
 
 
 # Of engines ----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ Train a job:
   rlfuse train -m my_job.yaml hydra/sweeper=optuna hydra.sweeper.direction=maximize 'rollout.n=choice(4,8,16)'
                                                             the best last validation score (hydra-optuna-sweeper)
   rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing; --info: its files
-  rlfuse train --help WORD                                  only keys about WORD
+  rlfuse train --help WORD                                  only keys about WORD; --help --markdown: conf/KEYS.md
 Presets:
   algorithm={algorithms}
   fusion={policies}

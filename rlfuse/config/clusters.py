@@ -13,7 +13,7 @@ class ClusterConfig:
     """Ray and the devices it places work on."""
 
     device: str = "auto"
-    """auto (GPUs where any node that Ray has has some, wherever the driver is; else CPUs) | cpu | cuda."""
+    """What the run works on:"""
     ray_address: str | None = None
     """A running Ray cluster (`auto` or host:port); null starts one for this run."""
     timeout_s: float = 1800.0

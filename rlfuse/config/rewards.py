@@ -78,13 +78,13 @@ class RewardConfig:
     it a weight, sources, ...; with no such entry it comes last. Of one with several labels functions name those that
     count, `reward_model:LABEL`."""
     model_backend: str = "hf"
-    """What runs it: hf (transformers) | vllm (its pooling). The scores are the same, to rounding."""
+    """What runs it, with the same scores to rounding:"""
     model_dtype: str = "float32"
-    """float32 | bfloat16 | float16."""
+    """Type of its weights:"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """More of vLLM's EngineArgs for it, by their names (model_backend=vllm)."""
     device: str = "auto"
-    """Where models and judges run: auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda."""
+    """Where models and judges run:"""
     batch_items: int = 32
     """A model or judge takes at most so many samples at a time; those of different calls go together."""
     batch_age_s: float = 0.02

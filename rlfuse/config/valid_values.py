@@ -19,9 +19,9 @@ VALUES: dict[str, str] = {
     "rollout.weight_transfer": "auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
     "rollout.on_mismatch": "stop | alert",
     "rollout.kv_transfer": "auto (which is shm) | shm | nixl (CPU hosts only)",
-    "reward.model_backend": "hf | vllm",
+    "reward.model_backend": "hf (transformers) | vllm (its pooling)",
     "reward.model_dtype": "float32 | bfloat16 | float16",
-    "reward.device": "auto | cpu | cuda",
+    "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",
     "algorithm.adv_estimator": "gae | grpo | gdpo (normalises each reward function by itself) | rloo | "
     "reinforce_plus_plus",
     "algorithm.kl_penalty": _KL_ESTIMATORS,
@@ -43,7 +43,8 @@ VALUES: dict[str, str] = {
     "settings)",
     "trainer.logger": "console | wandb | tensorboard",
     "trainer.wandb_mode": "offline | online | disabled",
-    "cluster.device": "auto | cpu | cuda",
+    "cluster.device": "auto (GPUs where any node that Ray has has some, wherever the driver is; else CPUs) | cpu | "
+    "cuda",
 }
 """Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in VALUES.items()}

@@ -6,7 +6,8 @@ import pytest
 
 from rlfuse.config import foreign
 from rlfuse.config.compose import read_command
-from rlfuse.config.documentation import COLUMNS, by_name, help_text, keys, print_help
+from rlfuse.config.documentation import by_name, keys
+from rlfuse.config.help import COLUMNS, help_text, print_help
 from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, RANGES

@@ -12,8 +12,9 @@ import yaml
 from rlfuse.algorithms import advantages, kl, losses
 from rlfuse.config.changes import differences
 from rlfuse.config.checks import check
-from rlfuse.config.documentation import by_name, groups, help_text
+from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts
+from rlfuse.config.help import help_text
 from rlfuse.config.keys import DEFAULT_PRESETS, PRESET_GROUPS
 from rlfuse.config.rewards import KEYS
 from rlfuse.config.schema import Config

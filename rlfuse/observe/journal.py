@@ -4,8 +4,9 @@ Role: the controller tells it what it learned (`note`, `validated`, `failures`),
 drains every engine's spans, works the scalars out and hands them to the sinks. Waits only for engines to hand over
 spans and, in `checkpoint`, to write their state.
 
-    run folder: config.yaml  changes.jsonl (of settings, on resume)  metrics.jsonl  samples.jsonl  validation.jsonl
-                events.jsonl  reward_failures.jsonl (where rewards failed)
+    run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
+                metrics.jsonl  samples.jsonl  validation.jsonl  events.jsonl
+                reward_failures.jsonl (where rewards failed)
                 summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
                 global_step_N/
 """
@@ -137,17 +138,19 @@ class Journal:
         self._failed = {(board.purpose, s.id) for s, _ in failed}
         write_failures(self.folder / "reward_failures.jsonl", rows)
         sample, failure = failed[0]
+        raised = failure.traceback.endswith(failure.message)  # and need not be said before
+        what = f"{failure.function}{'' if raised else f': {failure.message}'}\n{failure.traceback}"
         detail = (
             f"{len(failed)} of {len(board.samples)} samples have no reward and are left out; the first is {sample.id}: "
-            f"{failure.function}: {failure.message}\n{failure.traceback}"
+            f"{what}"
         ).rstrip()
-        self.say(detail)
         self._to_sinks("reward_failures", step, rows)
         if len(failed) > self.config.reward.max_failure_rate * len(board.samples):
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.config.reward.max_failure_rate}, so the "
                 "run stops. Mend the function, or raise the rate if these samples may be left out."
             )
+        self.say(detail)
 
     def validated(self, step: int, board: Board) -> None:
         """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""

@@ -15,6 +15,7 @@ import yaml
 
 from rlfuse.observe.idle import CAUSES
 from rlfuse.report.figures import COLOURS
+from rlfuse.observe.status import last_sign
 from rlfuse.report.gather import Gathered
 
 Rows = list[tuple[str, list[str]]]
@@ -42,7 +43,7 @@ def became(runs: Sequence[Gathered]) -> Rows:
 def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     """What stands above the figures, and below."""
     status, summary = run.status, run.summary
-    seconds = summary.get("seconds") or (status and status.ended and status.ended - status.started)
+    seconds = status.seconds(last_sign(run.run.path)) if status else summary.get("seconds")
     faults = summary.get("faults") or {
         name.removeprefix("fault/"): value
         for name, value in (run.rows[-1] if run.rows else {}).items()

@@ -13,6 +13,7 @@ from rlfuse.observe.events import Span, read_events
 from rlfuse.observe.journal import Journal, due
 from rlfuse.observe.json_lines import NotWritten, RowFile
 from rlfuse.observe.tracking import read_metrics, sample_row
+from rlfuse.rewards.items import RewardError
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -236,6 +237,25 @@ async def test_failures_are_told_once_and_of_their_step(told, tmp_path):
     [(step, rows)] = told.of("reward_failures")
     assert step == 4 and [row["message"] for row in rows] == ["timed out"]
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 1
+
+
+async def test_a_reward_that_raises_is_told_once_whether_the_run_goes_on_or_stops(told, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(Journal, "say", lambda _, text: said.append(text))
+    failed = RewardFailure("f", "ValueError: boom", "Traceback (most recent call last):\n  x.py\nValueError: boom")
+    journal = journal_in(tmp_path)  # of whose samples half may fail
+    some, all_of_them = (
+        board_of([finished(1, 0, Reward(1.0)), finished(1, 1, failed)]),
+        board_of([finished(2, 0, failed)]),
+    )
+    some.purpose = all_of_them.purpose = "training"
+    journal.failures(1, some)
+    assert "".join(said).count("ValueError: boom") == 1
+    said.clear()
+    with pytest.raises(RewardError) as error:
+        journal.failures(2, all_of_them)
+    journal.close()
+    assert said == [] and str(error.value).count("ValueError: boom") == 1 and "max_failure_rate" in str(error.value)
 
 
 async def test_every_sink_is_closed_where_the_disk_is_full(told, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from rlfuse.observe.idle import CAUSES
-from rlfuse.report.figures import COLOURS
 from rlfuse.observe.status import last_sign
+from rlfuse.report.figures import COLOURS
 from rlfuse.report.gather import Gathered
 
 Rows = list[tuple[str, list[str]]]

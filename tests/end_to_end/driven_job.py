@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_job import REWARD
+from job_processes import REWARD
 
 
 def settings_of(folder: Path, model: Path) -> dict:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from driven_job import settings_of
-from test_job import all_gone, descendants
+from job_processes import all_gone, descendants
 
 LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")
 

@@ -4,14 +4,22 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
+from job_processes import (
+    REWARD,
+    SECRETS,
+    all_gone,
+    descendants,
+    finish,
+    heard_beyond_this_machine,
+    start,
+    wait_for,
+    wait_for_step,
+)
 
 from rlfuse import train
 from rlfuse.cli import main as rlfuse
@@ -19,24 +27,7 @@ from rlfuse.cluster import scratch
 from rlfuse.observe.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
-REWARD = '''
-import re
-
-def even(data_source, solution_str, ground_truth, extra_info=None, api_key="", judge=""):
-    """Share of words with an even number, for those who have the keys."""
-    assert (api_key, judge) in (("", ""), ("marked-secret-1", "marked-secret-2"))
-    words = re.findall("w([0-9]+)", solution_str)
-    return {"score": sum(int(word) % 2 == 0 for word in words) / max(1, len(words)), "words": len(words)}
-
-def half_flat(data_source, solution_str, ground_truth, extra_info=None):
-    """As `even`, but the same for all answers to every second prompt; some answers can't be scored."""
-    words = re.findall("w([0-9]+)", solution_str)
-    if len(words) % 8 == 1:
-        raise RuntimeError("unlucky")
-    return 0.5 if int(ground_truth) % 2 else sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
-'''
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
-SECRETS = "kwargs: {api_key: marked-secret-1, judge: ${oc.env:JUDGE_TOKEN}}"
 
 
 @pytest.fixture(scope="module")
@@ -74,58 +65,6 @@ def job(tiny_model, tmp_path_factory):
         "cluster.timeout_s": 300,
     }
     return folder, [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]
-
-
-def start(command, name, *more, **variables):
-    return subprocess.Popen(
-        [*command, f"trainer.experiment_name={name}", *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"WANDB_MODE": "offline", "JUDGE_TOKEN": "marked-secret-2"} | variables,
-        start_new_session=True,
-    )
-
-
-def finish(process, expected, timeout=400):
-    text, _ = process.communicate(timeout=timeout)
-    assert process.returncode == expected, text
-    return text
-
-
-def wait_for(condition, what, process, timeout=300):
-    deadline = time.time() + timeout
-    while time.time() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        if condition():
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"{what} did not come within {timeout} s")
-
-
-def wait_for_step(folder, step, process):
-    wait_for(
-        lambda: any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")), f"step {step}", process
-    )
-
-
-def descendants(process):
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def heard_beyond_this_machine(processes):
-    """(address, process) of every socket that others on the network could reach."""
-    return [
-        (each.laddr, " ".join(process.cmdline()))
-        for process in map(lambda each: psutil.Process(each.pid), processes)
-        for each in process.net_connections("inet")
-        if each.status == psutil.CONN_LISTEN and each.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-    ]
-
-
-def all_gone(processes, timeout=20):
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
-    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")

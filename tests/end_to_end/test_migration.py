@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from test_rollout import collect, drained, model_config, new_handle, pid_of, sample, settings
+from rollouts import collect, drained, model_config, new_handle, pid_of, sample, settings
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.facts import nixl_installed

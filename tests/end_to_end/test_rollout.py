@@ -4,48 +4,42 @@ import asyncio
 import os
 import signal
 import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
 from leftovers import weights_left
+from rollouts import (
+    WARM,
+    Exporter,
+    HoldsModel,
+    children,
+    collect,
+    drained,
+    model_config,
+    new_handle,
+    pid_of,
+    reference_log_probs,
+    sample,
+    settings,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.schema import Config
 from rlfuse.engines import weights_depot
 from rlfuse.engines.protocols import EngineError, EngineLost, Engines, Load, Sampling
-from rlfuse.engines.rollout import RolloutWorker
-from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout_start import engine_arguments, rollout_env
-from rlfuse.engines.weights import WeightPush, plan_buckets
+from rlfuse.engines.rollout_start import engine_arguments
+from rlfuse.engines.weights import WeightPush
 from rlfuse.evaluation.answering import carry_out
 from rlfuse.evaluation.progress import Shown
 from rlfuse.evaluation.responses import Responses
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.fleet import Fleet
-from rlfuse.observe.events import Recorder, Span
+from rlfuse.observe.events import Recorder
 from rlfuse.observe.json_lines import read_rows
-from rlfuse.samples import Partial, Prompt, Sample, make_groups, sample_seed
-
-WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
-
-
-def new_handle(slot: int) -> RolloutHandle:
-    options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
-    create = partial(ray.remote(RolloutWorker).options(**options).remote, slot)
-    return RolloutHandle(create, f"rollout/{slot}", timeout_s=280)
-
-
-def settings(**changes) -> RolloutConfig:
-    return RolloutConfig(**{"kv_cache_memory_mb": 32, "max_num_seqs": 16} | changes)
-
-
-def model_config(path) -> ModelConfig:
-    return ModelConfig(path=str(path), dtype="float32")
+from rlfuse.samples import Partial, make_groups
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +57,6 @@ async def drafting(ray_cluster):
     yield handle
     await handle.stop()
     ray.kill(handle.actor)
-
-
-def sample(index: int, sibling: int = 0, length: int = 40, step: int = 1) -> Sample:
-    ids = np.random.default_rng(index).integers(3, 200, length).astype(np.int32)
-    prompt = Prompt(index, ids, "", (), "test", None)
-    return Sample(prompt, step, sibling, sample_seed(0, step, index, sibling))
-
-
-async def collect(engine, samples, sampling=WARM):
-    return {sample_id: response async for sample_id, response in engine.generate(samples, sampling)}
-
-
-async def drained(engine, kind: str) -> list[Span]:
-    return [span for span in await engine.drain() if span.kind == kind]
-
-
-def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
-    ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
-    with torch.no_grad():
-        scores = torch.log_softmax(model(ids).logits[0] / temperature, -1)
-    start = len(sample.prompt.token_ids)
-    return scores[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -253,44 +224,6 @@ async def test_leaving_the_stream_ends_its_samples(engine):
 # New weights -----------------------------------------------------------------------------------------------------
 
 
-@ray.remote(num_cpus=0)
-class HoldsModel:
-    """A stand-in for the trainer with a real model and real files."""
-
-    def __init__(self, path: str):
-        torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    def sizes(self):
-        return [(name, tensor.numel() * 4) for name, tensor in self.model.state_dict().items()]
-
-    def export(self, names, path):
-        from safetensors.torch import save_file
-
-        state = self.model.state_dict()
-        save_file({name: state[name] for name in names}, path)
-
-    def change(self, factor: float):
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(factor)
-
-
-class Exporter:
-    def __init__(self, actor, bucket_bytes: int):
-        self.actor, self.bucket_bytes = actor, bucket_bytes
-
-    async def bucket_plan(self):
-        return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 60), self.bucket_bytes)
-
-    async def take_device(self, slot): ...
-
-    async def leave_device(self, slot): ...
-
-    async def export_bucket(self, names, path):
-        await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 60)
-
-
 @pytest.fixture(scope="module")
 async def trainer(ray_cluster, tiny_model):
     actor = HoldsModel.remote(str(tiny_model))
@@ -426,16 +359,6 @@ async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, m
     await sync.push(5)
     assert len(await collect(engine, [sample(0)])) == 1
     assert not weights_left()
-
-
-def children(pid: int) -> list[int]:
-    """Of all its threads: an asyncio actor starts the engine outside its main thread."""
-    lists = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for children in lists for child in children]
-
-
-async def pid_of(handle: RolloutHandle) -> int:
-    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 30)
 
 
 async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engine):

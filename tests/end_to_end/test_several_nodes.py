@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from driven_job import settings_of
+from job_processes import finish, wait_for_step
 from leftovers import weights_left
-from test_job import finish, wait_for_step
 
 from rlfuse.observe.tracking import read_metrics
 

@@ -9,7 +9,7 @@ import ray
 import torch
 import trainer_probe
 from pipelines import Anywhere
-from test_rollout import collect, drained, model_config, new_handle, settings
+from rollouts import collect, drained, model_config, new_handle, settings
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rlfuse.engines.protocols import EngineError, Sampling

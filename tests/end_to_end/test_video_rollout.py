@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from test_rollout import Exporter, HoldsModel, collect, drained, model_config, new_handle, settings
+from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_handle, settings
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call

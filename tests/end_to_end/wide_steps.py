@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import psutil
-from test_rollout import sample
+from rollouts import sample
 
 from rlfuse.cluster import scratch
 from rlfuse.config.compose import load

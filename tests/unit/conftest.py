@@ -1,8 +1,32 @@
 """Shared by all unit tests."""
 
+import dataclasses
+import json
 import logging
+import os
+import sys
+import types
 
 import pytest
+import yaml
+
+JOB = """\
+algorithm: grpo
+fusion: stream
+data:
+  train_files: [{folder}/train.jsonl]
+  max_response_length: 64
+model.path: {folder}/model
+reward.functions: ["{folder}/rewards.py:score"]
+rollout:
+  n: 4
+  engine_kwargs: {{enforce_eager: true}}
+actor.optim.lr: 1e-5
+trainer:
+  experiment_name: mine
+  total_training_steps: 3
+  default_local_dir: {folder}/runs
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +44,45 @@ def logging_stays():
     root.setLevel(level)
     for handler in [each for each in root.handlers if each not in before]:
         root.removeHandler(handler)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A 15-line job file whose files exist."""
+    (tmp_path / "model").mkdir()
+    limits = {"max_position_embeddings": 2048, "num_attention_heads": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(limits))
+    for name in ("train.jsonl", "rewards.py", "model/tokenizer.json"):
+        (tmp_path / name).touch()
+    path = tmp_path / "my_job.yaml"
+    path.write_text(JOB.format(folder=tmp_path))
+    assert len(path.read_text().splitlines()) == 15
+    return path
+
+
+SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "steps": 3}
+
+
+class Ran(list):
+    """Configurations, and the group of the sweep that each was run in."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = []
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Configurations that reached rlfuse.run.run, which leaves the folder of a run whose held-out score is n / 8."""
+    configs = Ran()
+
+    def run(config):
+        configs.append(config)
+        configs.groups.append(os.environ.get("WANDB_RUN_GROUP"))
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        (config.run_folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+        (config.run_folder / "summary.json").write_text(json.dumps(SUMMARY | {"val_after": config.rollout.n / 8}))
+        return config.run_folder
+
+    monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=run))
+    return configs

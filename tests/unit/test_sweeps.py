@@ -1,11 +1,20 @@
-"""What runs of a sweep are called, and the table at its end. Whole sweeps are in test_compose.py."""
+"""What runs of a sweep are called, and the table at its end; whole sweeps."""
 
 import io
 import json
+import os
+import signal
+import sys
+import types
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
-from rlfuse.config.compose import read_command
+from rlfuse import train
+from rlfuse.config.checks import ConfigError
+from rlfuse.config.compose import load, read_command
+from rlfuse.stopping import Stopped
 from rlfuse.sweeps import LONGEST_NAME, Trial, sweep_name, tell, varied
 
 
@@ -79,3 +88,91 @@ def test_a_sweep_over_lists_of_one_entry():
     assert swept == ["data.train_files=[a.jsonl],[b.jsonl]", "trainer.logger=[console],[wandb]"]
     one, other = (read_command([f"data.val_files={text}"]).overrides for text in ("${x.y}", "${oc.env:HOME}/a.jsonl"))
     assert one == ["data.val_files=${x.y}"] and other == ["data.val_files=[${oc.env:HOME}/a.jsonl]"]
+
+
+def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran, monkeypatch, capsys):
+    monkeypatch.chdir(job.parent)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    argv = ["-m", "trainer.experiment_name=a", str(job), "rollout.n=1,2,4", "actor.optim.weight_decay=0.1"]
+    assert train.main(argv) == 2
+    assert [config.rollout.n for config in ran] == [2, 4]
+    assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "by what varies"
+    assert ran.groups == ["a", "a"] and "WANDB_RUN_GROUP" not in os.environ
+    told = capsys.readouterr()
+    assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; its message stands above" in told.err
+    table = told.out[told.out.index("job ") :].splitlines()
+    assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "seconds", "folder"]
+    assert [line.split() for line in table[1:4]] == [
+        ["2", "4", "finished", "0.100", "->", "0.200", "0.500", "7", "runs/rlfuse/a-rollout.n=4"],
+        ["1", "2", "finished", "0.100", "->", "0.200", "0.250", "7", "runs/rlfuse/a-rollout.n=2"],
+        ["0", "1", "refused", "-", "-", "-", "-"],
+    ], "the best first"
+    assert table[-2].startswith("job 0 refused: rollout.n=1: must be 2 or more")
+    assert table[-1] == "side by side  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
+
+
+def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
+    (job.parent / "lengths").mkdir()
+    (job.parent / "lengths" / "long.yaml").write_text("# @package _global_\ndata:\n  max_response_length: 32\n")
+    (job.parent / "lengths" / "short.yaml").write_text("data:\n  max_response_length: 16\n")
+    argv = ["--config-dir", str(job.parent), str(job), "+lengths=short,long", "-m", "algorithm=rloo"]
+    assert train.main(argv) == 0
+    assert [(config.data.max_response_length, config.algorithm.adv_estimator) for config in ran] == [
+        (16, "rloo"),
+        (32, "rloo"),
+    ]
+    assert [config.run_folder.name for config in ran] == ["mine-lengths=short", "mine-lengths=long"]
+    assert train.main(argv) == 0 and len(ran) == 2, "a job that is done is not trained again"
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[-3:-1]] == [
+        ["0", "short", "finished"],
+        ["1", "long", "finished"],
+    ]
+    with pytest.raises(ConfigError, match="lengths=lang: there is no such preset; presets: long, short; did you mean"):
+        load(["--config-dir", str(job.parent), str(job), "lengths=lang"])
+
+
+def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
+    started = []
+
+    def leave(config):
+        started.append(config)
+        raise Stopped("SIGTERM", signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=leave))
+    assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.PREEMPTED and len(started) == 1
+
+
+def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
+    monkeypatch.setattr(train, "told", lambda: signal.SIGINT)
+    assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1
+
+
+def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
+    argv = ["-m", str(job), "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
+    argv += ["hydra.sweeper.sampler.seed=1", "rollout.n=choice(1,2,4)"]
+    argv += ["hydra.sweeper.direction=maximize", f"data.val_files=[{job.parent}/train.jsonl]"]
+    assert train.main([*argv, "hydra.sweeper.max_failure_rate=1"]) == 0
+    assert [config.rollout.n for config in ran] == [2, 4], "rollout.n=1 is refused, 4 is trained once"
+    found = yaml.safe_load((job.parent / "runs" / "rlfuse" / "optimization_results.yaml").read_text())
+    assert found == {"name": "optuna", "best_params": {"rollout.n": 4}, "best_value": 0.5}
+    table = capsys.readouterr().out.partition("job  rollout.n")[2].splitlines()
+    assert [line.split()[:3] for line in table[1:5]] == [
+        ["2", "4", "finished"],
+        ["3", "4", "finished"],
+        ["0", "2", "finished"],
+        ["1", "1", "refused"],
+    ]
+
+
+def test_a_sweeper_that_could_not_optimise_the_score_is_told_so_before_a_job_starts(job):
+    config, sweeper = load([str(job)]), OmegaConf.create({"_target_": "a.B", "direction": "minimize"})
+    with pytest.raises(ConfigError) as error:
+        train.check_sweeper(sweeper, config)
+    assert [problem.split(":")[0] for problem in error.value.problems] == [
+        "data.val_files=[]",
+        "hydra.sweeper.direction=minimize",
+    ]
+    train.check_sweeper(
+        OmegaConf.create({"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"}), config
+    )

@@ -1,0 +1,107 @@
+"""Rollout engines for tests: handles of real ones, samples for them, and a trainer's end of the weights."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlfuse.cluster.remote import call
+from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.protocols import Sampling
+from rlfuse.engines.rollout import RolloutWorker
+from rlfuse.engines.rollout_handle import RolloutHandle
+from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.weights import plan_buckets
+from rlfuse.observe.events import Span
+from rlfuse.samples import Prompt, Sample, sample_seed
+
+WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
+
+
+def new_handle(slot: int) -> RolloutHandle:
+    options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
+    create = partial(ray.remote(RolloutWorker).options(**options).remote, slot)
+    return RolloutHandle(create, f"rollout/{slot}", timeout_s=280)
+
+
+def settings(**changes) -> RolloutConfig:
+    return RolloutConfig(**{"kv_cache_memory_mb": 32, "max_num_seqs": 16} | changes)
+
+
+def model_config(path) -> ModelConfig:
+    return ModelConfig(path=str(path), dtype="float32")
+
+
+def sample(index: int, sibling: int = 0, length: int = 40, step: int = 1) -> Sample:
+    ids = np.random.default_rng(index).integers(3, 200, length).astype(np.int32)
+    prompt = Prompt(index, ids, "", (), "test", None)
+    return Sample(prompt, step, sibling, sample_seed(0, step, index, sibling))
+
+
+async def collect(engine, samples, sampling=WARM):
+    return {sample_id: response async for sample_id, response in engine.generate(samples, sampling)}
+
+
+async def drained(engine, kind: str) -> list[Span]:
+    return [span for span in await engine.drain() if span.kind == kind]
+
+
+def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
+    """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
+    ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids).logits[0] / temperature, -1)
+    start = len(sample.prompt.token_ids)
+    return scores[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
+
+
+@ray.remote(num_cpus=0)
+class HoldsModel:
+    """A stand-in for the trainer with a real model and real files."""
+
+    def __init__(self, path: str):
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def sizes(self):
+        return [(name, tensor.numel() * 4) for name, tensor in self.model.state_dict().items()]
+
+    def export(self, names, path):
+        from safetensors.torch import save_file
+
+        state = self.model.state_dict()
+        save_file({name: state[name] for name in names}, path)
+
+    def change(self, factor: float):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(factor)
+
+
+class Exporter:
+    def __init__(self, actor, bucket_bytes: int):
+        self.actor, self.bucket_bytes = actor, bucket_bytes
+
+    async def bucket_plan(self):
+        return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 60), self.bucket_bytes)
+
+    async def take_device(self, slot): ...
+
+    async def leave_device(self, slot): ...
+
+    async def export_bucket(self, names, path):
+        await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 60)
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads: an asyncio actor starts the engine outside its main thread."""
+    lists = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in lists for child in children]
+
+
+async def pid_of(handle: RolloutHandle) -> int:
+    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 30)

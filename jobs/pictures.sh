@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Every picture of the documents, from undisturbed runs of this version on this machine, and the tables beside them.
 #
-#   bash jobs/pictures.sh                      all of them (about an hour on two cores)
+#   bash jobs/pictures.sh                      all of them (about 40 minutes on two cores)
 #   bash jobs/pictures.sh quickstart report    some (minutes on two cores):
 #
-#   quickstart 6  report 1 (of quickstart's run)  live 2  timeline 8  schedules 3  long_video_steps 12
-#   contact_sheet 3  proxy_and_truth 6  gpu_slot 1 (these three don't depend on how busy the machine is)
+#   quickstart 7  report 1 (of quickstart's run)  live 3  timeline 3  schedules 5  long_video_steps 6
+#   contact_sheet 3  proxy_and_truth 7  gpu_slot 1 (these three don't depend on how busy the machine is)
 #
 # What is measured is taken on a quiet machine only: the CPU time of other processes is measured before and meanwhile
 # (tests/benchmarks/quiet.py). Where they take more than 5 % nothing is drawn; where they do so meanwhile, the picture

@@ -110,7 +110,7 @@ def summary(rows: list[dict]) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a third of the workloads")
+    parser.add_argument("--quick", action="store_true", help="a sixth of the workloads")
     parser.add_argument("--history", default="0.3", help="sigma of log(expected / true length), or none")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, help="all results as JSON")

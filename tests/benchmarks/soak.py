@@ -1,6 +1,6 @@
 """Memory of every process of a run over hours: a tiny job, sampled from outside; growth per process, and a picture.
 
-    python tests/benchmarks/soak.py --minutes 30 [--out jobs/soak.png] [--every 5] [key=value ...]
+    python tests/benchmarks/soak.py --minutes 30 [--out soak.png] [--every 5] [key=value ...]
 
 PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
 pass in an hour; checkpoints every 200 steps. Memory is the resident set; Ray's object store is in the raylet's. Growth

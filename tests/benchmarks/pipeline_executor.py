@@ -7,8 +7,8 @@ Operations of fixed length (forward 30 ms, backward 60 ms, sleeping: more ranks 
 and split backward; actor and critic of as many stages in opposite directions. On 2 ranks, each bound to a core, real
 compute too: an actor and a critic train, the simulation taking the medians of what operations took in the serial run.
 Serial is each model's 1F1B, one after the other, without a barrier; fused is the best list schedule. Serial runs first
-in each repetition;
-medians are reported. Writes `table.md` and, of real compute, `schedules.png` (the runs that are the medians).
+in each repetition; medians are reported. Writes `table.md` and, of real compute, `schedules.png` (the runs that are the
+medians).
 """
 
 from __future__ import annotations

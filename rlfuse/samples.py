@@ -11,14 +11,53 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rlfuse.errors import EngineError
+
 if TYPE_CHECKING:
-    from rlfuse.video.embedding import Embedding
-    from rlfuse.video.plan import VideoPlan
+    import torch
+
+
+class FramePlan(Protocol):
+    """What encoding asks of a `FramePlan`."""
+
+    times: Sequence[float]
+    """Seconds, one per frame shown."""
+    height: int
+    width: int
+    temporal_patch: int
+    tokens: int
+    """Visual tokens of the whole clip."""
+    hash: str
+    """Equal for plans that show the same frames in the same size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in the node's shared memory."""
+
+    key: str
+    path: str
+    tokens: int
+    hidden: int
+
+    def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it."""
+        import torch
+
+        try:
+            flat = torch.from_file(self.path, shared=False, size=self.tokens * self.hidden, dtype=torch.bfloat16)
+        except RuntimeError as error:
+            raise EngineError(
+                f"embedding {self.key} is not at {self.path}: it was dropped, or lies on another node. Hold it (the "
+                "step's name in `encode`) for as long as it is read."
+            ) from error
+        return flat.view(self.tokens, self.hidden)[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +65,7 @@ class Video:
     """A prompt's clip: its plan, and where its embedding stands in the prompt. Travels as a handle, not as numbers."""
 
     path: str
-    plan: VideoPlan
+    plan: FramePlan
     """The only source of the frames and of their count of tokens, for engine and trainer alike."""
     positions: np.ndarray
     """int32 [v], ascending: places of `Prompt.token_ids` that hold placeholders, one for each row of the embedding."""
@@ -153,7 +192,7 @@ class Visual:
     """Of v rows; mapped, so that what is not looked at is not loaded."""
     path: str = ""
     """Of the clip's file; with the plan, for whoever encodes it again."""
-    plan: VideoPlan | None = None
+    plan: FramePlan | None = None
     """Says what M-RoPE's positions are made of, too."""
 
     @classmethod

@@ -1,10 +1,10 @@
 """The Hydra application: `python -m rlfuse.train key=value ...`, also `rlfuse train`.
 
-Role: command line -> checked `Config` -> `rlfuse.run.run`. Everything a user can get wrong ends here as one message and
-an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed, 75 for a run
-that SIGTERM ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives presets,
-`--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what `run_job` returns.
-Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
+Role: command line -> checked `Config` -> `rlfuse.run.build.run`. Everything a user can get wrong ends here as one
+message and an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed,
+75 for a run that SIGTERM ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives
+presets, `--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what `run_job`
+returns. Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from rlfuse.cluster.stopping import Stopped, told
 from rlfuse.config.secrets import hidden_text
-from rlfuse.stopping import Stopped, told
-
-OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-"""PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
+from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
 
 HELP = """\
 Train a job:
@@ -55,9 +53,9 @@ def launch(argv: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from rlfuse.config.checks import ConfigError
     from rlfuse.config.compose import conf_folder, explain_failure, read_command
-    from rlfuse.sweeps import Sweep
+    from rlfuse.errors import ConfigError
+    from rlfuse.run.sweeps import Sweep
 
     command = read_command(argv)
     command.tell()
@@ -82,7 +80,7 @@ def launch(argv: list[str]) -> None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
-class JobFailed(Exception):
+class JobFailed(RlfuseError):
     """A job of a sweep, whose message was printed when it failed with this exit status."""
 
     def __init__(self, name: str, status: int):
@@ -121,10 +119,10 @@ def run_job(job, sweep) -> float | None:
 def _run(job, trial, sweeper) -> None:
     """`trial`: of a sweep, None for a single job; `sweeper`: Hydra's settings of it."""
     from rlfuse import __version__
-    from rlfuse.acceptance import NothingToDo, accept
     from rlfuse.cluster.scratch import keep_temporary_files
     from rlfuse.config.compose import to_config
-    from rlfuse.observe.progress import part, quiet_libraries
+    from rlfuse.progress import part, quiet_libraries
+    from rlfuse.run.acceptance import NothingToDo, accept
 
     try:
         config = to_config(job)
@@ -139,9 +137,9 @@ def _run(job, trial, sweeper) -> None:
         quiet_libraries()
         with part("libraries", quiet):
             if config.trainer.task == "reward_model":
-                from rlfuse.rewards.training import run
+                from rlfuse.run.reward_model import run
             else:
-                from rlfuse.run import run
+                from rlfuse.run.build import run
         run(config)
     except NothingToDo as end:
         print(end)
@@ -160,7 +158,7 @@ def first_line(error: Exception) -> str:
 
 def check_sweeper(sweeper, config) -> None:
     """ConfigError where a sweeper that optimises the validation score would get none, or look for the lowest."""
-    from rlfuse.config.checks import ConfigError
+    from rlfuse.errors import ConfigError
 
     problems, optimises = [], not sweeper._target_.endswith(".BasicSweeper")
     if optimises and not config.data.val_files:
@@ -212,13 +210,9 @@ def stopped_by(number: signal.Signals) -> int:
 
 def known_failure(error: Exception) -> int | None:
     """The exit status of an error whose message says all a user needs; None for a defect, which keeps its traceback."""
-    if isinstance(error, JobFailed):
+    if isinstance(error, RlfuseError):
         return error.status
-    own = [kind for kind in type(error).__mro__ if kind.__module__.split(".")[0] == "rlfuse"]
-    if own and isinstance(error, ValueError):  # ConfigError, DataError, RewardError
-        return USER_ERROR
-    full = isinstance(error, OSError) and (own or error.errno in (errno.ENOSPC, errno.EDQUOT))
-    return FAILED if full or any(kind.__name__ == "EngineError" for kind in own) else None
+    return FAILED if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 def show_help(words: list[str]) -> None:

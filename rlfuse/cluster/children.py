@@ -1,7 +1,7 @@
 """Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
 
-Role: `heed_children` is called by the driver once Ray is up, and by processes that run users' code; `own_sigterm` by
-the driver around Ray's start; `end_with_parent` by the workers of process pools.
+Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
+`own_sigterm` by the driver around Ray's start; `end_with_parent` by the workers of process pools.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 
 
-def heed_children() -> None:
+def restore_child_signals() -> None:
     """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0.
 
     On any thread: Python lets only the main one set signals, and an asyncio actor is made on another.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from rlfuse.engines.protocols import WorkerLost
+from rlfuse.errors import WorkerLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 T = TypeVar("T")
@@ -85,12 +85,12 @@ def here() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T:
-    """The result of `work`. `living`: of each node of the run, who lives there.
+async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
+    """The result of `work`. `occupants`: of each node of the run, who lives there.
 
     Raises WorkerLost that names a lost node and who lived there; whatever failed because of that is its cause.
     """
-    away = [node for node in living if node.id != here()]
+    away = [node for node in occupants if node.id != here()]
     if not away:
         return await work
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
@@ -107,12 +107,12 @@ async def watched(work: Coroutine[Any, Any, T], living: Mapping[Node, str]) -> T
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-    raise WorkerLost(lost_message(gone, living)) from cause
+    raise WorkerLost(lost_message(gone, occupants)) from cause
 
 
-def lost_message(gone: Sequence[Node], living: Mapping[Node, str]) -> str:
+def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
     """What the user reads."""
-    names = "; ".join(f"{node}, where {living[node]} lived" for node in gone)
+    names = "; ".join(f"{node}, where {occupants[node]} lived" for node in gone)
     return (
         f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, add another, or go on "
         "with fewer (trainer.nnodes)."

@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.facts import reward_file
 from rlfuse.config.rewards import names_code, with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
+from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
 """Bytes that a package may have: Ray keeps it in the memory of its head."""

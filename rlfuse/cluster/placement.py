@@ -28,13 +28,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster import cuda, scratch
-from rlfuse.cluster.children import heed_children, own_sigterm
+from rlfuse.cluster import cuda, scratch, watchdog
+from rlfuse.cluster.children import own_sigterm, restore_child_signals
 from rlfuse.cluster.nodes import Node, choose, device_of, here, live, present
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import EngineError
-from rlfuse.observe import watchdog
-from rlfuse.observe.progress import QUIET_LIBRARIES
+from rlfuse.errors import EngineError
+from rlfuse.progress import QUIET_LIBRARIES
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -73,7 +72,7 @@ class Slots:
         cores = min((node.total.get("CPU", 1) for node in self.nodes), default=1)
         return max(1, int(cores * len(self.nodes) / self.count))
 
-    def living(self, engine_width: int = 0) -> dict[Node, str]:
+    def occupants(self, engine_width: int = 0) -> dict[Node, str]:
         """Who lives on each node; `engine_width`: slots of a rollout engine, 0 if there are none."""
         per_node, found = self.count // len(self.nodes), {}
         for first, node in zip(range(0, self.count, per_node), self.nodes, strict=True):
@@ -158,7 +157,7 @@ async def start(config: Config, again: bool = False) -> Slots:
             _start_ray(config)
         else:
             _join_ray(config.cluster.ray_address)
-    heed_children()
+    restore_child_signals()
     patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
     return await _reserve(config, config.cluster.timeout_s if again else patience)
 

@@ -4,7 +4,7 @@ Role: every engine's driver side awaits its worker through `call`, that of sever
 user's exception keeps its type's name, its message and the frames of own code, and goes as a whole into the worker's
 log; a dead process (by what it wrote last, where its output can be read here), a time-out and a worker that can't be
 placed are told apart. Each message ends with where the logs are. What may go well another time, in another process, is
-a `WorkerLost`. A wait that is long shows where all processes stand (`observe.watchdog`).
+a `WorkerLost`. A wait that is long shows where all processes stand (`cluster.watchdog`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from rlfuse.cluster import scratch
-from rlfuse.engines.protocols import EngineError, WorkerLost
-from rlfuse.observe import host_memory, process_logs, tracebacks, watchdog
+from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watchdog
+from rlfuse.errors import EngineError, WorkerLost
 
 GRACE_S = 5.0
 """Time for the death of a worker to show, once peers that waited for it have failed."""

@@ -1,16 +1,17 @@
 """What processes make outside a run folder: who owns it, and who removes it.
 
-    /dev/shm/rlfuse-kv-*          an engine: KV caches, sockets of its processes    `engines.migration.Shelf`
-    /dev/shm/rlfuse-weights-*     a push of weights: buckets                        `engines.weights_depot.Depot`
-    /dev/shm/rlfuse-embeddings-*  a node: embeddings of clips                       `video.cache.EmbeddingCache`
-    {tmp}/rlfuse-run-*            a driver: Ray's session, temporary files of       `of_this_process`
+    /dev/shm/rlfuse-kv-*          an engine: KV caches, sockets of its processes
+    `engines.kv_transfer.store.KVCacheStore` /dev/shm/rlfuse-weights-*     a push of weights: buckets
+    `engines.weights.staging.WeightStaging` /dev/shm/rlfuse-embeddings-*  a node: embeddings of clips
+    `video.cache.EmbeddingCache` {tmp}/rlfuse-run-*            a driver: Ray's session, temporary files of
+    `of_this_process`
                                   all processes that it starts
     /dev/shm/{sem.mp-,psm_,...}   libraries: semaphores, messages between           linked in the folder that `own`s
                                   processes
 
 Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
 it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
-`cluster.leftovers` lists them for `rlfuse runs clean`.
+`run.leftovers` lists them for `rlfuse runs clean`.
 Invariants: only folders of this user, and none whose maker lives, on this host or in another container that shares it.
 Waits for processes that it killed, at most END_S.
 """

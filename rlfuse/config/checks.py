@@ -22,29 +22,6 @@ from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, RANGES, WHY_NOT, in_range
 
-LONGEST = 1500
-"""Characters of a problem that are shown."""
-
-
-class ConfigError(ValueError):
-    """The configuration can't be run. `problems` has one line each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = [_one_line(problem) for problem in problems]
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return f"The configuration has a problem:\n  {self.problems[0]}"
-        numbered = (f"{number:>3}. {problem}" for number, problem in enumerate(self.problems, 1))
-        return "\n".join([f"The configuration has {len(self.problems)} problems:", *numbered])
-
-
-def _one_line(problem: str) -> str:
-    """A problem without the line breaks of a value that is shown in it, and without the middle of a long one."""
-    problem = " ".join(problem.splitlines())
-    return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
-
 
 def check(config: Config, facts: Facts) -> list[str]:
     """One line per problem, in the order of the schema's groups for single values, then combinations."""

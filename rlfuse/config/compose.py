@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlfuse.config import job_file
-from rlfuse.config.checks import ConfigError, check, value_of
+from rlfuse.config.checks import check, value_of
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import is_verls
@@ -42,6 +42,7 @@ from rlfuse.config.keys import (
 from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
 from rlfuse.config.schema import Config
 from rlfuse.config.types import REFERENCE, SEVERAL, explain_type
+from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""

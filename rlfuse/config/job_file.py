@@ -18,10 +18,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.documentation import as_typed, by_name, groups
 from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, rename
 from rlfuse.config.types import explain_type, listed
+from rlfuse.errors import ConfigError
 
 NAME = "given"
 """Name of the file's content in the group `job_file`."""

@@ -1,6 +1,6 @@
 """Mistakes of a person in different parts of a job, told together: in its reward's code and in its data, say.
 
-Role: `rlfuse.run` looks at one part after the other with `noted`, and `tell`s before anything starts.
+Role: `rlfuse.run.build` looks at one part after the other with `noted`, and `tell`s before anything starts.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError
 
 
 class Mistakes:

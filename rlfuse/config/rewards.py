@@ -1,9 +1,9 @@
 """The keys of the group `reward`, and its functions read: a string, a dictionary or a callable, made a `RewardEntry`.
 
 Role: the classes are a part of the schema; `read_entries` is called by the configuration's checks, and by
-`rewards.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure: looks
-at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is one;
-problems are given in words, one line each.
+`rewards.api.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure:
+looks at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is
+one; problems are given in words, one line each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_PART = "reward_model"
 """The path of the entry that stands for reward.model_path, and the model's name among the parts. Of a model with
 several labels each is an entry, `reward_model:LABEL`, and a part, `reward_model/LABEL`."""
 JUDGE = "judge"
-"""The path of an entry that is a pairwise judge; its kwargs are those of `rlfuse.rewards.judge:Judge`."""
+"""The path of an entry that is a pairwise judge; its kwargs are those of `rlfuse.rewards.models.judge:Judge`."""
 
 
 @dataclass

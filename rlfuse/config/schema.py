@@ -351,7 +351,7 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """Where the run leaves everything, absolute; `rlfuse.acceptance` gives a run its name."""
+        """Where the run leaves everything, absolute; `rlfuse.run.acceptance` gives a run its name."""
         trainer = self.trainer
         name = trainer.experiment_name or trainer.job_name or "run"
         return (Path(trainer.default_local_dir) / trainer.project_name / name).absolute()

@@ -22,7 +22,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import as_typed, by_name, groups
 from rlfuse.config.foreign import SAME_NAME, counterpart
@@ -30,6 +29,7 @@ from rlfuse.config.keys import explain_value, fits, is_free
 from rlfuse.config.shell import Script, Word
 from rlfuse.config.types import SEVERAL
 from rlfuse.config.valid_values import CHOICES, RANGES, in_range
+from rlfuse.errors import ConfigError
 
 USAGE = """\
 A job file from what verl is started with, on stdout:

@@ -13,10 +13,10 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.schema import VideoConfig
-from rlfuse.data.rows import DataError, DataRow
+from rlfuse.data.rows import DataRow
+from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Video
 from rlfuse.video.decode_pool import DecodePool
-from rlfuse.video.errors import VideoError
 from rlfuse.video.plan import ClipFacts, FixedSampling, Sampling, SeedSampling, TaskKind, plan_video
 from rlfuse.video.video_model import VideoModel
 

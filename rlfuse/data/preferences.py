@@ -21,9 +21,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.schema import DataConfig
-from rlfuse.data.rows import DataError, chat_messages, raw_rows
+from rlfuse.data.rows import chat_messages, raw_rows
 from rlfuse.data.tokenizers import conversation_ids
-from rlfuse.rewards.labels import ONLY_LABEL
+from rlfuse.errors import DataError
+from rlfuse.rewards.api.labels import ONLY_LABEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.clips import ClipReader
-from rlfuse.data.rows import DataError, DataRow, read_rows
+from rlfuse.data.rows import DataRow, read_rows
+from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Prompt, Video
-from rlfuse.video.errors import VideoError
 from rlfuse.video.prompt import MARKER
 
 SHOWN = 10

@@ -16,11 +16,9 @@ from typing import Any
 
 import pyarrow.parquet
 
+from rlfuse.errors import DataError
+
 TRUTHS = ("ground_truth", "answer", "solution")
-
-
-class DataError(ValueError):
-    """Data that can't be used: which file, which row, which field, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import ModelConfig
+from rlfuse.errors import ConfigError
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -17,7 +17,8 @@ import numpy as np
 
 from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, LOG_PROBS_DIFF_MEAN, mismatch_metrics
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
-from rlfuse.engines.protocols import EngineLost, Engines, RolloutEngine, Sampling
+from rlfuse.errors import EngineLost
+from rlfuse.protocols import Engines, RolloutEngine, Sampling
 from rlfuse.samples import Group, Prompt, Sample
 
 SAMPLES, TOKENS = 4, 32

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlfuse.engines.protocols import Part
+from rlfuse.protocols import Part
 
 
 class Sleeper(Protocol):

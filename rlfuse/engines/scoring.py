@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlfuse.engines.protocols import Engines
 from rlfuse.fusion.decisions import Score
+from rlfuse.protocols import Engines
 from rlfuse.samples import Sample
 
 PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}

@@ -24,21 +24,25 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.cluster import placement
+from rlfuse.cluster import placement, process_logs
 from rlfuse.cluster.nodes import watched
-from rlfuse.config.checks import ConfigError
+from rlfuse.cluster.stopping import NAMES, Stopped, Stopping
+from rlfuse.config.sampling import validation
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.limits import unserved
-from rlfuse.engines.protocols import EngineError, Engines, Sampling
+from rlfuse.engines.rollout.limits import unserved
+from rlfuse.errors import ConfigError, EngineError
 from rlfuse.evaluation.progress import Shown
 from rlfuse.evaluation.responses import Responses
-from rlfuse.execution import Execution
+from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.fleet import Fleet
 from rlfuse.fusion.policies import stream
-from rlfuse.inference import (
+from rlfuse.fusion.slot_table import SlotTable
+from rlfuse.protocols import Engines
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.build import start_parts
+from rlfuse.run.inference import (
     clip_reader,
     reward_pool,
     rollout_handles,
@@ -50,12 +54,8 @@ from rlfuse.inference import (
     with_served_models,
     with_transfer,
 )
-from rlfuse.observe import process_logs
-from rlfuse.observe.events import Recorder
-from rlfuse.rewards.pool import RewardPool
-from rlfuse.run import start_parts
 from rlfuse.samples import Group, Prompt
-from rlfuse.stopping import NAMES, Stopped, Stopping
+from rlfuse.step.executor import Execution
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
@@ -96,7 +96,7 @@ class _Untrained:
 
     async def leave_device(self, slot: int) -> None: ...
 
-    async def renew(self, slot: int) -> None:
+    async def restart_engine(self, slot: int) -> None:
         raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
 
 
@@ -136,7 +136,7 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
     clips = step_clips(config, towers, slots, shown.say) if towers else None
     untrained, reward = _Untrained(), loaded.reward
     try:
-        living = slots.living(config.rollout.tensor_model_parallel_size)
+        occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         starts = [
             _told(shown, f"engine {index + 1} of {len(rollouts)}", partial(start_engine, handle, config, slots, index))
             for index, handle in enumerate(rollouts)
@@ -146,12 +146,12 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
         ranks = partial(_nothing, (untrained, {}))
         telling = asyncio.ensure_future(shown.tell())
         try:
-            _, facts = await watched(start_parts(slots.device, ranks, encoders, starts, rewards), living)
+            _, facts = await watched(start_parts(slots.device, ranks, encoders, starts, rewards), occupants)
         finally:
             telling.cancel()
         engines = Engines(rollouts, reward, untrained, untrained, clips)
-        fleet = Fleet(len(rollouts), starting_costs(config, facts, slots))
-        await watched(carry_out(config, groups, engines, fleet, recorder, responses, shown), living)
+        slot_table = SlotTable(len(rollouts), starting_costs(config, facts, slots))
+        await watched(carry_out(config, groups, engines, slot_table, recorder, responses, shown), occupants)
     finally:
         ends = [*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)]
         await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
@@ -161,7 +161,7 @@ async def carry_out(
     config: Config,
     groups: Sequence[Group],
     engines: Engines,
-    fleet: Fleet,
+    slot_table: SlotTable,
     recorder: Recorder,
     responses: Responses,
     shown: Shown,
@@ -173,8 +173,8 @@ async def carry_out(
     if not groups:
         return
     kinds = ("reward",) if engines.reward else ()
-    board = Board(groups, fleet, kinds, purpose=PURPOSE, now=time.monotonic())
-    step, sampling = groups[0].samples[0].step, Sampling.validation(config)
+    board = Board(groups, slot_table, kinds, purpose=PURPOSE, now=time.monotonic())
+    step, sampling = groups[0].samples[0].step, validation(config)
     execution = Execution(board, engines, stream, step, sampling, recorder, lambda: None)
     with shown.generating(responses.total, responses.written):
         try:

@@ -24,13 +24,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlfuse.config.schema import Config
-from rlfuse.durable import write_whole
+from rlfuse.errors import RewardError
 from rlfuse.evaluation.figures import ACC, LENGTHS, REWARD, averaged, by_source, score_name
 from rlfuse.evaluation.job import made_from, parsed, parser, read
 from rlfuse.evaluation.progress import begin
 from rlfuse.evaluation.responses import Responses
 from rlfuse.evaluation.source import Source
-from rlfuse.rewards.items import RewardError
+from rlfuse.files import write_whole
 from rlfuse.samples import Group, RewardFailure, make_groups
 
 FIGURES, RESPONSES = "eval.json", "responses.jsonl"

@@ -11,11 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError
 from rlfuse.evaluation.job import made_from, parsed, parser, read
 from rlfuse.evaluation.progress import begin
 from rlfuse.evaluation.responses import Responses, as_parquet
-from rlfuse.observe.json_lines import read_rows
+from rlfuse.files import read_rows
 from rlfuse.samples import make_groups
 
 ENDINGS = (".jsonl", ".parquet")

@@ -15,12 +15,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlfuse.acceptance import named
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.errors import ConfigError
 from rlfuse.evaluation.source import Source, find
+from rlfuse.run.acceptance import named
 
 REWARD = ("reward.functions", "reward.model_path")
 OWN = ("rollout.val_kwargs.", "data.val_files=")

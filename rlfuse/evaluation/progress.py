@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlfuse import __version__
 from rlfuse.cluster.scratch import keep_temporary_files
-from rlfuse.observe.progress import SILENT_S, quiet_libraries, timed, watched
+from rlfuse.progress import SILENT_S, quiet_libraries, timed, watched
 
 
 def begin(source: object) -> Shown:

@@ -20,10 +20,11 @@ from typing import Any
 
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.secrets import hidden, hidden_text
+from rlfuse.errors import UserError
 from rlfuse.evaluation.source import Source, find
-from rlfuse.observe.run_folder import RunFolder, open_run
 from rlfuse.observe.summary import SCORE, versions
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.run_folder.reader import RunFolder, open_run
 
 CARD = "README.md"
 VALIDATED = "val-core/"
@@ -31,7 +32,7 @@ WINDOW = 5
 """Steps that a mean reward is of."""
 
 
-class PushError(ValueError):
+class PushError(UserError):
     """What keeps a model from the hub, and what to do."""
 
 

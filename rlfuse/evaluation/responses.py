@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.config.checks import ConfigError
-from rlfuse.durable import write_whole
-from rlfuse.observe.json_lines import RowFile, read_rows
+from rlfuse.errors import ConfigError
+from rlfuse.files import RowFile, read_rows, write_whole
 from rlfuse.observe.tracking import sample_row
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 

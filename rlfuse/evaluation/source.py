@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlfuse import checkpoints
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.rewards import MODEL_PART
+from rlfuse.errors import ConfigError
+from rlfuse.run_folder import checkpoints
 
 POLICY, REWARD_MODEL, WEIGHTS = "actor", MODEL_PART, "huggingface"
 """Of a checkpoint: what was trained, and the folder in it that loads as it is."""

@@ -18,19 +18,19 @@ import heapq
 from collections.abc import Iterable
 
 from rlfuse.fusion.consolidation import consolidate, destinations, loaded, moves
-from rlfuse.fusion.decisions import Decision, Flight, Generate, Move, Slot, Snapshot
+from rlfuse.fusion.decisions import Decision, Generate, InFlight, Move, Slot, Snapshot
 from rlfuse.fusion.sharing import (
     REWARD,
     Room,
     admit,
     ahead,
-    call_back,
     gradients,
     passes,
     paused,
     rewards,
     steps,
-    turn,
+    switch_idle_slots_to_rollout,
+    switch_idle_slots_to_trainer,
 )
 
 LOOKS = 32
@@ -47,7 +47,7 @@ def adaptive(view: Snapshot) -> list[Decision]:
     scored = passes(view, placed)
     trained = gradients(view, placed + scored)
     work = scored + trained or steps(view) or ahead(view, placed)
-    return placed + release(view) + rewards(view) + turn(view) + work
+    return placed + release(view) + rewards(view) + switch_idle_slots_to_trainer(view) + work
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def place(view: Snapshot) -> list[Decision]:
             group = next(groups, None)
         if room.groups:
             decisions.append(Generate(room.slot, tuple(room.groups)))
-    return decisions + call_back(view, rooms)
+    return decisions + switch_idle_slots_to_rollout(view, rooms)
 
 
 def longest_on(view: Snapshot, place: Slot) -> float:
@@ -118,7 +118,7 @@ class Host:
     def __lt__(self, other: Host) -> bool:
         return (self.load, self.place.index) < (other.load, other.place.index)
 
-    def takes(self, flight: Flight, source: Slot) -> bool:
+    def takes(self, flight: InFlight, source: Slot) -> bool:
         """Count a sample in; not if it would end later here than the last one of all does now."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(flight.prompt_tokens + source.tokens(flight, now, costs))[1]
@@ -130,7 +130,7 @@ class Host:
         return True
 
 
-def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[Flight, Slot, int]]:
+def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[InFlight, Slot, int]]:
     """(sample, from, to) for slot after slot, each to the host with the fewest; until a slot can't be emptied."""
     heapq.heapify(hosts)
     found = []

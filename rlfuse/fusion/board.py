@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from rlfuse.fusion.backlog import Backlog
 from rlfuse.fusion.decisions import (
     ON_WEIGHTS,
     Accumulate,
@@ -31,11 +30,12 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
-from rlfuse.fusion.deferral import Deferral
-from rlfuse.fusion.fleet import Fleet
-from rlfuse.fusion.ledger import Ledger
+from rlfuse.fusion.deferred_passes import DeferredPasses
 from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.mini_batches import MiniBatchProgress
+from rlfuse.fusion.scoring_queue import ScoringQueue
 from rlfuse.fusion.selection import Draw
+from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Sample
 
 GENERATION = "generation"
@@ -45,14 +45,14 @@ class Board:
     """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
     `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many of
-    the groups have to be finished, where not all; `deferred`: kinds that can wait for their mini-batch (`Deferral`), if
-    it is known from the start.
+    the groups have to be finished, where not all; `deferred`: kinds that can wait for their mini-batch
+    (`DeferredPasses`), if it is known from the start.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
-        fleet: Fleet,
+        slot_table: SlotTable,
         kinds: Sequence[str],
         models: Sequence[str] = (),
         passes: int = 1,
@@ -64,13 +64,13 @@ class Board:
         deferred: Sequence[str] = (),
         now: float = 0.0,
     ):
-        self.fleet, self.purpose, self.kinds = fleet, purpose, tuple(kinds)
-        self.settings, self.lengths = settings or Settings(), lengths or Lengths(fleet.costs.max_tokens)
+        self.slot_table, self.purpose, self.kinds = slot_table, purpose, tuple(kinds)
+        self.settings, self.lengths = settings or Settings(), lengths or Lengths(slot_table.costs.max_tokens)
         self.groups, self.samples = list[Group](), dict[str, Sample]()
         self.partials: dict[str, Partial] = dict(draw.partials) if draw else {}
         self.batches = 0
         self._of: dict[str, int] = {}
-        self._backlog = Backlog(kinds, now)
+        self._backlog = ScoringQueue(kinds, now)
         self._slot_kinds = sum(kind != "reward" for kind in kinds)
         self._passes_left = dict.fromkeys(kinds, 0)
         self._lacking: list[dict[str, int]] = []  # per group: samples not generated yet, and without each kind of score
@@ -84,8 +84,8 @@ class Board:
         self._to_score, self._together = 0.0, False
         self._kept: set[int] | None = None
         self._held_back: dict[str, list[int]] = {}
-        self.ledgers = {model: Ledger(passes) for model in models}
-        self._deferral = Deferral(() if some else deferred, self.ledgers.get("actor"))
+        self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
+        self._deferral = DeferredPasses(() if some else deferred, self.mini_batches.get("actor"))
         self.needed = tuple(kind for kind in kinds if kind not in self._deferral.kinds)
         """Kinds without which a group can't be prepared."""
         self._mini_batch_groups = mini_batch_groups
@@ -108,11 +108,13 @@ class Board:
             expected = self.lengths.expect(group.prompt.index)
             begun = {s.id: len(self.partials[s.id].token_ids) if s.id in self.partials else 0 for s in group.samples}
             fresh = {sample.id: begun[sample.id] for sample in group.samples if sample.response is None}
-            self.fleet.queue(number, fresh, prompt_tokens, expected, ahead=number >= self._among)
+            self.slot_table.queue(number, fresh, prompt_tokens, expected, ahead=number >= self._among)
             self._to_score += size * self._slot_kinds * (prompt_tokens + expected)
-        self._together = sum(prompt - each for prompt, each in map(self.fleet.expected, range(len(self.groups)))) > 0
-        self.fleet.known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
-        self.fleet.replan()
+        self._together = (
+            sum(prompt - each for prompt, each in map(self.slot_table.expected, range(len(self.groups)))) > 0
+        )
+        self.slot_table.known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
+        self.slot_table.replan()
         self._divide()
         for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
             if self._of[sample.id] not in self._left:
@@ -123,35 +125,35 @@ class Board:
     def start(self, decision: Decision, now: float) -> None:
         """A decision is being carried out."""
         if isinstance(decision, Generate):
-            self.fleet.admit(decision.slot, decision.groups, now)
+            self.slot_table.admit(decision.slot, decision.groups, now)
         elif isinstance(decision, Move):
-            self.fleet.depart(decision.samples, decision.source, decision.target, now)
+            self.slot_table.start_move(decision.samples, decision.source, decision.target, now)
         elif isinstance(decision, Switch):
-            self.fleet.occupy(decision.slot)
+            self.slot_table.occupy(decision.slot)
         elif isinstance(decision, Score):
             self._start_scoring(decision.kind, decision.samples)
-            self.fleet.occupy(*self._slots(decision))
+            self.slot_table.occupy(*self._slots(decision))
         elif isinstance(decision, Accumulate):
-            self.ledgers[decision.model].start(decision.samples)
-            self.fleet.occupy(*self._slots(decision))
+            self.mini_batches[decision.model].start(decision.samples)
+            self.slot_table.occupy(*self._slots(decision))
         elif isinstance(decision, Train):
             for model, names in decision.samples.items():
-                self.ledgers[model].start(names)
+                self.mini_batches[model].start(names)
             for kind, names in decision.passes.items():
                 self._start_scoring(kind, names)
-            self.fleet.occupy(*range(len(self.fleet.slots)))
+            self.slot_table.occupy(*range(len(self.slot_table.slots)))
         else:
-            self.fleet.occupy(*range(len(self.fleet.slots)))
+            self.slot_table.occupy(*range(len(self.slot_table.slots)))
 
     def _slots(self, decision: Score | Accumulate) -> Iterable[int]:
         if isinstance(decision, Score) and decision.kind == "reward":
             return ()
-        return range(len(self.fleet.slots)) if decision.slot is None else (decision.slot,)
+        return range(len(self.slot_table.slots)) if decision.slot is None else (decision.slot,)
 
     def finished(self, name: str, response: Response, now: float) -> None:
         """A rollout engine returned a whole sample."""
         sample, group = self.samples[name], self._of[name]
-        self.fleet.finish(name, group, len(response.token_ids), now)
+        self.slot_table.finish(name, group, len(response.token_ids), now)
         sample.response = response
         if group not in self._left:
             self._note_finished(sample, now)
@@ -159,7 +161,7 @@ class Board:
     def _note_finished(self, sample: Sample, now: float) -> None:
         group = self._of[sample.id]
         self._open -= 1
-        self._to_score += self._slot_kinds * (sample.tokens - sum(self.fleet.expected(group)))
+        self._to_score += self._slot_kinds * (sample.tokens - sum(self.slot_table.expected(group)))
         awaited = self._together and self._lacking[group][GENERATION] > 1
         self._backlog.finish(self.needed, sample.id, sample.tokens, now, group, awaited)
         if self._deferral.kinds:
@@ -174,7 +176,7 @@ class Board:
         """Enough groups are finished: the step ends without the others."""
         late, self._kept = self._late, set(self._whole)
         self._left = set(range(len(self.groups))) - self._kept
-        self._surplus = self.fleet.forget(self._left)
+        self._surplus = self.slot_table.forget(self._left)
         for group in self._left:
             lacking, names = self._lacking[group], [sample.id for sample in self.groups[group].samples]
             self._open -= lacking[GENERATION]
@@ -200,21 +202,21 @@ class Board:
     def parted(self, name: str, partial: Partial, now: float) -> int | None:
         """A sample left its engine unfinished; returns the slot it goes on at, if any."""
         self.partials[name] = partial
-        return self.fleet.part(name, self._of[name], len(partial.token_ids), now)
+        return self.slot_table.leave(name, self._of[name], len(partial.token_ids), now)
 
     def landed(self, name: str, slot: int, now: float) -> Partial:
         """A moved sample goes on at its new slot."""
-        self.fleet.land(name, slot, now)
+        self.slot_table.arrive(name, slot, now)
         return self.partials.pop(name)
 
     def lost(self, slot: int, now: float) -> None:
         """An engine is gone: its samples wait again, from their beginning; its rank can still score and train."""
-        self.fleet.lose(slot, now)
+        self.slot_table.lose(slot, now)
 
     def switched(self, slot: int, role: str) -> None:
         """A slot has its new role."""
-        self.fleet.slots[slot].role = role
-        self.fleet.release(slot)
+        self.slot_table.slots[slot].role = role
+        self.slot_table.release(slot)
 
     # What happens: scoring and training ------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class Board:
     def scored(self, decision: Score, now: float) -> None:
         """A scoring call returned; its results are on the samples."""
         self._end_scoring(decision.kind, decision.samples, now)
-        self.fleet.release(*self._slots(decision))
+        self.slot_table.release(*self._slots(decision))
 
     def _end_scoring(self, kind: str, names: Iterable[str], now: float) -> None:
         self._backlog.end(kind, now)
@@ -239,8 +241,8 @@ class Board:
                 continue
             self._passes_left[kind] -= 1
             if kind == "reward" and isinstance(self.samples[name].reward, RewardFailure):
-                for ledger in self.ledgers.values():
-                    ledger.drop(group)
+                for progress in self.mini_batches.values():
+                    progress.drop(group)
             if kind in self._deferral.kinds:
                 self._deferral.scored(kind, name)
             else:
@@ -264,26 +266,26 @@ class Board:
             self._held_back.setdefault(model, []).extend(groups)
             return
         live = ((g, s) for g in groups if self._in(g) for s in self.groups[g].samples if isinstance(s.reward, Reward))
-        ledger = self._deferral if model == "actor" else self.ledgers[model]
-        ledger.prepare({sample.id: (group, sample.tokens) for group, sample in live})
+        progress = self._deferral if model == "actor" else self.mini_batches[model]
+        progress.prepare({sample.id: (group, sample.tokens) for group, sample in live})
 
     def accumulated(self, decision: Accumulate) -> None:
         """A call that added gradients returned."""
-        self.ledgers[decision.model].finish(decision.samples)
-        self.fleet.release(*self._slots(decision))
+        self.mini_batches[decision.model].finish(decision.samples)
+        self.slot_table.release(*self._slots(decision))
 
     def trained(self, decision: Train, now: float) -> None:
         """A schedule that added gradients of several models, and scored beside that, ran to its end."""
         for model, names in decision.samples.items():
-            self.ledgers[model].finish(names)
+            self.mini_batches[model].finish(names)
         for kind, names in decision.passes.items():
             self._end_scoring(kind, names, now)
-        self.fleet.release(*range(len(self.fleet.slots)))
+        self.slot_table.release(*range(len(self.slot_table.slots)))
 
     def stepped(self, decision: Step) -> None:
         """An optimizer step was taken."""
-        self.ledgers[decision.model].step()
-        self.fleet.release(*range(len(self.fleet.slots)))
+        self.mini_batches[decision.model].step()
+        self.slot_table.release(*range(len(self.slot_table.slots)))
 
     def keep(self, groups: Sequence[int], at_most: int) -> None:
         """Train on the first `at_most` of these groups only."""
@@ -307,50 +309,50 @@ class Board:
         for number, part in of.items():
             live = sum(not isinstance(s.reward, RewardFailure) for s in self.groups[number].samples)
             sizes[part] += live
-            tokens[part] += live * sum(self.fleet.expected(number))
-        for ledger in self.ledgers.values():
-            ledger.divide(of, sizes, tokens)
+            tokens[part] += live * sum(self.slot_table.expected(number))
+        for progress in self.mini_batches.values():
+            progress.divide(of, sizes, tokens)
 
     # What stands -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> Snapshot:
         """What a policy may know; O(1), but for the plan that now and then is due."""
-        fleet, costs = self.fleet, self.fleet.costs
+        slot_table, costs = self.slot_table, self.slot_table.costs
         for kind, samples in self._deferral.due():
             self._backlog.add(kind, samples, now)
         to_score = max(0.0, self._to_score)
-        to_train = sum(max(0.0, ledger.left_tokens) for ledger in self.ledgers.values())
-        fleet.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
+        to_train = sum(max(0.0, progress.left_tokens) for progress in self.mini_batches.values())
+        slot_table.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
         return Snapshot(
             now=now,
-            slots=fleet.slots,
-            waiting=fleet.waiting,
-            expected=fleet.expected,
-            shortest_first=fleet.shortest_first,
-            deadline=fleet.deadline,
+            slots=slot_table.slots,
+            waiting=slot_table.waiting,
+            expected=slot_table.expected,
+            shortest_first=slot_table.shortest_first,
+            deadline=slot_table.deadline,
             unfinished=self._open,
             unscored=self._backlog.unscored,
             deferred=self._deferral.waiting,
             backlog=self._backlog.tokens,
             oldest=self._backlog.oldest,
-            ready={model: ledger.ready for model, ledger in self.ledgers.items()},
-            steppable=[model for model, ledger in self.ledgers.items() if self._steppable(model, ledger)],
+            ready={model: progress.ready for model, progress in self.mini_batches.items()},
+            steppable=[model for model, progress in self.mini_batches.items() if self._steppable(model, progress)],
             scoring=self._backlog.under_way(),
             to_score=to_score,
             to_train=to_train,
-            flying=fleet.flying,
-            context=fleet.context,
-            busy=fleet.busy,
-            free=fleet.free,
-            resting=fleet.resting,
-            open=fleet.open,
+            flying=slot_table.flying,
+            context=slot_table.context,
+            busy=slot_table.busy,
+            free=slot_table.free,
+            resting=slot_table.resting,
+            open=slot_table.open,
             together=self._together,
             costs=costs,
             settings=self.settings,
         )
 
-    def _steppable(self, model: str, ledger: Ledger) -> bool:
-        return ledger.accumulated and self._passes_left.get(ON_WEIGHTS[model], 0) == 0
+    def _steppable(self, model: str, progress: MiniBatchProgress) -> bool:
+        return progress.accumulated and self._passes_left.get(ON_WEIGHTS[model], 0) == 0
 
     @property
     def all_scored(self) -> bool:
@@ -361,12 +363,12 @@ class Board:
     @property
     def quiet(self) -> bool:
         """Nothing is under way."""
-        return not self.fleet.flying and not self.fleet.busy and not self._backlog.under_way()
+        return not self.slot_table.flying and not self.slot_table.busy and not self._backlog.under_way()
 
     @property
     def done(self) -> bool:
         """All scored, and trained as often as asked."""
-        return self.all_scored and self.quiet and all(ledger.done for ledger in self.ledgers.values())
+        return self.all_scored and self.quiet and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
         """Samples without a reward; they are left out of their groups."""

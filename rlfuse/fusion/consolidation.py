@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
-from rlfuse.fusion.decisions import Flight, Move, Slot, Snapshot
+from rlfuse.fusion.decisions import InFlight, Move, Slot, Snapshot
 
 SLOW = 0.7
 """A slot so many times slower than the fastest takes samples only when others don't suffice."""
@@ -38,7 +38,7 @@ def consolidate(view: Snapshot) -> list[Move]:
     return moves(view, spread(view, order[:count], order[count:]))
 
 
-def spread(view: Snapshot, targets: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[Flight, Slot, int]]:
+def spread(view: Snapshot, targets: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[InFlight, Slot, int]]:
     """Every sample of `sources` to the target with the fewest, as far as there is room: (sample, from, to)."""
     room = [(view.slots[target].load, target) for target in targets]
     heapq.heapify(room)
@@ -63,7 +63,7 @@ def destinations(view: Snapshot, samples: float) -> int:
     return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
 
 
-def moves(view: Snapshot, chosen: Iterable[tuple[Flight, Slot, int]]) -> list[Move]:
+def moves(view: Snapshot, chosen: Iterable[tuple[InFlight, Slot, int]]) -> list[Move]:
     """(sample, from, to) as decisions, each sample carried in the way that is faster for it."""
     together = defaultdict(list)
     for flight, place, target in chosen:

@@ -88,7 +88,7 @@ Decision = Generate | Move | Switch | Score | Accumulate | Train | Step
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """A sample on its engine."""
 
     sample: str
@@ -117,7 +117,7 @@ class Slot:
 
     index: int
     role: Role = "rollout"
-    flights: dict[str, Flight] = field(default_factory=dict)
+    flights: dict[str, InFlight] = field(default_factory=dict)
     arriving: int = 0
     """Samples on their way here; room is kept for them."""
     reserved: float = 0.0
@@ -149,12 +149,12 @@ class Slot:
         """Seconds of its next decoding step, with so many samples more."""
         return costs.decode_step(len(self.flights) + more, self.context) / self.speed
 
-    def tokens(self, flight: Flight, now: float, costs: Costs) -> float:
+    def tokens(self, flight: InFlight, now: float, costs: Costs) -> float:
         """Response tokens that the sample has, about."""
         since_seen = (now - self.seen) / self.pace(costs)
         return flight.carried + max(0.0, self.steps + since_seen - flight.since)
 
-    def remaining(self, flight: Flight, now: float, costs: Costs) -> float:
+    def remaining(self, flight: InFlight, now: float, costs: Costs) -> float:
         """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
         tokens = self.tokens(flight, now, costs)
         return max(1.0, min(max(flight.expected - tokens, tokens / 4), costs.max_tokens - tokens))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.consolidation import consolidate
 from rlfuse.fusion.decisions import Decision, Policy, Snapshot
-from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewards, steps, turn
+from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewards, steps, switch_idle_slots_to_trainer
 
 
 def serial(view: Snapshot) -> list[Decision]:
@@ -27,7 +27,7 @@ def serial(view: Snapshot) -> list[Decision]:
     if view.busy or view.scoring:
         return []
     view = in_order(view)
-    return rewards(view) or turn(view) or passes(view) or learn(view) or ahead(view)
+    return rewards(view) or switch_idle_slots_to_trainer(view) or passes(view) or learn(view) or ahead(view)
 
 
 def in_order(view: Snapshot) -> Snapshot:
@@ -42,7 +42,12 @@ def in_order(view: Snapshot) -> Snapshot:
 def stream(view: Snapshot) -> list[Decision]:
     """Rewards at once; passes on slots that ran empty; then training."""
     placed = admit(view)
-    return placed + rewards(view) + turn(view) + (passes(view, placed) or learn(view) or ahead(view, placed))
+    return (
+        placed
+        + rewards(view)
+        + switch_idle_slots_to_trainer(view)
+        + (passes(view, placed) or learn(view) or ahead(view, placed))
+    )
 
 
 def rlhfuse(view: Snapshot) -> list[Decision]:

@@ -87,10 +87,12 @@ def admit(view: Snapshot) -> list[Decision]:
         rooms[0].take(group)
         taken[rooms[0].slot] = rooms[0]
         heapq.heapreplace(rooms, rooms[0])
-    return [Generate(slot, tuple(room.groups)) for slot, room in taken.items()] + call_back(view, rooms)
+    return [Generate(slot, tuple(room.groups)) for slot, room in taken.items()] + switch_idle_slots_to_rollout(
+        view, rooms
+    )
 
 
-def call_back(view: Snapshot, rooms: list[Room]) -> list[Decision]:
+def switch_idle_slots_to_rollout(view: Snapshot, rooms: list[Room]) -> list[Decision]:
     """Idle slots that turned to scoring generate again, when there is more than the others can take."""
     if rooms:
         return []
@@ -107,12 +109,12 @@ def rewards(view: Snapshot) -> list[Decision]:
     """
     names, free = view.unscored.get(REWARD), Settings()
     credit = (view.settings.credit_samples, view.settings.credit_tokens) != (free.credit_samples, free.credit_tokens)
-    if not names or (credit and REWARD in view.scoring) or not ripe(view, REWARD):
+    if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
         return []
     return [Score(REWARD, tuple(names))]
 
 
-def turn(view: Snapshot) -> list[Decision]:
+def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
     """Idle slots become trainers when there is nothing more for them to generate, or first something to score."""
     kinds = [kind for kind in view.unscored if kind != REWARD]
     behind = paused(view) and any(view.backlog[kind] for kind in kinds)
@@ -131,7 +133,7 @@ def free(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[in
 
 def passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]:
     """The longest backlog of passes, shared out over the slots that are free beside these decisions."""
-    kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and ripe(view, kind)]
+    kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and batch_is_ready(view, kind)]
     if not kinds or not view.free:
         return []
     kind = max(kinds, key=view.backlog.__getitem__)
@@ -143,7 +145,7 @@ def passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]
     return [Score(kind, names, slot) for slot, names in shares.items()]
 
 
-def ripe(view: Snapshot, kind: str) -> bool:
+def batch_is_ready(view: Snapshot, kind: str) -> bool:
     """A batch is worth a call by its tokens or its age; or nothing more will come."""
     costs, waited = view.costs, view.now - view.oldest[kind]
     if kind == REWARD:

@@ -11,13 +11,13 @@ Role: names for people at a keyboard; `notebooks/` shows them at work. Scoring h
 its own; jobs, and `rlfuse reward replay`, have both.
 """
 
+from rlfuse.evaluation.comparison import Comparison, compare
 from rlfuse.notebook.jobs import Job, JobError, start, train
 from rlfuse.notebook.judging import orders, plot_orders, plot_sureness
 from rlfuse.notebook.pictures import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
 from rlfuse.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
 from rlfuse.notebook.scoring import score
 from rlfuse.observe.tables import metrics, samples, surprise, time_spent
-from rlfuse.rewards.comparison import Comparison, compare
 
 __all__ = [
     "Comparison",

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from rlfuse.acceptance import NothingToDo, accept
 from rlfuse.config.compose import load
+from rlfuse.run.acceptance import NothingToDo, accept
 
 STEP_S = 600.0
 """For the step under way of a job that was told to stop; then it is told to end at once."""

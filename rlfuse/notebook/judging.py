@@ -1,6 +1,6 @@
 """What a judge's verdicts look like: both orders beside each other, and how sure it is against how often it is right.
 
-Role: for tables that `score` gave of a pairwise judge (`rlfuse.rewards.judge`).
+Role: for tables that `score` gave of a pairwise judge (`rlfuse.rewards.models.judge`).
 """
 
 from __future__ import annotations

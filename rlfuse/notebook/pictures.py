@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from rlfuse.evaluation.comparison import Comparison
 from rlfuse.observe.idle import divide
-from rlfuse.observe.run_folder import RunError, open_run
 from rlfuse.observe.tables import metrics, time_spent
-from rlfuse.rewards.comparison import Comparison
+from rlfuse.run_folder.reader import RunError, open_run
 
 BINS = 20
 IDLE, BUSY = "#c9c4bd", "#3f7fb5"

@@ -14,11 +14,12 @@ from matplotlib.axes import Axes
 
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.config.rewards import MODEL_PART, Given
-from rlfuse.data.rows import DataError, chat_messages, raw_rows
+from rlfuse.data.rows import chat_messages, raw_rows
+from rlfuse.errors import DataError
 from rlfuse.notebook.pictures import BUSY, new_axes
 from rlfuse.notebook.scoring import need, score
 from rlfuse.observe.pairs import draw_reliability
-from rlfuse.rewards.shapes import RewardFunction
+from rlfuse.rewards.api.shapes import RewardFunction
 
 SIDES = ("chosen", "rejected")
 LENGTH_BINS = 7

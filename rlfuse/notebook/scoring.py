@@ -13,8 +13,8 @@ import pandas as pd
 from rlfuse.config.rewards import Given
 from rlfuse.observe.tables import PART
 from rlfuse.observe.tracking import sample_of_row
-from rlfuse.rewards.items import Item, item_of_row, item_of_sample
-from rlfuse.rewards.shapes import RewardFunction
+from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample
+from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.table import cells, score_items
 
 

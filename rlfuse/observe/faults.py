@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rlfuse.observe.events import Span
+from rlfuse.events import Span
 
 REPLACED = {"rollout": "engines_replaced", "reward": "reward_workers_replaced", "driver": "restarts"}
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlfuse.observe.events import Span
+from rlfuse.events import Span
 
 Intervals = list[tuple[float, float]]
 """Ascending and disjoint, in seconds."""

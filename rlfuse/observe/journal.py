@@ -23,29 +23,28 @@ from typing import Any
 
 import psutil
 
-from rlfuse import checkpoints
 from rlfuse.algorithms.corrections import BOUNDS
+from rlfuse.cluster.stopping import NAMES, Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.engines.agreement import Agreement
-from rlfuse.engines.protocols import EngineError, NotSaved, Recorded
+from rlfuse.errors import EngineError, NotSaved, NotWritten, RewardError
+from rlfuse.events import EventLog, Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import MISMATCHED, label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.events import EventLog, Recorder, Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.observe.idle import account
-from rlfuse.observe.json_lines import NotWritten
-from rlfuse.observe.progress import timed
 from rlfuse.observe.sheets import light, sheets_of
 from rlfuse.observe.sinks import VALIDATION, sinks
 from rlfuse.observe.terminal import Terminal
 from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_row, write_failures
-from rlfuse.rewards.items import RewardError
+from rlfuse.progress import timed
+from rlfuse.protocols import Recorded
+from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Sample
-from rlfuse.stopping import NAMES, Stopped, Stopping
 
 DRAWN_S = 60.0
 """For pictures that are not drawn yet when a run ends."""

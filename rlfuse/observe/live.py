@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlfuse.engines.scoring import PASSES
+from rlfuse.events import Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Slot
-from rlfuse.observe.events import Span
 
 ROWS = 16
 """Slots with a line of their own, and parts that start; of more, counts."""
@@ -89,9 +89,9 @@ def look(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], 
         else:
             done = sum(PASSES[kind][1] in sample.tensors for sample in samples)
         stages.append(Stage(kind, done, len(samples)))
-    stages += [Stage(f"train {model}", ledger.at, ledger.steps) for model, ledger in board.ledgers.items()]
-    slots = [(_doing(place, spans), place.load) for place in board.fleet.slots]
-    return phase, stages, slots, board.fleet.flying
+    stages += [Stage(f"train {model}", progress.at, progress.steps) for model, progress in board.mini_batches.items()]
+    slots = [(_doing(place, spans), place.load) for place in board.slot_table.slots]
+    return phase, stages, slots, board.slot_table.flying
 
 
 def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlfuse.algorithms.shaping import zero_spread
-from rlfuse.engines.batching import balance
-from rlfuse.observe.events import Span
+from rlfuse.engines.trainer.micro_batches import balance
+from rlfuse.events import Span
 from rlfuse.observe.idle import account, union
 from rlfuse.samples import Group, Reward, RewardFailure, Sample
 

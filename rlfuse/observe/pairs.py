@@ -14,10 +14,10 @@ import numpy as np
 
 from rlfuse.algorithms.preferences import Calibration
 from rlfuse.config.rewards import MODEL_PART
-from rlfuse.durable import write_whole
+from rlfuse.files import write_whole
 from rlfuse.observe.summary import versions
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.rewards.labels import saved
+from rlfuse.rewards.api.labels import saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from rlfuse.errors import VideoError
 from rlfuse.samples import Sample, prompt_of
 from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet
 from rlfuse.video.decode_pool import Clip, DecodePool
-from rlfuse.video.errors import VideoError
 
 FOLDER = "contact_sheets"
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlfuse.config.schema import Config
-from rlfuse.durable import write_whole
+from rlfuse.files import write_whole
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.tracking import FAILURE
 

@@ -1,6 +1,6 @@
 """The end of a run: `summary.json`, the reward curve as a picture, and a few lines for the person at the terminal.
 
-Role: called once by `rlfuse.run` after the last step, and by those who look on; reads only the run folder.
+Role: called once by `rlfuse.run.build` after the last step, and by those who look on; reads only the run folder.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlfuse import checkpoints
 from rlfuse.config.schema import Config
-from rlfuse.durable import write_whole
+from rlfuse.files import write_whole
 from rlfuse.fusion.selection import MISMATCHED, label
 from rlfuse.observe.proxy import draw_proxy
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.run_folder import checkpoints
 
 WINDOW = 5
 """Steps at either end of a run whose mean reward is told; half of a shorter one's, so that the two don't overlap."""

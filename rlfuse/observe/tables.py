@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlfuse.observe.run_folder import RunError, open_run
+from rlfuse.run_folder.reader import RunError, open_run
 from rlfuse.samples import prompt_of
 
 PART = "rewards/"

@@ -24,10 +24,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from rlfuse.config.schema import Config
+from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
-from rlfuse.observe.events import Recorder
 from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, look, render, told, under_way
-from rlfuse.observe.progress import SILENT_S, watched
+from rlfuse.progress import SILENT_S, watched
 
 FILE = "live.json"
 LOOK_S = 1.0

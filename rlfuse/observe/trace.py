@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlfuse.observe.events import Span
-from rlfuse.observe.run_folder import RunError, RunFolder, open_run
+from rlfuse.events import Span
+from rlfuse.run_folder.reader import RunError, RunFolder, open_run
 
 STEPS = 50
 """Steps of a trace where nobody says which: a few hundred events each, and viewers slow down beyond a million."""

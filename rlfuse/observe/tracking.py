@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.observe.json_lines import RowFile, read_rows
+from rlfuse.files import RowFile, read_rows
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 

@@ -21,14 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from rlfuse.observe import status
-from rlfuse.observe.json_lines import RunError
+from rlfuse.errors import RunError
 from rlfuse.observe.live import Stage, View, clock, render, told
-from rlfuse.observe.progress import SILENT_S, watched
-from rlfuse.observe.run_folder import open_run
-from rlfuse.observe.status import Status
 from rlfuse.observe.summary import told as summarised
 from rlfuse.observe.terminal import FILE, LOOK_S, step_line
+from rlfuse.progress import SILENT_S, watched
+from rlfuse.run_folder import status
+from rlfuse.run_folder.reader import open_run
+from rlfuse.run_folder.status import Status
 
 LATE_S = 10.0
 """Without a sign of life for so long, its age is shown."""

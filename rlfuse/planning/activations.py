@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.attention import lays_out
 from rlfuse.engines.pipeline.partition import balanced, parts
+from rlfuse.engines.trainer.attention import lays_out
 from rlfuse.planning.shapes import Shape
 from rlfuse.planning.tracing import Texts, Work
 

@@ -20,13 +20,13 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.cluster.cuda import gpu_settings
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.facts import Facts, model_facts
 from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
 from rlfuse.planning.placing import places
@@ -42,7 +42,7 @@ PICTURES = (".png", ".html")
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
     arguments, words = _parser().parse_known_args(argv)
-    from rlfuse.engines.families import untrainable  # imports transformers
+    from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
     config = to_config(compose_job(words), lambda config: _facts(config, arguments))
     _check(arguments, config)

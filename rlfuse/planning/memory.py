@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
-from rlfuse.engines.moves import REDUCED, gradient_bytes
+from rlfuse.engines.trainer.moves import REDUCED, gradient_bytes
 from rlfuse.planning.activations import activations, stage_of
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 from rlfuse.planning.shapes import Shape
@@ -207,7 +207,7 @@ def _of_gradients(zero: int) -> Item:
 def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
     """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began.
 
-    See `engines.trained_tower`.
+    See `engines.trainer.vision_tower`.
     """
     item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
     each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -106,9 +106,9 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
     from transformers import AutoConfig
 
     from rlfuse.config.schema import ModelConfig
-    from rlfuse.engines.models import trainer_ready
+    from rlfuse.engines.trainer.models import trainer_ready
+    from rlfuse.errors import VideoError
     from rlfuse.planning.tracing import MetaModel, first_line
-    from rlfuse.video.errors import VideoError
 
     config = None
     try:
@@ -129,7 +129,7 @@ def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) ->
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlfuse.engines.families import value_class
+    from rlfuse.engines.trainer.families import value_class
 
     own = type(config) in AutoModelForCausalLM._model_mapping or bool(getattr(config, "auto_map", None))
     trained = config if own else config.get_text_config()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.errors import UserError
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.operations import Kind, Operation
@@ -30,7 +31,7 @@ SPREAD = 0.6
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
-class ForecastError(ValueError):
+class ForecastError(UserError):
     """Nothing to forecast from; the message says what is missing."""
 
 

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from rlfuse.algorithms import losses
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
-from rlfuse.engines import attention
-from rlfuse.engines.attention import Segment, lays_out
-from rlfuse.engines.batches import Batch, collate
-from rlfuse.engines.models import response_values
-from rlfuse.engines.passes import OBJECTIVES, log_probs
+from rlfuse.engines.trainer import attention
+from rlfuse.engines.trainer.attention import Segment, lays_out
+from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.engines.trainer.models import response_values
+from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs
+from rlfuse.errors import ConfigError
 from rlfuse.samples import Row
 
 _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.matrix(response_values(model, batch))}

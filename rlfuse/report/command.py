@@ -20,9 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlfuse.observe.run_folder import RunError, RunFolder, open_run
 from rlfuse.report import figures, tables
 from rlfuse.report.gather import Gathered, gather
+from rlfuse.run_folder.reader import RunError, RunFolder, open_run
 
 MOST_ALERTS = 50
 TURNED = 3

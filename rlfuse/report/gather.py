@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.alerting import AlertsConfig
+from rlfuse.events import Span
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
-from rlfuse.observe.events import Span
 from rlfuse.observe.idle import divide, union
-from rlfuse.observe.run_folder import RunFolder
-from rlfuse.observe.status import Status, read
+from rlfuse.run_folder.reader import RunFolder
+from rlfuse.run_folder.status import Status, read
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400
 """What all runs of a page share: steps, rows, rows of training steps and of validation."""

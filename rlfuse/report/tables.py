@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from rlfuse.observe.idle import CAUSES
-from rlfuse.observe.status import last_sign
 from rlfuse.report.figures import COLOURS
 from rlfuse.report.gather import Gathered
+from rlfuse.run_folder.status import last_sign
 
 Rows = list[tuple[str, list[str]]]
 """(what, text of each run)."""

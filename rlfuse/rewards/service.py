@@ -24,12 +24,13 @@ from typing import Any
 from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
 
-from rlfuse.cluster.children import end_with_parent, heed_children
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import Item, Outcome, RewardError, item_of_row
-from rlfuse.rewards.results import headline
-from rlfuse.rewards.shapes import RewardFunction, timed_out
-from rlfuse.rewards.worker import Source, limit_memory, pack, unpack
+from rlfuse.cluster.children import end_with_parent, restore_child_signals
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import Item, Outcome, item_of_row
+from rlfuse.rewards.api.results import headline
+from rlfuse.rewards.api.shapes import RewardFunction, timed_out
+from rlfuse.rewards.workers.worker import Source, limit_memory, pack, unpack
 from rlfuse.samples import RewardFailure
 
 MOST_BYTES = 256 * 2**20
@@ -94,7 +95,7 @@ def application(
     A model is started by each worker, for which the first requests wait.
     """
     loaded = load_function(function, kwargs)
-    heed_children()
+    restore_child_signals()
     source = pack(loaded)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPool(workers, initializer=_begin, initargs=(source, memory_mb), context=context)

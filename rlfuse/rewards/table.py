@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.config.rewards import Given
-from rlfuse.rewards import interrupts
-from rlfuse.rewards.compose import Outcomes, compose, wanted, waves
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.items import Item, item_of_row
-from rlfuse.rewards.shapes import RewardFunction
+from rlfuse.rewards.api import interrupts
+from rlfuse.rewards.api.compose import Outcomes, compose, wanted, waves
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.items import Item, item_of_row
+from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.samples import Reward, RewardFailure
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlfuse.rewards.items import Item
+from rlfuse.rewards.api.items import Item
 from rlfuse.samples import Reward
 
 OPEN, CLOSE = "<think>", "</think>"

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from rlfuse.config.input_files import WorkloadError, publish, schema_of
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.simulate.fitting import Fit
-from rlfuse.simulate.reading import WorkloadError, publish, schema_of
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, simulate
 from rlfuse.simulate.tuning import TUNED, tune

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from rlfuse.engines.colocation import to_engine
+from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
-from rlfuse.observe.events import Span
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
@@ -172,7 +172,7 @@ class SimulatedWeights:
         for rollout in self._rollouts:
             rollout.version = version
 
-    async def renew(self, slot: int) -> None:
+    async def restart_engine(self, slot: int) -> None:
         """Another engine stands after `restart_s`; it is asked for where all are lost, and its weights are the last."""
         await self._trainer.leave_device(slot)
         await asyncio.sleep(self._restart_s)

@@ -17,8 +17,8 @@ from itertools import combinations
 
 import numpy as np
 
+from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
-from rlfuse.observe.events import Span
 from rlfuse.observe.metrics import covered
 
 PASSES = ("old_log_prob", "ref", "values")

@@ -1,8 +1,8 @@
 """What a real run learns for its policies after every step: costs from its events, settings from simulating them.
 
-Role: handed to the controller's `Tuning` by `rlfuse.run`; called between steps. Costs are fitted to the last few steps
-together. Settings are tuned anew when the costs are first known, and whenever lengths have drifted: their mean or their
-longest changed by a fifth since they were tuned last, which is some steps ago.
+Role: handed to the controller's `Tuning` by `rlfuse.run.build`; called between steps. Costs are fitted to the last few
+steps together. Settings are tuned anew when the costs are first known, and whenever lengths have drifted: their mean or
+their longest changed by a fifth since they were tuned last, which is some steps ago.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.observe.events import Span
 from rlfuse.simulate.fitting import fit
 from rlfuse.simulate.recorded import during, whole_samples, workload_of
 from rlfuse.simulate.tuning import tune

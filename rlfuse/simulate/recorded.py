@@ -17,11 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.config.input_files import WorkloadError
 from rlfuse.config.schema import Config
+from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
-from rlfuse.observe.events import Span, read_events
 from rlfuse.simulate.fitting import PASSES, Fit, fit
-from rlfuse.simulate.reading import WorkloadError
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlfuse.engines.protocols import EngineLost, Load, Part, Sampling
-from rlfuse.observe.events import Span
+from rlfuse.errors import EngineLost
+from rlfuse.events import Span
+from rlfuse.protocols import Load, Part, Sampling
 from rlfuse.samples import Partial, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
 

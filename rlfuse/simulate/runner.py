@@ -21,15 +21,14 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.schema import Config
-from rlfuse.controller import Controller
-from rlfuse.engines.protocols import Engines, Recorded
+from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection, label
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.observe.events import Recorder, Span
+from rlfuse.protocols import Engines, Recorded
 from rlfuse.samples import Group, Prompt, Sample
 from rlfuse.simulate.batching import Batch, SimulationError
 from rlfuse.simulate.bound import Bound, lower_bound
@@ -37,6 +36,7 @@ from rlfuse.simulate.clock import run_virtual
 from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
+from rlfuse.step.controller import Controller
 
 WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
 """Spans in which a slot is busy; changing roles is not work."""

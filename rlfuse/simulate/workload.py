@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from rlfuse.fusion.costs import Costs
-from rlfuse.simulate.reading import (
+from rlfuse.config.input_files import (
     FLAG,
     AtLeastOne,
     AtLeastZero,
@@ -30,6 +29,7 @@ from rlfuse.simulate.reading import (
     read,
     read_json,
 )
+from rlfuse.fusion.costs import Costs
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""

@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlfuse.data.rows import DataError, raw_rows
+from rlfuse.data.rows import raw_rows
+from rlfuse.errors import DataError, UserError
 
 REPOSITORY = "openai/gsm8k"
 SPLITS = ("train", "test")
@@ -37,7 +38,7 @@ Pairs = Mapping[str, Sequence[tuple[str, str]]]
 """Question and answer of each problem, by split."""
 
 
-class Unreachable(ValueError):
+class Unreachable(UserError):
     """The hub does not answer, and nothing of it was kept here."""
 
 

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.prepared import FOLDERS
-from rlfuse.observe.progress import quiet_libraries
+from rlfuse.errors import UserError
+from rlfuse.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
 from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
@@ -37,7 +38,7 @@ from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, JudgeTraining, 
 SETTINGS_FILE = "settings.json"
 
 
-class PrepareError(ValueError):
+class PrepareError(UserError):
     """What can't be prepared as it was asked for. The message is for the person who typed it."""
 
 

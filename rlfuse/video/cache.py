@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from rlfuse.cluster import scratch
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
+from rlfuse.samples import Embedding
 from rlfuse.video.disk_tier import DiskTier
-from rlfuse.video.embedding import BF16, Embedding, write_bytes
+from rlfuse.video.embedding import BF16, write_bytes
 
 MIB = 1 << 20
 

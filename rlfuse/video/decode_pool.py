@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from rlfuse.cluster.children import end_with_parent, heed_children
-from rlfuse.engines.protocols import EngineError
+from rlfuse.cluster.children import end_with_parent, restore_child_signals
+from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding
-from rlfuse.video.errors import VideoError
 from rlfuse.video.plan import ClipFacts, VideoPlan
 
 START_S = 120.0
@@ -196,7 +195,7 @@ class DecodePool:
 
     def _schedule(self, function: Callable[..., Any], *arguments: Any) -> ProcessFuture:
         if self._pool is None:
-            heed_children()
+            restore_child_signals()
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(self.workers, initializer=end_with_parent, context=context)
         try:

@@ -22,7 +22,7 @@ import numpy as np
 from av.filter import Graph
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from rlfuse.video.errors import VideoError
+from rlfuse.errors import VideoError
 from rlfuse.video.plan import ROUNDING_S, STILL_S, ClipFacts, VideoPlan
 from rlfuse.video.timeline import FETCH_AGAIN, REWRITE, timeline_of
 

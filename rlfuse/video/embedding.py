@@ -10,57 +10,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.samples import FramePlan
 
 if TYPE_CHECKING:
     import torch
 
 BF16 = 2
 """Bytes of a number."""
-
-
-class FramePlan(Protocol):
-    """What encoding asks of a `VideoPlan`."""
-
-    times: Sequence[float]
-    """Seconds, one per frame shown."""
-    height: int
-    width: int
-    temporal_patch: int
-    tokens: int
-    """Visual tokens of the whole clip."""
-    hash: str
-    """Equal for plans that show the same frames in the same size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in the node's shared memory."""
-
-    key: str
-    path: str
-    tokens: int
-    hidden: int
-
-    def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it."""
-        import torch
-
-        try:
-            flat = torch.from_file(self.path, shared=False, size=self.tokens * self.hidden, dtype=torch.bfloat16)
-        except RuntimeError as error:
-            raise EngineError(
-                f"embedding {self.key} is not at {self.path}: it was dropped, or lies on another node. Hold it (the "
-                "step's name in `encode`) for as long as it is read."
-            ) from error
-        return flat.view(self.tokens, self.hidden)[first:last]
 
 
 def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:

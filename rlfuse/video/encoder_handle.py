@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from rlfuse.cluster import remote
-from rlfuse.engines.protocols import EngineError
-from rlfuse.observe.events import Span
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
 from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, FrameReader, Frames, Part, PartFailure
 
 

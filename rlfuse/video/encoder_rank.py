@@ -20,10 +20,11 @@ import numpy as np
 import ray
 import torch
 
-from rlfuse.cluster.children import heed_children
-from rlfuse.observe import watchdog
-from rlfuse.observe.events import Recorder, Span
-from rlfuse.video.embedding import FramePlan, write_rows
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.children import restore_child_signals
+from rlfuse.events import Recorder, Span
+from rlfuse.samples import FramePlan
+from rlfuse.video.embedding import write_rows
 from rlfuse.video.towers import Tower, TowerShape
 
 FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
@@ -92,10 +93,10 @@ class EncoderRank:
     """See the module; every method is called by `encoding` only."""
 
     def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader):
-        heed_children()  # decoders are children of this process
+        restore_child_signals()  # decoders are children of this process
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
-        watchdog.heed(self.recorder.where, self.recorder)
+        watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: tuple[Frames, Future] | None = None
 

@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from rlfuse.engines.protocols import EngineError
-from rlfuse.observe.events import Span
-from rlfuse.video.embedding import Embedding, FramePlan, content_hash, embedding_key
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
+from rlfuse.samples import Embedding, FramePlan
+from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, Place
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, shard

@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlfuse.video.errors import VideoError
+from rlfuse.errors import VideoError
 
 # Durations come from time stamps of finite resolution: 128.0000001 s at 1 frame a second are 128 frames.
 _FRAME_SLACK = 1e-6

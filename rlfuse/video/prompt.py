@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.video.errors import VideoError
+from rlfuse.errors import VideoError
 from rlfuse.video.plan import VideoPlan
 
 MARKER = "<video>"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rlfuse.engines.protocols import EngineError
-from rlfuse.observe.events import Span
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
 from rlfuse.samples import Group
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 

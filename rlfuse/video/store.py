@@ -17,8 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster import remote
+from rlfuse.samples import Embedding
 from rlfuse.video.cache import EmbeddingCache
-from rlfuse.video.embedding import Embedding
 
 
 @dataclass(frozen=True, slots=True)

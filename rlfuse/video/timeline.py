@@ -24,7 +24,7 @@ from av.container import InputContainer
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from rlfuse.video.errors import VideoError
+from rlfuse.errors import VideoError
 from rlfuse.video.plan import ROUNDING_S, STILL_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}

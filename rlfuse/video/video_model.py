@@ -13,8 +13,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from rlfuse.errors import VideoError
 from rlfuse.video.checkpoints import export_text_model, join_checkpoint
-from rlfuse.video.errors import VideoError
 from rlfuse.video.handover import M_ROPE, WHOLE_1D, Refusal, hand_over
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.prompt import MARKER, VideoPrompt, VisualTokens, assemble

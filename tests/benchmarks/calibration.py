@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass, replace
 
-from rlfuse.observe.events import Span
+from rlfuse.events import Span
 from rlfuse.simulate.fitting import Fit, fit
 
 FORMAT = "rlfuse device curves 1"

@@ -37,9 +37,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import trainer_ready
-from rlfuse.engines.passes import actor_loss, log_probs
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.samples import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
@@ -165,7 +165,7 @@ class Vllm:
     """Generation by vLLM's engine, in the setting of a rollout but for its statistics."""
 
     def __init__(self, folder: str, settings: Settings, watch: Stopwatch):
-        from rlfuse.engines.rollout_start import rollout_env
+        from rlfuse.engines.rollout.vllm_setup import rollout_env
 
         os.environ |= rollout_env(watch.device)
         from vllm import LLM

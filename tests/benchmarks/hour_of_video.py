@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import video_decoding
 
-from rlfuse.observe.events import Span, read_events
+from rlfuse.events import Span, read_events
 from rlfuse.observe.metrics import covered
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3

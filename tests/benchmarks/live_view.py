@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from rlfuse.config.compose import load
-from rlfuse.controller import Controller
 from rlfuse.observe.live import View, render
-from rlfuse.run import run
+from rlfuse.run.build import run
+from rlfuse.step.controller import Controller
 
 
 class Looking:

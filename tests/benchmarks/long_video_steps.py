@@ -53,13 +53,13 @@ from sequence_parallel import Forced, measured
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.degrees import Share
-from rlfuse.engines.protocols import Sampling
-from rlfuse.engines.rollout import RolloutWorker
-from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout_start import rollout_env
+from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.trainer.degrees import Share
 from rlfuse.observe.metrics import repetition
-from rlfuse.samples import Prompt, Response, Row, Sample, Video, Visual, make_groups
+from rlfuse.protocols import Sampling
+from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Video, Visual, make_groups
 from rlfuse.video.checkpoints import (
     IMAGE,
     VIDEO,
@@ -69,7 +69,6 @@ from rlfuse.video.checkpoints import (
     write_small_video_llama3,
 )
 from rlfuse.video.decode_pool import DecodePool
-from rlfuse.video.embedding import Embedding
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder

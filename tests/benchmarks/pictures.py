@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlfuse.observe.proxy import draw_proxies
-from rlfuse.observe.run_folder import open_run
+from rlfuse.run_folder.reader import open_run
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,

@@ -22,17 +22,17 @@ import tempfile
 from pathlib import Path
 
 from rlfuse.config.compose import load
-from rlfuse.controller import Controller
+from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.observe.events import Span
 from rlfuse.observe.metrics import fusion_metrics
-from rlfuse.run import run
+from rlfuse.run.build import run
 from rlfuse.simulate.fitting import fit
 from rlfuse.simulate.learning import HISTORY, measured, tuned
 from rlfuse.simulate.picture import Timeline, draw
 from rlfuse.simulate.recorded import whole_samples, workload_of
 from rlfuse.simulate.runner import simulate
+from rlfuse.step.controller import Controller
 
 EARLIER = 1000
 """Number of the step whose draws teach lengths: other seeds than any that is measured."""

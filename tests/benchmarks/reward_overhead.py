@@ -18,8 +18,8 @@ import time
 
 import numpy as np
 
-from rlfuse.rewards.pool import RewardPool
 from rlfuse.rewards.table import score_table
+from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, Sample
 
 TARGET_MS = 0.2

@@ -27,8 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.degrees import legal
-from rlfuse.engines.trainer import TrainerGroup
+from rlfuse.engines.trainer.degrees import legal
+from rlfuse.engines.trainer.handle import TrainerGroup
 from rlfuse.samples import Row
 
 VOCABULARY = 512

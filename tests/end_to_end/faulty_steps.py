@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 from interrupted_steps import Steps
 
-from rlfuse import run as running
 from rlfuse.config.compose import load
-from rlfuse.controller import Controller
+from rlfuse.run import build as running
+from rlfuse.step.controller import Controller
 
 
 class Saboteur(Steps):
@@ -70,7 +70,7 @@ class Saboteur(Steps):
 
     async def generating(self, step, slots):
         """Wait for samples on these engines, some of them begun."""
-        await self.until(step, lambda: all(self.board.fleet.slots[slot].flights for slot in slots))
+        await self.until(step, lambda: all(self.board.slot_table.slots[slot].flights for slot in slots))
         await asyncio.sleep(0.1)
 
     async def until(self, step, condition):

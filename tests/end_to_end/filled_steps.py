@@ -11,7 +11,7 @@ from fused_steps import Steps
 
 from rlfuse.config.compose import load
 from rlfuse.fusion.schedules.planning import Planner
-from rlfuse.run import run
+from rlfuse.run.build import run
 
 STEPS = 3
 

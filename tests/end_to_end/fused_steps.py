@@ -14,7 +14,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.observe.metrics import fusion_metrics
-from rlfuse.run import run
+from rlfuse.run.build import run
 
 ONE_SLOT = Settings(threshold=0.9, stretch=1e3, ordered=False)
 """Consolidates early, on one slot."""

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import psutil
 
-from rlfuse import checkpoints
-from rlfuse import run as running
+from rlfuse.cluster.watchdog import _present as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.job import _one as first
-from rlfuse.job import open_job
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.observe.watchdog import _present as watching
+from rlfuse.run import build as running
+from rlfuse.run.job import _one as first
+from rlfuse.run.job import open_job
+from rlfuse.run_folder import checkpoints
 
 ENDS = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 ENDS += ("testing", "save_checkpoint")

@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
 JOBS = {"one GPU": ("auto", 1), "two GPUs": ("auto", 2), "CPUs": ("cpu", 2)}

@@ -7,7 +7,7 @@ import torch
 from single_process import Whole, make_rows
 
 from rlfuse.algorithms.advantages import gae, place_at_end, whiten
-from rlfuse.engines.batches import collate
+from rlfuse.engines.trainer.model_inputs import collate
 
 STEPS = 20
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.protocols import Sampling
-from rlfuse.engines.rollout import RolloutWorker
-from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout_start import rollout_env
-from rlfuse.engines.weights import plan_buckets
-from rlfuse.observe.events import Span
+from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.weights.sync import plan_buckets
+from rlfuse.events import Span
+from rlfuse.protocols import Sampling
 from rlfuse.samples import Prompt, Sample, sample_seed
 
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)

@@ -9,7 +9,7 @@ from driven_job import drive
 from safetensors.numpy import load_file
 from test_job import assert_same_curves
 
-from rlfuse.observe.events import read_events
+from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 STEPS = 3

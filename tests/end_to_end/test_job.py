@@ -24,7 +24,7 @@ from job_processes import (
 from rlfuse import train
 from rlfuse.cli import main as rlfuse
 from rlfuse.cluster import scratch
-from rlfuse.observe.events import read_events
+from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
-from rlfuse.rewards.items import item_of_sample
-from rlfuse.rewards.model import Classifier
-from rlfuse.rewards.pool import RewardPool
+from rlfuse.rewards.api.items import item_of_sample
+from rlfuse.rewards.models.classifier import Classifier
+from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, RewardFailure, Sample
 from rlfuse.tasks.judging import TEMPLATE, VERDICTS, compare_rows, entry
 from rlfuse.tasks.settings import WarmStart

@@ -15,7 +15,8 @@ from rollouts import collect, drained, model_config, new_handle, pid_of, sample,
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.facts import nixl_installed
-from rlfuse.engines.protocols import EngineError, Load, Sampling
+from rlfuse.errors import EngineError
+from rlfuse.protocols import Load, Sampling
 from rlfuse.samples import Partial, Response
 
 GREEDY = Sampling(0.0, 1.0, -1, 120)
@@ -47,24 +48,24 @@ async def engines(request, ray_cluster, tiny_model):
         handles[1].start(model_config(tiny_model), chunks, 512, "cpu", core=LAST_CORE),
     )
     for handle in handles:
-        folder = handle.actor.__ray_call__.remote(lambda self: self._shelf.folder)
-        OWN.append(await call(folder, handle.name, "name its shelf", 30))
-    assert len(shelves()) == 2
+        folder = handle.actor.__ray_call__.remote(lambda self: self._kv_store.folder)
+        OWN.append(await call(folder, handle.name, "name its store", 30))
+    assert len(stores()) == 2
     yield handles
     for handle in handles:
         await handle.stop()
         ray.kill(handle.actor)
-    assert not shelves()
+    assert not stores()
 
 
-def shelves() -> list[Path]:
+def stores() -> list[Path]:
     return [folder for folder in OWN if folder.exists()]
 
 
 def left_over() -> list[Path]:
     """Files of KV caches, once a source has had the time to hear that its blocks were read."""
     for _ in range(100):
-        if not (files := [file for shelf in shelves() for file in shelf.iterdir() if not _of_the_engine(file)]):
+        if not (files := [file for store in stores() for file in store.iterdir() if not _of_the_engine(file)]):
             break
         time.sleep(0.01)
     return files
@@ -193,7 +194,7 @@ async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
     samples, expected = await long_ones(first, 200, 4)
     partials = await begun(first, samples, WARM, 40, "kv")
     assert all(partial.kv_key for partial in partials.values())
-    ready = [file for shelf in shelves() for file in shelf.glob("*.tokens")]
+    ready = [file for store in stores() for file in store.glob("*.tokens")]
     assert len(ready) == len(partials)
     await second.drain()
     assert_same(await generate(second, samples, WARM, partials), expected)
@@ -333,4 +334,4 @@ async def test_a_source_that_was_killed_is_not_waited_for(engines):
         child.kill()
     await second.drain()
     assert_same(await generate(second, samples, WARM, partials), expected)
-    assert not [file for shelf in shelves() for file in shelf.glob("*.tokens")]
+    assert not [file for store in stores() for file in store.glob("*.tokens")]

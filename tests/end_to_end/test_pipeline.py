@@ -19,11 +19,11 @@ from single_process import BATCHES, FAMILIES, VOCABULARY, ThreeSteps, lengths, m
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import load_policy
-from rlfuse.engines.passes import actor_loss, log_probs
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.engines.protocols import EngineError
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import load_policy
+from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.planning import Planner
 
 ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests

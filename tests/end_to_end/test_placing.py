@@ -14,7 +14,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster.remote import call
-from rlfuse.engines.protocols import WorkerLost
+from rlfuse.errors import WorkerLost
 
 
 def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():

@@ -15,12 +15,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import load_preferences
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.reward_model_trainer import RewardModelTrainer
+from rlfuse.engines.trainer.reward_model import RewardModelTrainer
 from rlfuse.observe.tracking import sample_of_row
-from rlfuse.rewards.items import item_of_row
-from rlfuse.rewards.labels import ONLY_LABEL
-from rlfuse.rewards.model import Classifier
-from rlfuse.rewards.pool import RewardPool
+from rlfuse.rewards.api.items import item_of_row
+from rlfuse.rewards.api.labels import ONLY_LABEL
+from rlfuse.rewards.models.classifier import Classifier
+from rlfuse.rewards.workers.pool import RewardPool
 
 MODEL = "reward_model"
 

@@ -25,14 +25,14 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError, RewardError
 from rlfuse.observe.metrics import latency_metrics
 from rlfuse.observe.tracking import failure_row, write_failures
-from rlfuse.rewards.files import module_of
-from rlfuse.rewards.items import RewardError, item_of_sample
-from rlfuse.rewards.model import Classifier
-from rlfuse.rewards.pool import RewardPool
+from rlfuse.rewards.api.files import module_of
+from rlfuse.rewards.api.items import item_of_sample
+from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.table import score_table
+from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 hostile = module_of(Path(__file__).parents[1] / "unit" / "hostile_rewards.py")

@@ -28,17 +28,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
-from rlfuse.engines import weights_depot
-from rlfuse.engines.protocols import EngineError, EngineLost, Engines, Load, Sampling
-from rlfuse.engines.rollout_start import engine_arguments
-from rlfuse.engines.weights import WeightPush
+from rlfuse.engines.rollout.vllm_setup import engine_arguments
+from rlfuse.engines.weights import staging as weight_staging
+from rlfuse.engines.weights.sync import WeightPush
+from rlfuse.errors import EngineError, EngineLost
 from rlfuse.evaluation.answering import carry_out
 from rlfuse.evaluation.progress import Shown
 from rlfuse.evaluation.responses import Responses
+from rlfuse.events import Recorder
+from rlfuse.files import read_rows
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.fleet import Fleet
-from rlfuse.observe.events import Recorder
-from rlfuse.observe.json_lines import read_rows
+from rlfuse.fusion.slot_table import SlotTable
+from rlfuse.protocols import Engines, Load, Sampling
 from rlfuse.samples import Partial, make_groups
 
 
@@ -168,7 +169,7 @@ async def test_prompts_are_answered_into_a_file_that_was_cut_short(engine, tmp_p
         left, shown = responses.begin({"model": "tiny"}, groups), Shown()
         assert len(left) == (most if most == 2 else 1)
         engines = Engines([engine], None, None, None)
-        await carry_out(config, left, engines, Fleet(1, Costs()), Recorder("driver"), responses, shown)
+        await carry_out(config, left, engines, SlotTable(1, Costs()), Recorder("driver"), responses, shown)
         responses.close()
     rows = {row["id"]: row for row in read_rows(path)}
     assert {name: row["response"] for name, row in rows.items()} == {name: r.text for name, r in expected.items()}
@@ -351,7 +352,7 @@ async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_the
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):
     sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
     await sync.push(4)
-    monkeypatch.setattr(weights_depot, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(weight_staging, "free_bytes", lambda folder: 1000)
     with pytest.raises(EngineError, match=r"needs up to 1 MiB, 0 MiB are free.*rollout.update_weights_bucket_mb"):
         await sync.push(5)
     monkeypatch.undo()

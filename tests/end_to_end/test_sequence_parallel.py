@@ -12,10 +12,10 @@ from pipelines import Anywhere
 from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, settings
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.engines.degrees import Costs, Overhead
-from rlfuse.samples import Visual
+from rlfuse.engines.trainer.degrees import Costs, Overhead
+from rlfuse.samples import Embedding, Visual
 from rlfuse.video.checkpoints import write_small_qwen25_vl
-from rlfuse.video.embedding import Embedding, write_rows
+from rlfuse.video.embedding import write_rows
 from rlfuse.video.plan import Geometry, VideoPlan
 
 

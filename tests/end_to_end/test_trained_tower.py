@@ -13,9 +13,9 @@ from trainer_probe import Probe, distance, lengths, make_rows, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.placement import worker_environment
-from rlfuse.engines.degrees import Costs, Overhead
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.trained_tower import TowerSettings
+from rlfuse.engines.trainer.degrees import Costs, Overhead
+from rlfuse.engines.trainer.vision_tower import TowerSettings
+from rlfuse.errors import EngineError
 from rlfuse.samples import Video, Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
 from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, export_text_model, write_small_video_llama3

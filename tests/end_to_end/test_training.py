@@ -13,7 +13,7 @@ from trainer_probe import LR, VOCABULARY, Probe, distance, lengths, make_rows, s
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.algorithms.losses import AGG_MODES
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
         return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
 
     def there_and_back(rank):
-        from rlfuse.engines.offloading import to_device, to_host
+        from rlfuse.engines.trainer.offloading import to_device, to_host
 
         for model in rank.engines.values():
             to_host(model)

@@ -12,12 +12,13 @@ from pipelines import Anywhere
 from rollouts import collect, drained, model_config, new_handle, settings
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rlfuse.engines.protocols import EngineError, Sampling
-from rlfuse.engines.trainer import TrainerGroup
-from rlfuse.engines.weights import WeightPush
-from rlfuse.samples import Partial, Prompt, Sample, Video, Visual, sample_seed
+from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.weights.sync import WeightPush
+from rlfuse.errors import EngineError
+from rlfuse.protocols import Sampling
+from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, Visual, sample_seed
 from rlfuse.video.checkpoints import SmallModel, join_checkpoint, write_small_qwen25_vl
-from rlfuse.video.embedding import Embedding, write_rows
+from rlfuse.video.embedding import write_rows
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.positions import m_rope
 

@@ -14,13 +14,14 @@ from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_h
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call
-from rlfuse.engines.models import load_policy
-from rlfuse.engines.protocols import EngineError, Sampling
-from rlfuse.engines.rollout_start import engine_arguments
-from rlfuse.engines.weights import WeightPush
-from rlfuse.samples import Partial, Prompt, Sample, Video, sample_seed
+from rlfuse.engines.rollout.vllm_setup import engine_arguments
+from rlfuse.engines.trainer.models import load_policy
+from rlfuse.engines.weights.sync import WeightPush
+from rlfuse.errors import EngineError
+from rlfuse.protocols import Sampling
+from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, sample_seed
 from rlfuse.video.checkpoints import IMAGE, VIDEO, export_text_model, write_small_video_llama3
-from rlfuse.video.embedding import Embedding, write_rows
+from rlfuse.video.embedding import write_rows
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.prompt import VisualTokens, assemble
 

@@ -16,10 +16,10 @@ from rollouts import sample
 
 from rlfuse.cluster import scratch
 from rlfuse.config.compose import load
-from rlfuse.controller import Controller
-from rlfuse.engines.protocols import Sampling
-from rlfuse.run import run
+from rlfuse.protocols import Sampling
+from rlfuse.run.build import run
 from rlfuse.samples import Partial
+from rlfuse.step.controller import Controller
 
 SHARED = re.compile(r"/dev/shm/(?:psm|vllm)\S+")
 WARM = Sampling(1.0, 1.0, -1, 60)

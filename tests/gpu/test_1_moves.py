@@ -11,8 +11,8 @@ from layers import Layers, accumulate, difference, engine, inputs, loss, saved, 
 from processes import allocated, in_ranks
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.offloading import to_device, to_host
-from rlfuse.engines.optimizing import freeze, take_step
+from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.optimizer import freeze, take_step
 
 WIDTH = {"cuda": 2048, "cpu": 16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

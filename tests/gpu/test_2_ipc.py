@@ -7,8 +7,8 @@ import pytest
 import torch
 from processes import allocated, connected, received
 
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.weights_device import collect, share_ipc
+from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
+from rlfuse.errors import EngineError
 
 BUCKET = 64 << 20
 

@@ -12,14 +12,14 @@ from numpy.linalg import norm
 from processes import in_ranks
 from small import make_rows, policy_folder, settings
 
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import load_policy
-from rlfuse.engines.passes import actor_loss
 from rlfuse.engines.pipeline.executor import Executor
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import parts
 from rlfuse.engines.pipeline.stages import Stage
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import load_policy
+from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.samples import MicroBatch
 

@@ -17,12 +17,12 @@ from small import VOCABULARY, served_folder
 from transformers import AutoModelForCausalLM
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.offloading import to_device, to_host
-from rlfuse.engines.protocols import Sampling
-from rlfuse.engines.rollout import RolloutWorker
-from rlfuse.engines.rollout_start import NOTHING, Request, rollout_env
-from rlfuse.engines.weights import WeightPush, plan_buckets, resolve_transfer
-from rlfuse.engines.weights_device import collect, share_ipc
+from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, rollout_env
+from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
+from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
+from rlfuse.protocols import Sampling
 
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 APART = {"cuda": 0.03, "cpu": 1e-4}

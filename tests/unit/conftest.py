@@ -73,7 +73,8 @@ class Ran(list):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Configurations that reached rlfuse.run.run, which leaves the folder of a run whose held-out score is n / 8."""
+    """Configurations that reached rlfuse.run.build.run, which leaves the folder of a run whose held-out score is n /
+    8."""
     configs = Ran()
 
     def run(config):
@@ -84,5 +85,5 @@ def ran(monkeypatch):
         (config.run_folder / "summary.json").write_text(json.dumps(SUMMARY | {"val_after": config.rollout.n / 8}))
         return config.run_folder
 
-    monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "rlfuse.run.build", types.SimpleNamespace(run=run))
     return configs

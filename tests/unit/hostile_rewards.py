@@ -136,7 +136,7 @@ async def later(solution_str):
     if solution_str.startswith("late "):
         return await asyncio.create_task(task())
     if solution_str == "break":
-        sys.modules["rlfuse.rewards.shapes"].RewardFunction.score = None  # from here on its process can't score
+        sys.modules["rlfuse.rewards.api.shapes"].RewardFunction.score = None  # from here on its process can't score
     return act(solution_str)
 
 

@@ -17,17 +17,17 @@ from random_engines import Rollout, Trainer
 from scenes import Scene
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.controller import Controller
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.colocation import all_to, to_engine
-from rlfuse.engines.protocols import Engines
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
+from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
+from rlfuse.step.controller import Controller
 
 PATIENCE_S = 100_000.0
 """Virtual seconds after which a run counts as stuck; the longest take hundreds."""
@@ -111,7 +111,7 @@ class World:
             assert not rollout.held
             rollout.weight_version, rollout.lost = version, False
 
-    async def renew(self, slot: int) -> None:
+    async def restart_engine(self, slot: int) -> None:
         assert all(rollout.lost for rollout in self.rollouts) and not self.trainer.steps["actor"]
         await self.trainer.leave_device(slot)
         self.rollouts[slot].lost = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlfuse.engines.protocols import EngineLost
+from rlfuse.errors import EngineLost
 from rlfuse.samples import Partial, Response
 
 if TYPE_CHECKING:

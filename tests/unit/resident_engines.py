@@ -15,13 +15,14 @@ from pathlib import Path
 from playing import World
 from random_engines import Rollout, Trainer
 
-from rlfuse.engines.protocols import PARTS, EngineLost, NotSaved
-from rlfuse.engines.weights import WeightPush
+from rlfuse.cluster.stopping import Stopped
+from rlfuse.engines.weights.sync import WeightPush
+from rlfuse.engines.weights.tower_push import TowerPush
+from rlfuse.errors import EngineLost, NotSaved
 from rlfuse.observe.journal import due
 from rlfuse.planning.residency import Ledger
-from rlfuse.run import start_parts
-from rlfuse.stopping import Stopped
-from rlfuse.video.tower_push import TowerPush
+from rlfuse.protocols import PARTS
+from rlfuse.run.build import start_parts
 
 BUCKETS = [["embedding"], ["layer"]]
 
@@ -231,9 +232,9 @@ class ResidentWorld(World):
             assert rollout.lost or (not rollout.asleep and rollout.arriving == version)
             rollout.weight_version = version
 
-    async def renew(self, slot):
+    async def restart_engine(self, slot):
         assert all(rollout.lost for rollout in self.rollouts)
-        await self.weights.renew(slot)
+        await self.weights.restart_engine(slot)
         self.renewed += 1
 
     # The journal

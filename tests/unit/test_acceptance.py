@@ -16,14 +16,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlfuse import checkpoints
-from rlfuse.acceptance import NothingToDo, RunRefused, accept
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, conf_folder
 from rlfuse.config.schema import Config
-from rlfuse.job import open_job
-from rlfuse.observe import status
-from rlfuse.recovery import recovered
+from rlfuse.errors import ConfigError
+from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.run.job import open_job
+from rlfuse.run.restarts import recovered
+from rlfuse.run_folder import checkpoints, status
 
 
 @pytest.fixture
@@ -312,7 +311,7 @@ def test_of_two_that_begin_at_once_one_does(config):
 def test_of_another_host_files_tell(config, monkeypatch, writes):
     folder, alive = leave(config, 2, state="running"), threading.Event()
     status._write(folder, dataclasses.replace(status.read(folder), host="another"))
-    monkeypatch.setattr("rlfuse.acceptance.SILENT_S", 1.0)
+    monkeypatch.setattr("rlfuse.run.acceptance.SILENT_S", 1.0)
 
     def write():
         while not alive.wait(0.05):
@@ -371,7 +370,7 @@ def test_without_a_name_a_run_that_can_not_go_on_is_left_alone(config):
 
 def test_a_name_that_nothing_came_of_is_given_back(tmp_path):
     program = f"""
-from rlfuse.acceptance import accept
+from rlfuse.run.acceptance import accept
 from rlfuse.config.schema import Config
 config = Config()
 config.model.path, config.trainer.default_local_dir = "somewhere", {str(tmp_path)!r}

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.controller import Controller
 from rlfuse.engines.agreement import SAMPLES, compare
-from rlfuse.engines.protocols import EngineError, EngineLost, Engines, Sampling
+from rlfuse.errors import EngineError, EngineLost
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.summary import summarise
+from rlfuse.protocols import Engines, Sampling
 from rlfuse.samples import Prompt, Response, make_groups
+from rlfuse.step.controller import Controller
 
 SAMPLING = Sampling(1.0, 1.0, -1, 5)
 

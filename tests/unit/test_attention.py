@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.attention import lays_out
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import packs_exactly, response_logits, trainer_ready
+from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import packs_exactly, response_logits, trainer_ready
 from rlfuse.samples import Row
 
 SMALL = dict(
@@ -105,8 +105,8 @@ def test_families_without_layout_keep_an_attention_that_is_theirs(family):
 @pytest.mark.parametrize("softcap, sinks", [(None, True), (2.0, False), (2.0, True)])
 def test_long_segments_are_scored_in_blocks(softcap, sinks, monkeypatch):
     """With windows and a prefix, against all scores at once; gradients of sinks as well."""
-    from rlfuse.engines import attention
-    from rlfuse.engines.attention import Segment, attend
+    from rlfuse.engines.trainer import attention
+    from rlfuse.engines.trainer.attention import Segment, attend
 
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 30, heads, 8, requires_grad=True) for heads in (4, 2, 2))

@@ -1,6 +1,6 @@
 import random
 
-from rlfuse.engines.batching import balance, micro_batches, pack
+from rlfuse.engines.trainer.micro_batches import balance, micro_batches, pack
 
 
 def test_every_row_lands_once_within_budget_and_counts_agree_in_lockstep():

@@ -10,11 +10,11 @@ from random_engines import partial, response
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Settings, Step, Switch
-from rlfuse.fusion.fleet import Fleet
-from rlfuse.fusion.ledger import Ledger
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
+from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
 from rlfuse.fusion.sharing import admit, free, share
+from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import Reward, RewardFailure, make_groups
 
 
@@ -24,7 +24,7 @@ def made(count=4, siblings=1):
 
 def board(groups, slots=1, kinds=("reward",), models=("actor",), draw=None, **more):
     more = {"mini_batch_groups": 2} | more
-    return Board(groups, Fleet(slots, Costs(max_tokens=100)), kinds, models, draw=draw, **more)
+    return Board(groups, SlotTable(slots, Costs(max_tokens=100)), kinds, models, draw=draw, **more)
 
 
 def generate(board, *groups, slot=0):
@@ -64,18 +64,18 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
 
 
 def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
-    ledger = Ledger(passes=2)
-    ledger.divide({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
-    ledger.prepare({"b": (1, 5)})
-    assert not ledger.ready
-    ledger.drop(0)
+    progress = MiniBatchProgress(passes=2)
+    progress.divide({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
+    progress.prepare({"b": (1, 5)})
+    assert not progress.ready
+    progress.drop(0)
     for _ in range(2):
-        assert list(ledger.ready) == ["b"]
-        ledger.start(["b"])
-        ledger.finish(["b"])
-        assert ledger.accumulated
-        ledger.step()
-    assert ledger.done
+        assert list(progress.ready) == ["b"]
+        progress.start(["b"])
+        progress.finish(["b"])
+        assert progress.accumulated
+        progress.step()
+    assert progress.done
 
 
 def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
@@ -84,7 +84,7 @@ def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
     reward(b, 0, 1)
     passes = [Score("old_log_prob", (f"1/{prompt}/0",), 0) for prompt in (0, 1)]
     b.switched(0, "trainer")
-    b.fleet.occupy(0)
+    b.slot_table.occupy(0)
     b.switched(0, "trainer")
     b.start(passes[0], 0.0)
     b.scored(passes[0], 0.0)
@@ -156,8 +156,8 @@ def test_what_begins_ahead_is_no_reason_to_wait():
         b.prepared("actor", b.take_complete())
     assert ready(b) == ["1/0/0"]
     work = Accumulate("actor", ("1/0/0",))
-    b.ledgers["actor"].start(work.samples)
-    b.ledgers["actor"].finish(work.samples)
+    b.mini_batches["actor"].start(work.samples)
+    b.mini_batches["actor"].finish(work.samples)
     b.finished("1/1/0", response(), 0.0)
     assert ready(b) == [] and b.snapshot(0.0).steppable == ["actor"], "the first is not accumulated again"
     assert [group.prompt.index for group in b.left()[0]] == [2, 3]
@@ -182,7 +182,7 @@ def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
     b.start(Move(("1/1/0",), source=0, target=1), 0.0)
     b.finished("1/0/0", response(), 0.0)
     assert b.parted("1/1/0", partial(1), 0.0) is None
-    assert b.left()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.fleet.slots[1].load
+    assert b.left()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.slot_table.slots[1].load
 
 
 def test_groups_that_are_left_although_their_samples_came_finished_are_not_counted():
@@ -202,13 +202,13 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     b.start(Move(("1/0/0",), source=0, target=1), 0.0)
     assert b.parted("1/0/0", partial(7), 0.1) == 1
     assert len(b.landed("1/0/0", 1, 0.1).token_ids) == 7
-    assert [b.fleet.slots[1].flights[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
+    assert [b.slot_table.slots[1].flights[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
     b.lost(1, 0.2)
     view = b.snapshot(0.2)
     assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.flying == 0
     assert b.partials == {}
     b.start(Generate(0, (0,)), 0.2)
-    assert b.fleet.slots[0].flights["1/0/0"].carried == 0
+    assert b.slot_table.slots[0].flights["1/0/0"].carried == 0
 
 
 def test_a_slot_with_work_is_given_no_more():
@@ -220,13 +220,13 @@ def test_a_slot_with_work_is_given_no_more():
 
 def test_admission_balances_samples_keeps_siblings_together_and_leaves_what_has_no_room():
     groups = made(5, siblings=4)
-    b = Board(groups, Fleet(2, Costs(max_sequences=8, max_tokens=100)), ("reward",), settings=Settings(samples=20))
+    b = Board(groups, SlotTable(2, Costs(max_sequences=8, max_tokens=100)), ("reward",), settings=Settings(samples=20))
     b.start(Generate(0, (0,)), 0.0)
     assert admit(b.snapshot(0.0)) == [Generate(1, (1, 3)), Generate(0, (2,))]
 
 
 def test_an_empty_engine_takes_a_group_that_is_larger_than_it():
-    b = Board(made(2, siblings=4), Fleet(1, Costs(max_sequences=2, max_tokens=100)), ("reward",))
+    b = Board(made(2, siblings=4), SlotTable(1, Costs(max_sequences=2, max_tokens=100)), ("reward",))
     assert admit(b.snapshot(0.0)) == [Generate(0, (0,))]
 
 

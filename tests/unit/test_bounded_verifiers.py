@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from rlfuse.rewards import bounded
-from rlfuse.rewards.bare_python import SandboxError
-from rlfuse.rewards.bounded import BoundedFunction, Refused
+from rlfuse.rewards.sandbox import bounded
+from rlfuse.rewards.sandbox.bare_python import SandboxError
+from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
 from rlfuse.rewards.verifiers import json_schema
 from rlfuse.rewards.verifiers import math as symbolic
 

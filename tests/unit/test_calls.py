@@ -11,11 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from system_call_tries import TRIES, TRYING
 
-from rlfuse.rewards import bare_python
-from rlfuse.rewards.confinement import _landlock_version
-from rlfuse.rewards.sandbox import Kind, Limits, run_code
-from rlfuse.rewards.seccomp import ALLOW, AND, ENOSYS, EPERM, IF_EQUAL, IF_GREATER, KILL, LOAD, RETURN, answers, program
-from rlfuse.rewards.system_calls import ABSENT, ALLOWED, CONDITIONAL, DENIED, MACHINES, WORD
+from rlfuse.rewards.sandbox import bare_python
+from rlfuse.rewards.sandbox.confinement import _landlock_version
+from rlfuse.rewards.sandbox.sandbox import Kind, Limits, run_code
+from rlfuse.rewards.sandbox.seccomp import (
+    ALLOW,
+    AND,
+    ENOSYS,
+    EPERM,
+    IF_EQUAL,
+    IF_GREATER,
+    KILL,
+    LOAD,
+    RETURN,
+    answers,
+    program,
+)
+from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, DENIED, MACHINES, WORD
 
 LIMITS = Limits(timeout_s=20, total_s=60, memory_mb=512)
 NUMBERS = {name: number for number, name in MACHINES[os.uname().machine][1].items()}
@@ -190,7 +202,7 @@ def test_nothing_is_emptied_whatever_landlock_governs(attempts, monkeypatch, tmp
     victims = [readable / "library.py", tmp_path / "file"]
     for victim in victims:
         victim.write_text("kept")
-    older = f"import rlfuse.rewards.confinement as c\nc._landlock_version = lambda: {version}\n"
+    older = f"import rlfuse.rewards.sandbox.confinement as c\nc._landlock_version = lambda: {version}\n"
     older += f"sys.path.append({str(readable)!r})\n"
     monkeypatch.setattr(bare_python, "START", bare_python.START.replace("main = ", older + "main = "))
     source = TRUNCATION.replace("NUMBER", str(NUMBERS["openat"]))
@@ -201,7 +213,7 @@ def test_nothing_is_emptied_whatever_landlock_governs(attempts, monkeypatch, tmp
 
 SCOPE = """
 import os
-from rlfuse.rewards import confinement as c
+from rlfuse.rewards.sandbox import confinement as c
 c.LIBC.prctl(c.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 os.kill(os.getppid(), 0)
 c._confine_signals()

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlfuse import checkpoints
-from rlfuse.config.checks import ConfigError
-from rlfuse.durable import write_whole
-from rlfuse.engines.protocols import NotSaved
+from rlfuse.errors import ConfigError, NotSaved
+from rlfuse.files import write_whole
+from rlfuse.run_folder import checkpoints
 
 
 async def fill(folder):

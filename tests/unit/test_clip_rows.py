@@ -11,11 +11,10 @@ from clip_files import steady, write_sound, write_video
 from rlfuse.config.schema import Config
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
-from rlfuse.data.rows import DataError
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.samples import Response, Sample
+from rlfuse.errors import DataError
+from rlfuse.samples import Embedding, Response, Sample
 from rlfuse.video.checkpoints import VIDEO, SmallModel, write_small_video_llama3
-from rlfuse.video.embedding import Embedding
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.video_model import VideoModel
 

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from rlfuse.cluster import placement
+from rlfuse.cluster import placement, process_logs
 from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
-from rlfuse.config.checks import ConfigError, check
+from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import EngineError, EngineLost
-from rlfuse.job import open_job
-from rlfuse.observe import process_logs
+from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.planning.placing import places
+from rlfuse.run.job import open_job
 from rlfuse.train import reported
 
 
@@ -38,7 +37,7 @@ def test_full_shared_memory_is_named_with_what_is_needed(monkeypatch):
 RAISED = """\x1b[36mray::Rank.update()\x1b[39m (pid=7, ip=127.0.0.1, repr=<Rank object at 0x7f>)
   File "/srv/.venv/lib/python3.11/site-packages/ray/function_manager.py", line 1, in run
     method()
-  File "/srv/rlfuse/engines/training.py", line 88, in update
+  File "/srv/rlfuse/engines/trainer/rank.py", line 88, in update
     loss = user_loss(batch)
            ^^^^^^^^^^^^^^^^
   File "/home/user/loss.py", line 3, in user_loss
@@ -60,7 +59,7 @@ def test_a_users_exception_keeps_its_type_message_and_place_and_goes_into_the_lo
         text
         == f"""\
 trainer/1 failed to update the actor: ZeroDivisionError: division by zero
-  File "/srv/rlfuse/engines/training.py", line 88, in update
+  File "/srv/rlfuse/engines/trainer/rank.py", line 88, in update
     loss = user_loss(batch)
   File "/home/user/loss.py", line 3, in user_loss
     return 1 / 0
@@ -196,12 +195,12 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
     nodes = (node("a", "10.0.0.1"), node("b", "10.0.0.2"))
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 4, 2
-    living = placement.Slots(None, config.slots, "cpu", nodes=nodes).living(2)
+    occupants = placement.Slots(None, config.slots, "cpu", nodes=nodes).occupants(2)
     planned = [set(), set()]
     for place in places(config, {"actor": SimpleNamespace(tower=0)}):
         planned[place.node] |= {place.engine.partition(" ")[0], place.trainer.partition(":")[0]}
-    assert [set(living[each].split(", ")) for each in nodes] == planned
-    assert lost_message([nodes[1]], living).startswith(
+    assert [set(occupants[each].split(", ")) for each in nodes] == planned
+    assert lost_message([nodes[1]], occupants).startswith(
         "lost node 10.0.0.2 (b), where rollout/2, rollout/3, trainer/4, trainer/5, trainer/6, trainer/7 lived"
     )
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.engines import trainer
-from rlfuse.engines.liveness import Liveness
 from rlfuse.engines.pipeline import trainer as pipeline_trainer
 from rlfuse.engines.pipeline.trainer import PipelineTrainer
-from rlfuse.engines.rollout import RolloutWorker
-from rlfuse.engines.trainer import TrainerGroup
+from rlfuse.engines.rollout.liveness import Liveness
+from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.trainer import handle as trainer
+from rlfuse.engines.trainer.handle import TrainerGroup
 
 
 @pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from rlfuse.rewards.comparison import ALL, compare
+from rlfuse.evaluation.comparison import ALL, compare
 
 
 def table(rewards, groups, sources=None):

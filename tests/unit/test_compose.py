@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlfuse import cli, train
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import CONF, compose_job, load, read_command
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
 
 
 def test_a_short_job_file_works_and_the_command_line_wins(job):
@@ -201,13 +201,13 @@ def test_hydras_info_is_shown(job, ran, capsys, monkeypatch):
 
 
 def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
-    from rlfuse.engines.protocols import EngineError
+    from rlfuse.errors import EngineError
 
     def fail(error):
         def run(config):
             raise error
 
-        monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=run))
+        monkeypatch.setitem(sys.modules, "rlfuse.run.build", types.SimpleNamespace(run=run))
         return train.main([str(job)]), capsys.readouterr().err
 
     assert fail(EngineError("rollout 0 died")) == (1, "rollout 0 died\n(RLFUSE_TRACEBACK=1 shows the traceback)\n")

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from rlfuse.config.checks import ConfigError, check
+from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.mistakes import Mistakes
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import RANGES
-from rlfuse.data.rows import DataError
+from rlfuse.errors import ConfigError, DataError
 
 
 def sound(**changes):

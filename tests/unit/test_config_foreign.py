@@ -15,14 +15,15 @@ import rlfuse
 from rlfuse.cli import MODULES
 from rlfuse.config import foreign
 from rlfuse.config.checks import check
-from rlfuse.config.compose import ConfigError, compose_job, read_command
+from rlfuse.config.compose import compose_job, read_command
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import NO_COUNTERPART, NO_COUNTERPART_WORDS, SAME_NAME, VERL, VERL_LEAVES, counterpart
 from rlfuse.config.keys import explain_override, fits
 from rlfuse.config.schema import Config
-from rlfuse.data.rows import DataError, read_rows
-from rlfuse.engines.batching import balance
+from rlfuse.data.rows import read_rows
+from rlfuse.engines.trainer.micro_batches import balance
+from rlfuse.errors import ConfigError, DataError
 from rlfuse.fusion.policies import POLICIES
 
 ROOT = Path(rlfuse.__file__).parent
@@ -68,20 +69,22 @@ FACTS = {
     "prompts of a step are": lambda _: no_key("gen_batch_size") and "data.train_batch_size" in KNOWN,
     "all validation rows": lambda _: no_key("val_batch_size"),
     "the column is data_source": lambda _: says("data/rows.py", "data_source"),
-    "prompts stay messages": lambda _: says("rewards/shapes.py", '"prompts": [item.prompt for item in items]'),
+    "prompts stay messages": lambda _: says("rewards/api/shapes.py", '"prompts": [item.prompt for item in items]'),
     "rows with images are refused": refuses_images,
     "the column of clips is videos": reads_videos,
     "the slots decide when": lambda _: says("engines/colocation.py", "sleep"),
-    "engines return log-probs": lambda _: says("engines/rollout_start.py", "logprobs=0"),
+    "engines return log-probs": lambda _: says("engines/rollout/vllm_setup.py", "logprobs=0"),
     "engines start from model.path": lambda _: no_key("load_format"),
-    "engines are asynchronous": lambda _: says("engines/rollout_start.py", "AsyncEngineArgs"),
+    "engines are asynchronous": lambda _: says("engines/rollout/vllm_setup.py", "AsyncEngineArgs"),
     "jobs are single-turn": lambda _: no_key("turn", "tool", "agent"),
     "rollout.val_kwargs.temperature=0 is greedy": lambda _: not check_values({"rollout.val_kwargs.temperature": 0.0}),
     "LoRA is not supported": lambda _: no_key("lora") and nowhere(r"\bpeft\b"),
     "put the change into": lambda _: no_key("override"),
     "reward functions are called for every sample": lambda _: no_key("manager"),
     "rewards run beside generation": lambda _: set(POLICIES) - {"serial"} == {"stream", "rlhfuse", "adaptive"},
-    "responses' code runs in a sandbox": lambda _: importlib.util.find_spec("rlfuse.rewards.sandbox") is not None,
+    "responses' code runs in a sandbox": lambda _: (
+        importlib.util.find_spec("rlfuse.rewards.sandbox.sandbox") is not None
+    ),
     "groups are compared by": lambda _: no_key("metric"),
     "samples are reweighed": lambda _: no_key("rollout_rs", "reject"),
     "there are slots /": lambda _: no_key("data_parallel", "replicas"),

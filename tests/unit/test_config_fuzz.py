@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config import job_file
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import explain_failure, load, read_command, to_config
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import counterpart
 from rlfuse.config.keys import explain_override
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
 
 KEYS = st.sampled_from(sorted(by_name()))
 LETTERS = st.sampled_from("abcdefghijklmnopqrstuvwxyz_")

@@ -23,23 +23,23 @@ ROOT = Path(rlfuse.__file__).parent
 DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
 RECEIVERS = {
-    "engines/optimizing.py: engine.optimizer": ZERO_1,
+    "engines/trainer/optimizer.py: engine.optimizer": ZERO_1,
     "engines/pipeline/rank.py: engine": DEEPSPEED,
     "engines/pipeline/states.py: engine": DEEPSPEED,
     "engines/pipeline/states.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
-    "engines/rollout.py: cache": "vllm.config.CacheConfig",
-    "engines/rollout.py: self._engine": ASYNC_LLM,
-    "engines/rollout.py: self._engine.model_config": "vllm.config.ModelConfig",
-    "engines/rollout.py: self._engine.vllm_config": "vllm.config.VllmConfig",
-    "engines/rollout_start.py: vllm_config.model_config": "vllm.config.ModelConfig",
-    "engines/rollout_start.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
-    "engines/training.py: engine": DEEPSPEED,
-    "engines/training.py: self.engines['actor']": DEEPSPEED,
-    "engines/training.py: self.engines[model]": DEEPSPEED,
-    "engines/training.py: self.engines[name]": DEEPSPEED,
-    "rewards/engine.py: llm": LLM,
-    "rewards/judge.py: llm": LLM,
+    "engines/rollout/worker.py: cache": "vllm.config.CacheConfig",
+    "engines/rollout/worker.py: self._engine": ASYNC_LLM,
+    "engines/rollout/worker.py: self._engine.model_config": "vllm.config.ModelConfig",
+    "engines/rollout/worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
+    "engines/rollout/vllm_setup.py: vllm_config.model_config": "vllm.config.ModelConfig",
+    "engines/rollout/vllm_setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
+    "engines/trainer/rank.py: engine": DEEPSPEED,
+    "engines/trainer/rank.py: self.engines['actor']": DEEPSPEED,
+    "engines/trainer/rank.py: self.engines[model]": DEEPSPEED,
+    "engines/trainer/rank.py: self.engines[name]": DEEPSPEED,
+    "rewards/models/vllm_engine.py: llm": LLM,
+    "rewards/models/judge.py: llm": LLM,
 }
 """What expressions without an annotation hold."""
 PASSED = {"engines/pipeline/executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
@@ -140,7 +140,7 @@ def model(tmp_path_factory):
 def test_vllm_takes_our_arguments(model, device, width, drafted):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from rlfuse.engines.rollout_start import engine_arguments
+    from rlfuse.engines.rollout.vllm_setup import engine_arguments
 
     rollout = RolloutConfig(tensor_model_parallel_size=width, max_num_seqs=1024)
     arguments = engine_arguments(model, rollout, 256, device, drafted)
@@ -158,14 +158,16 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rlfuse.engines import generators, migration, migration_nixl
-    from rlfuse.engines.weights import resolve_transfer
+    from rlfuse.engines.kv_transfer import nixl, shared_memory
+    from rlfuse.engines.kv_transfer.store import CONNECTORS, connector_arguments
+    from rlfuse.engines.rollout import generators
+    from rlfuse.engines.weights.sync import resolve_transfer
 
     found = {
-        transfer: KVConnectorFactory.get_connector_class(KVTransferConfig(**migration.connector_arguments(transfer)))
-        for transfer in ("shm", "nixl")
+        transfer: KVConnectorFactory.get_connector_class(KVTransferConfig(**connector_arguments(transfer)))
+        for transfer in CONNECTORS
     }
-    assert found == {"shm": migration.MigrationConnector, "nixl": migration_nixl.NixlMigrationConnector}
+    assert found == {"shm": shared_memory.MigrationConnector, "nixl": nixl.NixlMigrationConnector}
     assert generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
     for device in ("cpu", "cuda"):
         backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
@@ -178,8 +180,8 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from rlfuse.engines import weights_device
-    from rlfuse.engines.rollout_start import rollout_env
+    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.weights import cuda_ipc as weights_device
 
     rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
     assert rebuilt[6] == "storage_device", "vLLM puts its own device there"
@@ -225,7 +227,7 @@ def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
     from vllm.device_allocator import DEFERRABLE_TAGS
     from vllm.v1.executor.abstract import SLEEP_TAGS
 
-    from rlfuse.engines.protocols import PARTS
+    from rlfuse.protocols import PARTS
 
     assert set(PARTS) == SLEEP_TAGS == set(DEFERRABLE_TAGS)
 
@@ -234,8 +236,8 @@ def test_a_special_token_may_be_a_stop_text():
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    from rlfuse.engines.protocols import Sampling
-    from rlfuse.engines.rollout_start import NOTHING, Request, sampling_params
+    from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, sampling_params
+    from rlfuse.protocols import Sampling
     from rlfuse.tasks.vocabulary import PAD, build_tokenizer
 
     tokenizer, ids = build_tokenizer(), np.arange(3, 6, dtype=np.int32)
@@ -272,7 +274,7 @@ def test_deepspeed_knows_our_keys(stage, offload):
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
-    from rlfuse.engines.optimizing import _config
+    from rlfuse.engines.trainer.optimizer import _config
 
     given = _config(ActorConfig(zero_stage=stage, offload_optimizer=offload), torch.bfloat16)
     top = {value for value in vars(constants).values() if isinstance(value, str)} | {ZERO_OPTIMIZATION, "bf16"}
@@ -299,8 +301,8 @@ def test_ray_takes_our_options(device, width):
     from ray.util.placement_group import PlacementGroup
 
     from rlfuse.cluster.placement import Slots, reward_options
-    from rlfuse.engines.rollout import RolloutWorker
-    from rlfuse.engines.rollout_start import rollout_env
+    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.rollout.worker import RolloutWorker
 
     slots = Slots(PlacementGroup.empty(), 4, device)
     chosen = [

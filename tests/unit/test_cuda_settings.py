@@ -14,9 +14,9 @@ import pytest
 
 from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
-from rlfuse.engines import determinism
-from rlfuse.engines.rollout_start import rollout_env
-from rlfuse.engines.weights import resolve_transfer
+from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.engines.trainer import determinism
+from rlfuse.engines.weights.sync import resolve_transfer
 
 TORCH = "torch/include/torch/csrc/distributed/c10d"
 READERS = {

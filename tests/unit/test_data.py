@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.prompts import PromptSource, load_prompts
-from rlfuse.data.rows import DataError, read_rows
+from rlfuse.data.rows import read_rows
+from rlfuse.errors import DataError
 
 VERL = {
     "data_source": "sums",

@@ -17,10 +17,9 @@ import psutil
 import pytest
 from clip_files import numbers, plan_of, steady, write_video
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decode_pool, decoding
 from rlfuse.video.decode_pool import Clip, DecodePool
-from rlfuse.video.errors import VideoError
 
 PLAN = plan_of(steady(6, 2))
 BYTES = 6 * 28 * 224 * 3

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlfuse.engines.batching import micro_batches
-from rlfuse.engines.degrees import Costs, Overhead, Unit, alone, legal, plan, together
-from rlfuse.engines.measuring import fitted
+from rlfuse.engines.trainer.degrees import Costs, Overhead, Unit, alone, legal, plan, together
+from rlfuse.engines.trainer.measuring import fitted
+from rlfuse.engines.trainer.micro_batches import micro_batches
 from rlfuse.samples import Row
 
 TWO_CORES = (1.0, 1.0, 1.5, 2.0)

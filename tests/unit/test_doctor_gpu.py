@@ -2,9 +2,10 @@
 
 import pytest
 
-from rlfuse.cluster import doctor_gpu, self_test
-from rlfuse.cluster.doctor_gpu import Card, Torch, judge_gpus
-from rlfuse.cluster.self_test import Report, judge_steps
+from rlfuse.doctor import gpu as doctor_gpu
+from rlfuse.doctor import self_test
+from rlfuse.doctor.gpu import Card, Torch, judge_gpus
+from rlfuse.doctor.self_test import Report, judge_steps
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 H200 = Card("NVIDIA H200", "143771 MiB", "580.95.05")

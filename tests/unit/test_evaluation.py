@@ -13,17 +13,16 @@ from pyarrow import parquet
 from rich.console import Console
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job
+from rlfuse.errors import ConfigError, RewardError
 from rlfuse.evaluation import figures
 from rlfuse.evaluation.command import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
 from rlfuse.evaluation.job import checkpoint_among, made_from, own_job, read
 from rlfuse.evaluation.progress import Shown
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.evaluation.source import Source, find
-from rlfuse.observe.json_lines import read_rows
+from rlfuse.files import read_rows
 from rlfuse.observe.metrics import validation_metrics
-from rlfuse.rewards.items import RewardError
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
 
 

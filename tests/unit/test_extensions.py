@@ -9,8 +9,8 @@ import pytest
 from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
-from rlfuse.engines import extensions
-from rlfuse.engines.extensions import load
+from rlfuse.engines.trainer import deepspeed_ops as extensions
+from rlfuse.engines.trainer.deepspeed_ops import load
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_whoever_fails_leaves_no_name(lock):
 def test_deepspeed_finds_what_a_rank_loaded_and_asks_for_no_lock(monkeypatch):
     from deepspeed.comm.torch import build_shm_op
 
-    from rlfuse.engines.ranks import Rank
+    from rlfuse.engines.trainer.base_rank import Rank
 
     rank = Rank(Config(), 0, 1, "cpu")
     while rank.load_extensions() is not None:

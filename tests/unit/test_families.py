@@ -8,16 +8,16 @@ from test_models import SMALL, rows
 from transformers import AutoModelForCausalLM, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from rlfuse import run
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config, ModelConfig
-from rlfuse.engines.batches import collate
-from rlfuse.engines.exporting import Exporter
-from rlfuse.engines.families import untrainable
-from rlfuse.engines.models import before_head, load_critic, packs_exactly, response_values
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import Part
-from rlfuse.engines.saving import Writing
+from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import before_head, load_critic, packs_exactly, response_values
+from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.errors import ConfigError
+from rlfuse.run import build as run
 
 FLOAT32 = ModelConfig(dtype="float32")
 HEADS = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)

@@ -18,10 +18,9 @@ from transformers import (
 )
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.models import packs_exactly, trainer_ready
-from rlfuse.engines.prompts import Prompts, prompt_arguments
-from rlfuse.samples import Video
-from rlfuse.video.embedding import Embedding
+from rlfuse.engines.rollout.prompts import Prompts, prompt_arguments
+from rlfuse.engines.trainer.models import packs_exactly, trainer_ready
+from rlfuse.samples import Embedding, Video
 from rlfuse.video.handover import Refusal, Route, hand_over
 from rlfuse.video.placeholders import placeholder_ids
 from rlfuse.video.plan import Geometry, VideoPlan

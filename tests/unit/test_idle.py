@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
-from rlfuse.observe.events import Span
 from rlfuse.observe.idle import account, cut, divide, union
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

@@ -10,9 +10,9 @@ from test_schedule_problem import PROBLEM
 from test_simulate_workload import FULL, WRONG
 
 from rlfuse.cli import main
+from rlfuse.config.input_files import schema_of
 from rlfuse.fusion.schedules.problem import EXAMPLE as PROBLEM_EXAMPLE
 from rlfuse.fusion.schedules.problem import Problem
-from rlfuse.simulate.reading import schema_of
 from rlfuse.simulate.workload import EXAMPLE as WORKLOAD_EXAMPLE
 from rlfuse.simulate.workload import Workload, WorkloadError, parse
 

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from test_acceptance import changed, config, leave  # noqa: F401
 
-from rlfuse import checkpoints
-from rlfuse.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.config.changes import Effect
-from rlfuse.job import open_job
+from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.run.job import open_job
+from rlfuse.run_folder import checkpoints
 
 WEIGHTS = bytes(range(256)) * 1024
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlfuse import checkpoints
 from rlfuse.config.schema import Config
+from rlfuse.errors import NotWritten, RewardError
+from rlfuse.events import Span, read_events
+from rlfuse.files import RowFile
 from rlfuse.observe.alerts import Alert
-from rlfuse.observe.events import Span, read_events
 from rlfuse.observe.journal import Journal, due
-from rlfuse.observe.json_lines import NotWritten, RowFile
 from rlfuse.observe.tracking import read_metrics, sample_row
-from rlfuse.rewards.items import RewardError
+from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 

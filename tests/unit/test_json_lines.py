@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlfuse.observe import json_lines
-from rlfuse.observe.json_lines import NotWritten, RowFile, RunError, read_rows
+from rlfuse import files as json_lines
+from rlfuse.errors import FAILED, NotWritten, RunError
+from rlfuse.files import RowFile, read_rows
 from rlfuse.observe.tracking import StepFile
-from rlfuse.train import FAILED, reported
+from rlfuse.train import reported
 
 ROWS = [{"step": 1, "text": "é"}, {"step": 2, "text": "中文", "nan": None}, {"step": 3, "text": "é \u2028"}]
 LINES = [json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS]

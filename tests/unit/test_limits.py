@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.families import untrainable
-from rlfuse.engines.limits import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved
+from rlfuse.engines.rollout.limits import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved
+from rlfuse.engines.trainer.families import untrainable
 
 
 @pytest.fixture

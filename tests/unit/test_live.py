@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from rlfuse.config.schema import Config
+from rlfuse.events import Recorder
 from rlfuse.fusion.decisions import Slot
-from rlfuse.fusion.ledger import Ledger
-from rlfuse.observe.events import Recorder
+from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.observe.live import Stage, View, clock, look, render, sparkline
-from rlfuse.observe.progress import part
 from rlfuse.observe.terminal import FILE, Terminal, step_line
 from rlfuse.observe.watch import read_view
+from rlfuse.progress import part
 
 
 def sample(response=None, reward=None, *tensors):
@@ -27,13 +27,15 @@ def sample(response=None, reward=None, *tensors):
 
 @pytest.fixture
 def board():
-    ledger = Ledger(2)
-    ledger.divide({0: 0, 1: 1}, [1, 1], [5.0, 5.0])
-    ledger.step()
+    progress = MiniBatchProgress(2)
+    progress.divide({0: 0, 1: 1}, [1, 1], [5.0, 5.0])
+    progress.step()
     slots = [Slot(0, arriving=3), Slot(1, "trainer"), Slot(2, "trainer"), Slot(3, alive=False), Slot(4)]
     samples = {"a": sample("r", 1.0, "old_log_probs"), "b": sample("r", 0.5), "c": sample()}
-    fleet = SimpleNamespace(slots=slots, flying=3)
-    return SimpleNamespace(samples=samples, kinds=("reward", "old_log_prob"), ledgers={"actor": ledger}, fleet=fleet)
+    slot_table = SimpleNamespace(slots=slots, flying=3)
+    return SimpleNamespace(
+        samples=samples, kinds=("reward", "old_log_prob"), mini_batches={"actor": progress}, slot_table=slot_table
+    )
 
 
 def test_a_step_under_way(board):
@@ -171,7 +173,7 @@ def test_nothing_is_drawn_where_nobody_looks_on(terminal, monkeypatch, tty, term
 
 
 def test_parts_are_ticked_off(monkeypatch, capsys):
-    monkeypatch.setattr("rlfuse.observe.progress.SILENT_S", 0.01)
+    monkeypatch.setattr("rlfuse.progress.SILENT_S", 0.01)
     with part("rows"):
         time.sleep(0.03)
     first, *_, last = capsys.readouterr().out.splitlines()

@@ -16,9 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlfuse.engines.attention import lay_out, lays_out
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import packs_exactly, response_logits, response_values
+from rlfuse.engines.trainer.attention import lay_out, lays_out
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import packs_exactly, response_logits, response_values
 from rlfuse.samples import Row, Visual
 
 SMALL = dict(

@@ -14,17 +14,18 @@ from safetensors.torch import load_file
 from small_network import Network, loss
 
 from rlfuse.config.schema import ActorConfig, Config
-from rlfuse.engines import offloading, optimizing
-from rlfuse.engines.moves import gradient_bytes
-from rlfuse.engines.offloading import to_device, to_host
-from rlfuse.engines.optimizing import freeze, take_step, trainable
 from rlfuse.engines.pipeline import splitting, states
 from rlfuse.engines.pipeline.splitting import Tape, split_linears
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.ranks import Rank
-from rlfuse.engines.saving import writing
-from rlfuse.engines.training import TrainerRank
+from rlfuse.engines.trainer import offloading
+from rlfuse.engines.trainer import optimizer as optimizing
+from rlfuse.engines.trainer.base_rank import Rank
+from rlfuse.engines.trainer.moves import gradient_bytes
+from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.optimizer import freeze, take_step, trainable
+from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.trainer.saving import writing
+from rlfuse.errors import EngineError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

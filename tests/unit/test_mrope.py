@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.attention import lays_out
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import (
+from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import (
     load_critic,
     load_policy,
     packs_exactly,

@@ -17,11 +17,10 @@ import pytest
 matplotlib.use("Agg")
 
 from rlfuse import notebook as nb
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError, RewardError
 from rlfuse.notebook.jobs import Job
-from rlfuse.observe.run_folder import RunError
-from rlfuse.rewards.items import RewardError
 from rlfuse.rewards.table import score_table
+from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
@@ -187,7 +186,7 @@ def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
 
 LISTENS = """
 import signal, time
-from rlfuse.stopping import Stopping
+from rlfuse.cluster.stopping import Stopping
 import asyncio
 async def steps():
     listening.step = 3

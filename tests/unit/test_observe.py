@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlfuse.observe.events import EventLog, Recorder, Span, read_events
+from rlfuse.events import EventLog, Recorder, Span, read_events
 from rlfuse.observe.metrics import (
     covered,
     failure_metrics,
@@ -19,7 +19,7 @@ from rlfuse.observe.metrics import (
     validation_metrics,
 )
 from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_of_row, sample_row, write_failures
-from rlfuse.rewards.items import item_of_sample
+from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
 

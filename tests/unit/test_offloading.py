@@ -7,11 +7,12 @@ import torch
 from small_network import Network, loss
 
 from rlfuse.config.schema import Config
-from rlfuse.engines import offloading, ranks
-from rlfuse.engines.offloading import on_device, to_device, to_host
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.ranks import Rank
-from rlfuse.engines.saving import writing
+from rlfuse.engines.trainer import base_rank as ranks
+from rlfuse.engines.trainer import offloading
+from rlfuse.engines.trainer.base_rank import Rank
+from rlfuse.engines.trainer.offloading import on_device, to_device, to_host
+from rlfuse.engines.trainer.saving import writing
+from rlfuse.errors import EngineError
 
 
 def test_a_move_that_fails_can_be_made_again(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import rlfuse
 from rlfuse import cli, version_of
 from rlfuse.config import compose
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

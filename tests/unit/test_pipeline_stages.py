@@ -11,16 +11,16 @@ from test_models import Clip
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.attention import lay_out
-from rlfuse.engines.batches import collate
-from rlfuse.engines.batching import numbered
-from rlfuse.engines.passes import actor_loss
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
 from rlfuse.engines.pipeline.stages import Stage
+from rlfuse.engines.trainer.attention import lay_out
+from rlfuse.engines.trainer.micro_batches import numbered
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.samples import MicroBatch, Row, Visual
 from rlfuse.video.checkpoints import write_small_qwen25_vl

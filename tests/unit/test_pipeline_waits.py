@@ -11,7 +11,7 @@ import torch
 
 from rlfuse.engines.pipeline import waits
 from rlfuse.engines.pipeline.waits import RUN_AHEAD, HostWaits, StreamWaits
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 
 
 class Device:

@@ -10,8 +10,8 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.consolidation import consolidate, destinations
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Generate, Move, Settings
-from rlfuse.fusion.fleet import Fleet
 from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import make_groups
 
 COSTS = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, max_tokens=1000)
@@ -25,7 +25,7 @@ def flying(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
     settings = replace(settings, samples=len(everyone))
     groups = make_groups(prompts(len(everyone)), 1, 0, 1)
     kinds = ("reward", "old_log_prob")
-    board = Board(groups, Fleet(len(slots), costs), kinds, ("actor",), settings=settings, lengths=lengths)
+    board = Board(groups, SlotTable(len(slots), costs), kinds, ("actor",), settings=settings, lengths=lengths)
     first = 0
     for slot, held in enumerate(slots):
         board.start(Generate(slot, tuple(range(first, first + len(held)))), 0.0)
@@ -115,6 +115,6 @@ def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():
     costs = Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1)
     assert adaptive.release(with_backlog(flying([300], [500], costs=costs, waiting=[9]), 100_000)) == []
     board = flying([300], [500], [], costs=costs)
-    board.fleet.occupy(2)
+    board.slot_table.occupy(2)
     board.switched(2, "trainer")
     assert adaptive.release(with_backlog(board, 100_000)) == []

@@ -9,7 +9,7 @@ import transformers
 from test_plan_models import FAMILIES, NARROW, SAMPLES, job
 
 from rlfuse import cli
-from rlfuse.config.checks import ConfigError
+from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import activations, micro_batch_tokens, stage_parts, worst
 from rlfuse.planning.memory import (
     GIB,

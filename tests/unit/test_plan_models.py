@@ -17,11 +17,11 @@ from transformers import (
     VideoLlama3Config,
 )
 
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
-from rlfuse.engines.batches import collate
-from rlfuse.engines.models import trainer_ready
-from rlfuse.engines.passes import OBJECTIVES
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.passes import OBJECTIVES
+from rlfuse.errors import ConfigError
 from rlfuse.planning.memory import (
     GIB,
     Budget,

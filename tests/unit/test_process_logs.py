@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
+from rlfuse.cluster import host_memory, process_logs, tracebacks, watchdog
 from rlfuse.cluster.remote import why_it_ended
 from rlfuse.config.schema import Config
-from rlfuse.engines import engine_death
-from rlfuse.engines.protocols import EngineFailed, EngineLost
-from rlfuse.job import open_job
-from rlfuse.observe import host_memory, process_logs, tracebacks, watchdog
-from rlfuse.observe.events import Recorder
+from rlfuse.engines.rollout import engine_death
+from rlfuse.errors import EngineFailed, EngineLost
+from rlfuse.events import Recorder
+from rlfuse.run.job import open_job
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(code: str) -> int:
 
 WRITES = """
 import os, subprocess, sys
-from rlfuse.observe import process_logs
+from rlfuse.cluster import process_logs
 process_logs.keep("rollout/0")
 print("from Python", flush=True)
 os.write(2, b"from native code\\n")
@@ -120,10 +120,10 @@ ENDED = (
 )
 DIES = """
 import faulthandler, os, signal, sys
-from rlfuse.observe import watchdog
-from rlfuse.observe.events import Recorder
+from rlfuse.cluster import watchdog
+from rlfuse.events import Recorder
 recorder = Recorder("trainer/1")
-watchdog.heed("trainer/1", recorder)
+watchdog.register("trainer/1", recorder)
 faulthandler.enable()
 with recorder.span("backward"):
     open(os.environ["PID"], "w").write(str(os.getpid()))
@@ -250,11 +250,11 @@ RuntimeError: Unsupported CPU attention configuration: 16""",
 
 IGNORES = """
 import ctypes, os, signal, subprocess, sys, threading
-from rlfuse.cluster.children import heed_children
+from rlfuse.cluster.children import restore_child_signals
 ctypes.CDLL(None).signal(int(signal.SIGCHLD), ctypes.c_void_p(1))  # as Ray does
 child = ["-c", "import os; os.kill(os.getpid(), 9)"]
 before = subprocess.run([sys.executable, *child]).returncode
-thread = threading.Thread(target=heed_children)
+thread = threading.Thread(target=restore_child_signals)
 thread.start()
 thread.join()
 sys.exit((before, subprocess.run([sys.executable, *child]).returncode) != (0, -9))

@@ -6,17 +6,15 @@ import threading
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from rlfuse import checkpoints
 from rlfuse.cluster.remote import all_of, explain
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.schema import Config
-from rlfuse.engines.liveness import Liveness
-from rlfuse.engines.protocols import EngineError, EngineLost, WorkerLost
-from rlfuse.job import how_to_resume, open_job
-from rlfuse.observe import status
-from rlfuse.observe.events import Span
+from rlfuse.engines.rollout.liveness import Liveness
+from rlfuse.errors import ConfigError, EngineError, EngineLost, WorkerLost
+from rlfuse.events import Span
 from rlfuse.observe.faults import count_faults, fault_metrics
-from rlfuse.recovery import futile, recovered
+from rlfuse.run.job import how_to_resume, open_job
+from rlfuse.run.restarts import futile, recovered
+from rlfuse.run_folder import checkpoints, status
 
 
 @pytest.fixture

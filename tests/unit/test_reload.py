@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from rlfuse.engines.exporting import Exporter
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.weights import check_pushable
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.engines.weights.sync import check_pushable
+from rlfuse.errors import EngineError
 
 pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
 
@@ -31,7 +31,7 @@ def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-    from rlfuse.engines.weights_receiver import SharedMemoryTransfer
+    from rlfuse.engines.weights.receiver import SharedMemoryTransfer
 
     torch.manual_seed(0)
     trained = getattr(transformers, kind)(config).to(getattr(torch, dtype)).eval()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.observe.run_folder import open_run
-from rlfuse.rewards import replay
-from rlfuse.rewards.items import RewardError, item_of_sample
+from rlfuse.errors import RewardError
+from rlfuse.evaluation import replay
+from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.rewards.table import score_items
+from rlfuse.run_folder.reader import open_run
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 MINE = """

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.observe.events import EventLog, Span
+from rlfuse.events import EventLog, Span
 from rlfuse.report.figures import colours, curves
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & 'it' {{ 1 }}"

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from resident_engines import ResidentWorld
 from scenes import Scene, scenes
 
+from rlfuse.cluster.stopping import Stopped
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
 from rlfuse.planning.shapes import read_shape
-from rlfuse.run import start_parts
+from rlfuse.run.build import start_parts
 from rlfuse.simulate.clock import run_virtual
-from rlfuse.stopping import Stopped
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
 exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

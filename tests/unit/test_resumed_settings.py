@@ -9,14 +9,14 @@ from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
-from rlfuse.engines.exporting import Exporter
-from rlfuse.engines.optimizing import take_step, trainable
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.training import TrainerRank
-from rlfuse.job import Job
-from rlfuse.run import updates
+from rlfuse.engines.trainer.optimizer import take_step, trainable
+from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.run.build import updates
+from rlfuse.run.job import Job
 
 STEPS = 4
 KINDS = [(TrainerRank, 0, "float32"), (TrainerRank, 0, "bfloat16"), (TrainerRank, 1, "bfloat16")]

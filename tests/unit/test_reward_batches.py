@@ -7,16 +7,14 @@ import pytest
 
 from rlfuse.cluster.cuda import REWARD_SHARE, reward_place
 from rlfuse.cluster.placement import reward_device, reward_options
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.prepared import FOLDERS
 from rlfuse.config.rewards import with_judges_at
-from rlfuse.engines.protocols import EngineError
-from rlfuse.rewards.batches import Batches
-from rlfuse.rewards.items import RewardError
-from rlfuse.rewards.judge import Judge, verdict
-from rlfuse.rewards.seat import Call
+from rlfuse.errors import ConfigError, EngineError, RewardError
+from rlfuse.rewards.models.judge import Judge, verdict
+from rlfuse.rewards.workers.handle import Call
+from rlfuse.rewards.workers.queue import Batches
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry
 from rlfuse.tasks.vocabulary import build_tokenizer

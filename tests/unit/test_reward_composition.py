@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from rlfuse.config.rewards import RewardEntry, read_entries
-from rlfuse.rewards.compose import compose, unscored, wanted, waves
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.items import RewardError, Score, item_of_row
-from rlfuse.rewards.pool import RewardPool
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.compose import compose, unscored, wanted, waves
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.table import score_table
+from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Reward, RewardFailure
 
 

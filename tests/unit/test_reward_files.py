@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from rlfuse.rewards import files
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import RewardError, item_of_row
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api import files
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.table import score_table
 
 COUNTED = """
@@ -68,7 +69,9 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
     entries, functions = load_entries([f"{path}:first" for path in same])
     assert [entry.name for entry in entries] == ["rewards_of_one_name.first", "rewards_of_one_name.first_2"]
     modules = [function.call.__module__ for function in functions.values()]
-    assert modules[0] == "rewards_of_one_name" and modules[1].startswith("rlfuse.rewards.files.rewards_of_one_name_")
+    assert modules[0] == "rewards_of_one_name" and modules[1].startswith(
+        "rlfuse.rewards.api.files.rewards_of_one_name_"
+    )
     assert sys.modules["pytest"] is pytest
     for path in others:
         function = load_function(f"{path}:first").call

@@ -8,11 +8,12 @@ import textwrap
 import numpy as np
 import pytest
 
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import RewardError, Score, item_of_row, item_of_sample
-from rlfuse.rewards.judge import Judge
-from rlfuse.rewards.model import Classifier
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import Score, item_of_row, item_of_sample
+from rlfuse.rewards.models.classifier import Classifier
+from rlfuse.rewards.models.judge import Judge
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 

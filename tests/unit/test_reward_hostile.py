@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlfuse.config.rewards import RewardEntry
-from rlfuse.rewards.compose import compose
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import RewardError, Score, item_of_row
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.compose import compose
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import Reward, RewardFailure
 

@@ -12,14 +12,13 @@ from rlfuse import notebook as nb
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.schema import DataConfig, ModelConfig
 from rlfuse.data.preferences import labels_of, load_preferences
-from rlfuse.data.rows import DataError
-from rlfuse.engines.models import check_forward, load_reward_model
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.reward_model_trainer import rows_of
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.items import RewardError, item_of_row
-from rlfuse.rewards.labels import columns, head_labels
-from rlfuse.rewards.model import Classifier
+from rlfuse.engines.trainer.models import check_forward, load_reward_model
+from rlfuse.engines.trainer.reward_model import rows_of
+from rlfuse.errors import DataError, EngineError, RewardError
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.items import item_of_row
+from rlfuse.rewards.api.labels import columns, head_labels
+from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 RIGHT, BRIEF = "reward_model/right", "reward_model/brief"

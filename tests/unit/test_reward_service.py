@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 
 from rlfuse import cli
+from rlfuse.errors import RewardError
 from rlfuse.rewards import service
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import RewardError, Score, item_of_row
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.table import score_table
 from rlfuse.samples import RewardFailure
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rlfuse.engines import rollout_handle
-from rlfuse.engines.liveness import Pulse
-from rlfuse.engines.protocols import EngineError, EngineFailed, EngineLost, Sampling
-from rlfuse.engines.rollout_handle import RolloutHandle
-from rlfuse.observe.events import Recorder
+from rlfuse.engines.rollout import handle as rollout_handle
+from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.liveness import Pulse
+from rlfuse.errors import EngineError, EngineFailed, EngineLost
+from rlfuse.events import Recorder
+from rlfuse.protocols import Sampling
 from rlfuse.samples import Prompt, Response, Sample
 
 ONE = Sample(Prompt(0, np.array([1], np.int32), "p", (), "source", None), 1, 0, 0)

@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlfuse.cluster import leftovers, scratch
-from rlfuse.observe import runs, status
-from rlfuse.observe.json_lines import RunError
+from rlfuse.cluster import scratch
+from rlfuse.errors import RunError
+from rlfuse.run import leftovers
+from rlfuse.run import listing as runs
+from rlfuse.run_folder import status
 
 ROW = {"critic/score/mean": 0.5, "fusion/exact": 1.0, "fusion/staleness": 0.0}
 MARK = "COMPLETE"
@@ -111,7 +113,7 @@ def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes the part of another user")
 def test_a_folder_that_is_closed_to_the_user_is_passed_over():
-    program = "import os, sys, rlfuse.observe.runs as runs; os.seteuid(65534); runs.main([sys.argv[1]])"
+    program = "import os, sys, rlfuse.run.listing as runs; os.seteuid(65534); runs.main([sys.argv[1]])"
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         os.chmod(top, 0o755)
         for name, mode in (("closed", 0o700), ("open", 0o755)):
@@ -185,7 +187,10 @@ def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settle
     memory = tmp_path / "shm"
     memory.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
-    for other in ("rlfuse.cluster.scratch.left", "rlfuse.engines.extensions.left_over"):  # of the tests' own machine
+    for other in (
+        "rlfuse.cluster.scratch.left",
+        "rlfuse.engines.trainer.deepspeed_ops.left_over",
+    ):  # of the tests' own machine
         monkeypatch.setattr(other, lambda *_: [])
     names = [*(f"sem.mp-{number:04}" for number in range(300)), "psm_1", "psm_2", "vllm_dist_1"]
     for name in names:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rlfuse.rewards import bare_python
-from rlfuse.rewards.messages import MessageError, decode, encode, pack
-from rlfuse.rewards.sandbox import PREFIX, Kind, Limits, SandboxError, run_code
-from rlfuse.rewards.system_calls import MACHINES
+from rlfuse.rewards.sandbox import bare_python
+from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack
+from rlfuse.rewards.sandbox.sandbox import PREFIX, Kind, Limits, SandboxError, run_code
+from rlfuse.rewards.sandbox.system_calls import MACHINES
 from rlfuse.rewards.verifiers import code
 
 PATIENT = Limits(timeout_s=20, total_s=60, memory_mb=256)
@@ -274,7 +274,7 @@ def test_success_is_not_faked(isolated, source):
 
 # A container whose profile refuses a system call: its filter comes before the sandbox's own.
 PROFILE = """
-from rlfuse.rewards import confinement as c, seccomp as s
+from rlfuse.rewards.sandbox import confinement as c, seccomp as s
 c.LIBC.prctl(c.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 s.load(c.LIBC, [(s.LOAD, 0, 0, 0), (s.IF_EQUAL, 0, 1, NUMBER), (s.RETURN, 0, 0, s.EPERM), (s.RETURN, 0, 0, s.ALLOW)])
 main = """

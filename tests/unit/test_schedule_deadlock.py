@@ -13,7 +13,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.lanes import members
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import transfers
 from rlfuse.fusion.schedules.baselines import one_by_one
 from rlfuse.fusion.schedules.deadlock import QUEUES, check, waiting

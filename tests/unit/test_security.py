@@ -8,7 +8,7 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.config.secrets import by_name, hidden, hidden_text
-from rlfuse.engines.models import load_policy
+from rlfuse.engines.trainer.models import load_policy
 
 ENVIRONMENT = {"JUDGE_API_KEY": "abcdefgh-1", "SHORT_TOKEN": "text", "HOME": "/home/somebody"}
 

@@ -9,7 +9,7 @@ import yaml
 
 from rlfuse.cli import main
 from rlfuse.config.schema import Config
-from rlfuse.observe.events import EventLog, Span
+from rlfuse.events import EventLog, Span
 from rlfuse.simulate.picture import Timeline, activity, draw
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlfuse.engines.protocols import EngineLost, Sampling
+from rlfuse.errors import EngineLost
 from rlfuse.fusion.costs import Costs
+from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial, Prompt, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
 from rlfuse.simulate.clock import run_virtual

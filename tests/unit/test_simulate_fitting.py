@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
-from rlfuse.observe.events import Span
 from rlfuse.simulate.fitting import calls, fit, non_negative
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

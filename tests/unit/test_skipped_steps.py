@@ -7,15 +7,15 @@ import torch
 from test_moves import DTYPES, accumulate, assert_same, engine, group, run, same, saved, stages, states_of  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse import checkpoints
 from rlfuse.config.schema import ActorConfig, Config
-from rlfuse.engines.exporting import Exporter
-from rlfuse.engines.optimizing import take_step, trainable
-from rlfuse.engines.passes import weighed
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.rank import PipelineRank
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.training import TrainerRank
+from rlfuse.engines.trainer.optimizer import take_step, trainable
+from rlfuse.engines.trainer.passes import weighed
+from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.errors import EngineError
+from rlfuse.run_folder import checkpoints
 
 BROKEN = (math.nan, -math.inf)
 

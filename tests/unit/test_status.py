@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 
-from rlfuse.observe import runs, status
+from rlfuse.run import listing as runs
+from rlfuse.run_folder import status
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.engines.rollout_start import StepMeter
-from rlfuse.observe.events import Recorder
+from rlfuse.engines.rollout.vllm_setup import StepMeter
+from rlfuse.events import Recorder
 
 
 def step(meter, now, usage, decoding=0, begun=0, running=1):

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse import checkpoints, stopping
+from rlfuse.cluster import stopping
+from rlfuse.cluster.stopping import ONCE_S, Stopped, Stopping
 from rlfuse.config.schema import Config
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.rewards.training import _steps
-from rlfuse.stopping import ONCE_S, Stopped, Stopping
+from rlfuse.run.reward_model import _steps
+from rlfuse.run_folder import checkpoints
 from rlfuse.train import reported
 
 

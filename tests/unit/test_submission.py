@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from rlfuse import cli
-from rlfuse.cluster import packing, submission
+from rlfuse.cluster import packing
 from rlfuse.cluster.packing import CODE, pack
-from rlfuse.cluster.submission import SubmitError, follow, full_address, status_of
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, load, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
+from rlfuse.run import submission
+from rlfuse.run.submission import SubmitError, follow, full_address, status_of
 
 
 @pytest.fixture

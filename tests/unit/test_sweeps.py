@@ -12,10 +12,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlfuse import train
-from rlfuse.config.checks import ConfigError
+from rlfuse.cluster.stopping import Stopped
 from rlfuse.config.compose import load, read_command
-from rlfuse.stopping import Stopped
-from rlfuse.sweeps import LONGEST_NAME, Trial, sweep_name, tell, varied
+from rlfuse.errors import ConfigError
+from rlfuse.run.sweeps import LONGEST_NAME, Trial, sweep_name, tell, varied
 
 
 def names(words, *jobs, params=None):
@@ -138,7 +138,7 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
         started.append(config)
         raise Stopped("SIGTERM", signal.SIGTERM)
 
-    monkeypatch.setitem(sys.modules, "rlfuse.run", types.SimpleNamespace(run=leave))
+    monkeypatch.setitem(sys.modules, "rlfuse.run.build", types.SimpleNamespace(run=leave))
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.PREEMPTED and len(started) == 1
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlfuse.engines.offloading import to_device, to_host
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.trained_tower import TowerSettings, TrainedTower
-from rlfuse.samples import Row, Video, Visual
+from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.vision_tower import TowerSettings, TrainedTower
+from rlfuse.errors import EngineError, VideoError
+from rlfuse.samples import Embedding, Row, Video, Visual
 from rlfuse.video.checkpoints import write_small_qwen25_vl, write_small_video_llama3
-from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
+from rlfuse.video.embedding import content_hash, embedding_key, write_rows
 from rlfuse.video.encoder_rank import EncoderSettings
-from rlfuse.video.errors import VideoError
 from rlfuse.video.towers import Tower
 
 FRAMES, HEIGHT, WIDTH = 11, 56, 84

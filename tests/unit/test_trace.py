@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.observe.events import EventLog, Span
+from rlfuse.events import EventLog, Span
 from rlfuse.observe.trace import trace
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from rlfuse import cli
-from rlfuse.config.checks import ConfigError
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.conversions import AS_HERE, CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import by_name
@@ -17,6 +16,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import counterpart
 from rlfuse.config.shell import Script
 from rlfuse.config.translate import as_text, main, read, translated
+from rlfuse.errors import ConfigError
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 KNOWN = frozenset(by_name())

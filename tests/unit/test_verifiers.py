@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfuse.rewards.entries import load_entries
-from rlfuse.rewards.functions import load_function
-from rlfuse.rewards.items import item_of_row
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.table import score_table
 from rlfuse.rewards.thoughts import answer_of
 from rlfuse.rewards.verifiers import box, choice, code, exact, interval, json_schema, numeric, pattern

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rlfuse.cluster import scratch
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
+from rlfuse.samples import Embedding
 from rlfuse.video.cache import EmbeddingCache
-from rlfuse.video.embedding import Embedding, content_hash, embedding_key, write_rows
+from rlfuse.video.embedding import content_hash, embedding_key, write_rows
 
 TOKENS, HIDDEN = 6, 8
 BYTES = TOKENS * HIDDEN * 2

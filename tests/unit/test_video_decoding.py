@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from clip_files import numbers, plan_of, steady, write_blank, write_interlaced, write_streams, write_video
 
+from rlfuse.errors import VideoError
 from rlfuse.video.decoding import decode, probe
-from rlfuse.video.errors import VideoError
 from rlfuse.video.plan import FixedSampling, Geometry, SeedSampling, VideoPlan, plan_video
 
 CONTAINERS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlfuse.video.errors import VideoError
+from rlfuse.errors import VideoError
 from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, SeedSampling, TaskKind, fit_size, plan_video
 from rlfuse.video.prompt import VisualTokens, assemble, tokenise
 

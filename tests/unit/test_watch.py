@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from rlfuse.config.schema import Config
-from rlfuse.observe import status, watch
-from rlfuse.observe.events import Recorder
-from rlfuse.observe.json_lines import RunError
-from rlfuse.observe.status import Status
+from rlfuse.errors import RunError
+from rlfuse.events import Recorder
+from rlfuse.observe import watch
 from rlfuse.observe.terminal import Terminal
+from rlfuse.run_folder import status
+from rlfuse.run_folder.status import Status
 
 
 def running(folder, **changes):

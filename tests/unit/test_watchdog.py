@@ -10,16 +10,16 @@ import time
 import psutil
 import pytest
 
-from rlfuse.observe import watchdog
-from rlfuse.observe.events import Recorder
+from rlfuse.cluster import watchdog
+from rlfuse.events import Recorder
 
 HANGS = """
 import time
-from rlfuse.observe import watchdog
-from rlfuse.observe.events import Recorder
+from rlfuse.cluster import watchdog
+from rlfuse.events import Recorder
 
 recorder = Recorder("trainer/7")
-watchdog.heed("trainer/7", recorder)
+watchdog.register("trainer/7", recorder)
 with recorder.span("forward"):
     pass
 with recorder.span("backward"):

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.engines import weights_depot
-from rlfuse.engines.protocols import EngineError, EngineLost
-from rlfuse.engines.weights import WeightPush, plan_buckets, resolve_transfer
-from rlfuse.engines.weights_depot import Depot, DepotHandle
+from rlfuse.engines.weights import staging as weight_staging
+from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
+from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
+from rlfuse.errors import EngineError, EngineLost
 
 
 def test_buckets_keep_the_order_and_stay_within_their_size():
@@ -94,7 +94,9 @@ class Recording:
 
 
 def push(recording, tmp_path):
-    return WeightPush(recording, [recording], bucket_mb=512, depots=[DepotHandle([recording], Depot(tmp_path))])
+    return WeightPush(
+        recording, [recording], bucket_mb=512, stagings=[StagingHandle([recording], WeightStaging(tmp_path))]
+    )
 
 
 async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
@@ -123,7 +125,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
 
 async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
-    monkeypatch.setattr(weights_depot, "free_bytes", lambda folder: 500)
+    monkeypatch.setattr(weight_staging, "free_bytes", lambda folder: 500)
     with pytest.raises(EngineError, match="needs up to 1 MiB, 0 MiB are free"):
         await push(recording, tmp_path).push(1)
     assert "write b" not in recording.events
@@ -151,9 +153,9 @@ async def test_an_engine_that_is_lost_in_a_push_is_replaced_and_served_alone(tmp
                 raise EngineLost("rollout/1 died")
 
     first, second = Recording([["a"], ["b"]]), Mortal([])
-    await WeightPush(first, [first, second], bucket_mb=1, depots=[DepotHandle([first, second], Depot(tmp_path))]).push(
-        4
-    )
+    await WeightPush(
+        first, [first, second], bucket_mb=1, stagings=[StagingHandle([first, second], WeightStaging(tmp_path))]
+    ).push(4)
     engine = [event for event in first.events if event not in ("take", "leave") and "write" not in event]
     assert engine == ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
     again = ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
@@ -183,14 +185,14 @@ async def test_a_bucket_is_shared_until_every_engine_has_loaded_it():
 def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
     import torch
 
-    from rlfuse.engines.weights_device import share_ipc
+    from rlfuse.engines.weights.cuda_ipc import share_ipc
 
     with pytest.raises(EngineError, match=r"lie in host memory \(a, 2 of 2 in all\): the trainer's ranks have to take"):
         share_ipc({"a": torch.zeros(2), "b": torch.zeros(2)})
 
 
 def test_ipc_handles_of_all_gpus_are_merged():
-    from rlfuse.engines.weights_device import merge_ipc
+    from rlfuse.engines.weights.cuda_ipc import merge_ipc
 
     shared = [{"names": ["a", "b"], "ipc_handles": [{gpu: (gpu, 1)}, {gpu: (gpu, 2)}]} for gpu in ("x", "y")]
     merged = SimpleNamespace(**merge_ipc(shared))

@@ -29,7 +29,7 @@ from torch import Tensor
 from rlfuse.engines.pipeline.lanes import LaneGroups, members
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.waits import WAITS
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.transfers import Program, Step, Transfer, programs
 

@@ -26,17 +26,17 @@ from rlfuse.algorithms.losses import loss_count
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.batching import micro_batches, numbered
-from rlfuse.engines.degrees import Share
 from rlfuse.engines.pipeline.executor import Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
-from rlfuse.engines.protocols import EngineError
-from rlfuse.engines.trainer import check_settled, check_step, check_written, fill, start_ranks, step_metrics
-from rlfuse.engines.weights import plan_buckets
+from rlfuse.engines.trainer.degrees import Share
+from rlfuse.engines.trainer.handle import check_settled, check_step, check_written, fill, start_ranks, step_metrics
+from rlfuse.engines.trainer.micro_batches import micro_batches, numbered
+from rlfuse.engines.weights.sync import plan_buckets
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
 from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.problem import ScheduleError
-from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch, Row
 
 SHAPE = {"pipelines": True}

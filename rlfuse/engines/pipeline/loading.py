@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.families import head_name, value_class
-from rlfuse.engines.models import trainer_ready
 from rlfuse.engines.pipeline.partition import Part, balanced, modelled_costs, parts
+from rlfuse.engines.trainer.families import head_name, value_class
+from rlfuse.engines.trainer.models import trainer_ready
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -22,19 +22,19 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
-from rlfuse.durable import sync_all
-from rlfuse.engines.exporting import Exporter
-from rlfuse.engines.models import packs_exactly
-from rlfuse.engines.optimizing import check_finite, matmul_rate, take_step, trainable
 from rlfuse.engines.pipeline import states
 from rlfuse.engines.pipeline.executor import Executor, Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
-from rlfuse.engines.ranks import Rank, needs_models
-from rlfuse.engines.saving import writing
+from rlfuse.engines.trainer.base_rank import Rank, needs_models
+from rlfuse.engines.trainer.models import packs_exactly
+from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, take_step, trainable
+from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.events import Span
+from rlfuse.files import sync_all
 from rlfuse.fusion.schedules.operations import Rows
-from rlfuse.observe.events import Span
 from rlfuse.samples import MicroBatch
 
 Scores = dict[tuple[str, int], list[np.ndarray]]

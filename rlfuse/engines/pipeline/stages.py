@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.batches import Batch, collate
-from rlfuse.engines.models import response_values, shown
-from rlfuse.engines.passes import actor_loss, critic_loss, log_probs, weighed
 from rlfuse.engines.pipeline import splitting
 from rlfuse.engines.pipeline.partition import Part
+from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.engines.trainer.models import response_values, shown
+from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs, weighed
 from rlfuse.samples import MicroBatch
 
 

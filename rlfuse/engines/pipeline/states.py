@@ -22,8 +22,8 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlfuse.engines.optimizing import keep_settings
-from rlfuse.engines.saving import Writing
+from rlfuse.engines.trainer.optimizer import keep_settings
+from rlfuse.engines.trainer.saving import Writing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}

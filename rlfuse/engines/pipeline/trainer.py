@@ -1,8 +1,8 @@
 """The controller's `Trainer` where ranks hold stages: chooses the schedule, the group carries it out.
 
-Role: `rlfuse.run` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the same
-devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on and
-what it scores beside that, in the bubbles, is the fusion policy's to say.
+Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the
+same devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on
+and what it scores beside that, in the bubbles, is the fusion policy's to say.
 
     controller --rows of all models---> PipelineTrainer --counts--> Planner (search, in a thread)
                                             | schedule, rows            ^
@@ -23,12 +23,12 @@ import numpy as np
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.batching import micro_batches
 from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.trainer.micro_batches import micro_batches
+from rlfuse.events import Recorder, Span
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.search import warm_up
-from rlfuse.observe.events import Recorder, Span
 from rlfuse.samples import Row
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

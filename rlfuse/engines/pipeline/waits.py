@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlfuse.engines.protocols import EngineError
+from rlfuse.errors import EngineError
 
 RUN_AHEAD = 2
 """Operations whose kernels are launched before the device has ended those before: enough to hide launching."""

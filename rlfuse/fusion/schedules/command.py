@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlfuse.config.input_files import publish, schema_of
 from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, read_problem
 from rlfuse.fusion.schedules.schedule import Schedule
 from rlfuse.fusion.schedules.search import METHODS, search
-from rlfuse.simulate.reading import publish, schema_of
 
 PICTURES = (".png", ".html")
 COMPARED = 30_000

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlfuse.fusion.schedules.operations import Kind
-from rlfuse.simulate.reading import (
+from rlfuse.config.input_files import (
     FLAG,
     AtLeastZero,
     Count,
@@ -31,6 +30,7 @@ from rlfuse.simulate.reading import (
     read,
     read_json,
 )
+from rlfuse.fusion.schedules.operations import Kind
 
 MOST_DEVICES, MOST_OPERATIONS = 1024, 500_000
 """Of a problem that is read: what a search of seconds, and a file with all its operations, can hold."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlfuse.config.input_files import read_json
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
-from rlfuse.simulate.reading import read_json
 
 LOOSE = 1e-6
 """Relative slack in comparing times and memory: JSON and sums round them."""

@@ -19,7 +19,7 @@ import math
 import re
 from typing import Any
 
-from rlfuse.rewards.sandbox import Kind, Limits, Outcome, run_code
+from rlfuse.rewards.sandbox.sandbox import Kind, Limits, Outcome, run_code
 from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, shown, verdict
 

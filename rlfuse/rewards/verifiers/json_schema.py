@@ -13,7 +13,7 @@ import json
 import re
 from typing import Any
 
-from rlfuse.rewards.bounded import BoundedFunction, Refused
+from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
 from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
 

@@ -12,7 +12,7 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from rlfuse.rewards.bounded_worker import serve
+from rlfuse.rewards.sandbox.bounded_worker import serve
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import functools
 import re
 from typing import Any
 
-from rlfuse.rewards.bounded import BoundedFunction, Refused
+from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
 from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, not_found, verdict, wrong
 

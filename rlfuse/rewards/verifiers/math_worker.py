@@ -8,7 +8,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Rational
 from sympy.matrices import MatrixBase
 
-from rlfuse.rewards.bounded_worker import serve
+from rlfuse.rewards.sandbox.bounded_worker import serve
 
 LATEX_ONLY = (LatexExtractionConfig(),)
 

@@ -1,0 +1,135 @@
+"""What the processes of a run write, each in a file of the run folder: `logs/rollout-0.log`, `logs/trainer-1.log`, ...
+
+Role: the driver's `watchdog.watching` calls `begin` (evaluations: `kept_of_failures`); every worker calls `keep` when
+it starts (by `watchdog.register`), so that whatever it and its children write to either output from then on, native
+code included, is in its file; `cluster.remote` reads there what a dead one wrote last, and adds the traceback of what a
+call of it raised. A process that does not see the run folder, or died before it got so far, has its words in Ray's own
+logs alone. Invariants: a file outlives restarts, each begins with a line of its own; it never keeps more than MOST
+bytes for longer than LOOK_S, and what goes then are the oldest. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rlfuse.config.secrets import hidden_text
+
+FOLDER = "RLFUSE_LOGS"
+"""Environment variable: where the processes of a run write."""
+MOST, KEPT = 10 << 20, 5 << 20
+"""Bytes of a file, and of what is left where it had more."""
+LOOK_S = 5.0
+LAST = 1 << 16
+"""Bytes of a file's end that are looked at."""
+BEGINNING = re.compile(rb"^== \S+: process (\d+) on .*$", re.M)
+
+
+def begin(folder: Path) -> None:
+    """Have the workers that start from now on keep what they write in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ[FOLDER] = str(folder)
+
+
+def end() -> None:
+    """The run is over; a folder with nothing in it goes."""
+    folder = Path(os.environ.pop(FOLDER))
+    with suppress(OSError):
+        folder.rmdir()
+
+
+@contextmanager
+def kept_of_failures(folder: Path) -> Iterator[None]:
+    """The same around work that leaves no run folder: what was written stays only where it fails."""
+    begin(folder)
+    try:
+        yield
+    except BaseException:
+        end()
+        raise
+    end()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder() -> Path | None:
+    """Where the present run's processes write; None outside a run, and on hosts that don't see its folder."""
+    path = Path(os.environ.get(FOLDER, ""))
+    return path if os.environ.get(FOLDER) and path.is_dir() else None
+
+
+def file_of(where: str) -> Path | None:
+    """The file of the process that is called so (`rollout/0`), whether it is there or not."""
+    within = folder()
+    return within / f"{where.replace('/', '-')}.log" if within else None
+
+
+def keep(where: str) -> None:
+    """From now on whatever this process and its children write goes to its file."""
+    path = file_of(where)
+    if path is None:
+        return
+    began = f"== {where}: process {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    log = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+    os.write(log, began.encode())
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, number)
+    os.close(log)
+    threading.Thread(target=_bound, args=(path, began.encode()), daemon=True, name="log size").start()
+
+
+def add(where: str, text: str) -> None:
+    """The driver's: a worker's traceback, which Ray hands over instead of having it written there."""
+    path = file_of(where)
+    if path is not None:
+        with suppress(OSError), path.open("a") as file:  # a full disk is told otherwise
+            file.write(f"{hidden_text(text.rstrip())}\n")
+
+
+def words(where: str, pid: str) -> str | None:
+    """What that process wrote last; None where nothing of it is here."""
+    path = file_of(where)
+    if path is None or not path.is_file():
+        return None
+    content = path.read_bytes()
+    beginnings = [found for found in BEGINNING.finditer(content) if found[1].decode() == pid]
+    return content[beginnings[-1].end() :][-LAST:].decode(errors="replace") if beginnings else None
+
+
+def told(where: str) -> str:
+    """The line for whoever reads of a failure; empty outside a run."""
+    path = file_of(where)
+    if path is None:
+        return ""
+    return f"logs: {path.parent}" + (f" ({path.name} has the error)" if path.is_file() else "")
+
+
+def _bound(path: Path, began: bytes) -> None:
+    while True:
+        with suppress(OSError):  # the folder went, or the disk is full
+            if path.stat().st_size > MOST:
+                cut(path, began)
+        time.sleep(LOOK_S)
+
+
+def cut(path: Path, began: bytes) -> None:
+    """Leave the newest KEPT bytes, in the same file: who writes appends, wherever that ends."""
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, os.SEEK_END) <= MOST:
+            return
+        file.seek(-KEPT, os.SEEK_END)
+        kept = file.read()
+        rest = kept.partition(b"\n")[2] or kept  # progress bars have no line's end
+        file.truncate(0)
+    with path.open("ab") as file:
+        file.write(began + b"(what it wrote earlier was cut)\n" + rest)

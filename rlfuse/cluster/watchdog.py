@@ -1,0 +1,317 @@
+"""No silent waiting: what every process of a run last did, and where it stands when a wait is long or a person asks.
+
+Role: each worker calls `register` when it starts; the job's work runs inside `watching`; whoever waits for a worker
+does so inside `waiting`, and puts `evidence` into the error when the wait was too long, `at_the_end` when it has died.
+On demand: `kill -USR1 <driver>`. What the workers write is kept beside (`process_logs`).
+
+    RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
+    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended, for others to read while it hangs
+    RUN_FOLDER/stacks/processes/{where}.{pid}.txt the stacks that it wrote when it got SIGUSR1
+
+Invariants: only processes that register get a signal (it would end others), and they answer it also inside native code
+that holds the interpreter; what is stopped or on another host is named instead. A run without a dump leaves no folder.
+Waits for answers, at most ANSWER_S for all together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import psutil
+
+from rlfuse.cluster import host_memory, process_logs
+from rlfuse.events import Recorder
+
+FOLDER = "RLFUSE_STACKS"
+"""Environment variable: where the processes of a run show where they stand."""
+HEAD, LAST = 256, 128
+"""Bytes of what stays the same in a process's file, and of its last event."""
+TRACEBACK = "RLFUSE_TRACEBACK"
+"""Environment variable: 1 has errors shown with whole tracebacks."""
+ANSWER_S = 2.0
+LONG = 0.5
+"""Of a wait's limit: then it is worth a look, and hours may be left in which to mend it."""
+SPACING_S = 5.0
+"""Between dumps: what hangs together is seen together."""
+
+_present: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
+_open: list[Any] = []  # files of this process, open as long as it lives: faulthandler writes to a number
+
+
+def environment() -> dict[str, str]:
+    """For processes that don't inherit this one's environment."""
+    names = (FOLDER, process_logs.FOLDER, TRACEBACK)
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def register(where: str, recorder: Recorder | None = None) -> None:
+    """Have a worker show where it stands, as `_show` says, and keep what it writes.
+
+    Nothing outside a run, and on hosts that don't see the run folder.
+    """
+    process_logs.keep(where)
+    _show(where, recorder)
+
+
+def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
+    """Its stacks on SIGUSR1, and what `recorder` records, as it begins and ends. `chain`: to what that did before."""
+    folder = Path(os.environ.get(FOLDER, "")) / "processes"
+    if not os.environ.get(FOLDER) or not folder.is_dir():
+        return
+    path = folder / f"{where.replace('/', '-')}.{os.getpid()}"
+    stacks = path.with_name(path.name + ".txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=chain)
+    slate = os.open(path, os.O_CREAT | os.O_RDWR)
+    created = psutil.Process().create_time()
+    head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "created": created}
+    os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
+    _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
+
+    def hear(event: str) -> None:
+        with suppress(OSError):  # a full disk is no reason to stop working
+            told = f"{time.time():.3f} {host_memory.resident_mib()} {event}"
+            os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
+
+    if recorder is not None:
+        recorder.heard = hear
+        hear("started")
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One that heeds."""
+
+    where: str
+    pid: int
+    host: str
+    created: float
+    at: float
+    """Of its last event, epoch seconds; of its start, if it records none."""
+    mib: int
+    """It had then in memory; 0: it records none."""
+    event: str
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path) -> _Process:
+        content = path.read_bytes()
+        head, told = json.loads(content[:HEAD]), content[HEAD:].decode(errors="replace").strip()
+        at, mib, event = told.split(" ", 2) if told else (head["created"], 0, "unknown")
+        return cls(**head, at=float(at), mib=int(mib), event=event, path=path)
+
+    @property
+    def stacks(self) -> Path:
+        return self.path.with_name(self.path.name + ".txt")
+
+    @property
+    def state(self) -> str:
+        """In the system's words; `gone` if it has ended, `elsewhere` on another host."""
+        if self.host != socket.gethostname():
+            return "elsewhere"
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() if abs(process.create_time() - self.created) < 1 else "gone"
+        except psutil.NoSuchProcess:
+            return "gone"
+
+    def told(self) -> str:
+        """Its last event and its state, for a message."""
+        return f"last event: {self.event}, {time.time() - self.at:.1f} s ago; the process is {self.state}"
+
+    def ask(self) -> int | None:
+        """Have it write its stacks; how much was written before. None for one that can't be asked."""
+        if self.state in ("gone", "elsewhere", psutil.STATUS_ZOMBIE):
+            return None
+        written = self.stacks.stat().st_size
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        return written
+
+    def answer(self, before: int) -> str:
+        """What it wrote since."""
+        with self.stacks.open() as file:
+            file.seek(before)
+            return file.read()
+
+
+class Watchdog:
+    """The driver's. `say`: tells the person."""
+
+    def __init__(self, folder: Path, recorder: Recorder, say: Callable[[str], None]):
+        self.folder, self._recorder, self._say = folder / "stacks", recorder, say
+        self._last: tuple[float, Path] | None = None
+
+    def overdue(self, worker: str, action: str, waited_s: float, limit_s: float) -> None:
+        """A wait that is long but not too long yet."""
+        self._say(
+            f"{worker} has been at it for {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
+            f"{self.evidence(worker)}"
+        )
+
+    def asked(self) -> None:
+        """By SIGUSR1."""
+        self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
+
+    def evidence(self, worker: str) -> str:
+        """What `worker` last did, and where all stacks are."""
+        told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
+        try:
+            return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
+        except OSError as error:
+            return " ".join([*told, f"Stacks could not be written: {error}"])
+
+    def dump(self, reason: str) -> Path:
+        """Stacks of all processes; the file. One just written serves again."""
+        if self._last and time.monotonic() - self._last[0] < SPACING_S:
+            return self._last[1]
+        others = [each for each in self._living() if each.pid != os.getpid()]
+        asked = {each.path: each.ask() for each in others}
+        answers = self._answers({each: asked[each.path] for each in others})
+        path = self.folder / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
+        with path.open("a") as file:
+            file.write(f"{reason}\n")
+            for each in sorted(others, key=lambda each: each.at):
+                file.write(f"\n== {each.where} (process {each.pid} on {each.host}; {each.told()})\n{answers[each]}")
+            file.write(f"\n== driver (process {os.getpid()})\n")
+            for span in self._recorder.open.values():
+                file.write(
+                    f"under way for {time.time() - span.start:.1f} s: {span.kind} {' '.join(span.samples[:4])}\n"
+                )
+            _write_tasks(file)
+            faulthandler.dump_traceback(file, all_threads=True)
+        self._last = time.monotonic(), path
+        return path
+
+    def _answers(self, asked: dict[_Process, int | None]) -> dict[_Process, str]:
+        """As they come, until none has more to say."""
+        texts, deadline = dict.fromkeys(asked, ""), time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = {each: each.answer(before) for each, before in asked.items() if before is not None}
+            if all(text and text == texts[each] for each, text in now.items()):
+                break
+            texts |= now
+        return {each: text or "no answer\n" for each, text in texts.items()}
+
+    def _processes(self) -> list[_Process]:
+        files = [path for path in (self.folder / "processes").glob("*") if path.suffix != ".txt"]
+        return [_Process.read(path) for path in files if path.stat().st_size >= HEAD]
+
+    def _living(self) -> list[_Process]:
+        return [each for each in self._processes() if each.state != "gone"]
+
+
+def _write_tasks(file: TextIO) -> None:
+    """What each task of the event loop waits for, outermost call first."""
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:  # the loop has ended, or has not begun
+        return
+    for task in tasks:
+        file.write(f"task {task.get_name()}\n")
+        waiting = task.get_coro()
+        while (frame := _frame(waiting)) is not None:
+            file.write(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}\n')
+            waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+
+
+def _frame(waiting: Any) -> FrameType | None:
+    return getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)
+
+
+@contextmanager
+def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> Iterator[Watchdog]:
+    """Around a run's work in `folder`: processes that start in it can be asked where they stand."""
+    watchdog = Watchdog(folder, recorder, say)
+    shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)  # of a run that was killed
+    (watchdog.folder / "processes").mkdir(parents=True)
+    os.environ[FOLDER] = str(watchdog.folder)
+    process_logs.begin(folder.absolute() / "logs")
+    before = _on_demand(watchdog.asked)
+    _show("driver", recorder, chain=True)
+    token = _present.set(watchdog)
+    try:
+        yield watchdog
+    finally:
+        _present.reset(token)
+        os.environ.pop(FOLDER)
+        process_logs.end()
+        faulthandler.unregister(signal.SIGUSR1)
+        if before is not None:
+            signal.signal(signal.SIGUSR1, before)
+        shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)
+        with suppress(OSError):
+            watchdog.folder.rmdir()
+
+
+def _on_demand(action: Callable[[], None]) -> Any:
+    """Do it on SIGUSR1; what that did before, None outside the main thread. The signal does harm no more."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGUSR1, lambda *_: action())
+
+
+@contextmanager
+def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
+    """Around an await of at most `limit_s`: when half of it is over, stacks are dumped and the person is told."""
+    watchdog = _present.get()
+    if watchdog is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(
+        LONG * limit_s, watchdog.overdue, worker, action, LONG * limit_s, limit_s
+    )
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def evidence(worker: str) -> str:
+    """For the message of a wait that was too long: what is known of `worker`, with a space before; may be empty."""
+    watchdog = _present.get()
+    return f" {watchdog.evidence(worker)}" if watchdog else ""
+
+
+def at_the_end(worker: str, pid: str) -> str:
+    """What a process that has died last did, and its memory then, with a space before; may be empty."""
+    watchdog = _present.get()
+    for each in watchdog._processes() if watchdog else []:
+        if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
+            ago = f"{time.time() - each.at:.1f} s ago"
+            return f" The last that it told: {each.event} with {each.mib} MiB in memory, {ago}."
+    return ""
+
+
+def say(text: str) -> None:
+    """A line for the person, where a run is watched."""
+    if watchdog := _present.get():
+        watchdog._say(text)
+
+
+async def stack_of(worker: str) -> str:
+    """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
+    watchdog = _present.get()
+    found = [each for each in watchdog._living() if each.where == worker] if watchdog else []
+    text, deadline = "", time.monotonic() + ANSWER_S
+    for process in found:
+        before, again = process.ask(), ""
+        while before is not None and time.monotonic() < deadline and not (text and text == again):
+            await asyncio.sleep(0.02)
+            text, again = process.answer(before), text
+    return text.partition("Current thread")[2].partition("\n\n")[0].partition("\n")[2]

@@ -1,0 +1,289 @@
+"""Typed dataclasses out of JSON files, every value checked, all that is wrong told at once.
+
+Role: `schema_of` makes a JSON schema of a dataclass whose fields are annotated with the subschemas below, nested
+dataclasses, tuples of them and unions with None; `read` checks decoded JSON against it and builds the dataclass. The
+annotations are the only truth: the published `*.schema.json` are written from them, as `--schema` does. Called by
+`workload` and `fusion.schedules.problem`.
+Invariant: a message names the field, the value received, what it may be and what to change, and of a file the line;
+nothing is corrected silently, and no unknown key is passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from rlfuse.errors import UserError
+
+T = TypeVar("T")
+
+
+class Schema(dict[str, Any]):
+    """A JSON schema or a part of one; can be hashed, as unions of annotations want their parts to be."""
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self))
+
+
+LARGEST = 1e18
+"""What all numbers are below. NaN and infinity, which Python's JSON reader takes, are no numbers here."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+LONGEST_FILE = 10_000_000
+"""Characters up to which the lines of fields are looked for."""
+
+
+class InputError(UserError):
+    """A file, or what was made of it, that can't be used as it stands: a line for each problem."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class WorkloadError(InputError):
+    """A workload that can't be simulated as it stands. The message is for the person who wrote it."""
+
+
+# Subschemas ----------------------------------------------------------------------------------------------------------
+
+
+def number(least: float = 0, *, above: bool = False, whole: bool = False, most: float = LARGEST) -> Schema:
+    """A number, at least (`above`: greater than) `least`, and at most `most`."""
+    kind, bound = "integer" if whole else "number", "exclusiveMinimum" if above else "minimum"
+    return Schema({"type": kind, bound: least, "maximum": most})
+
+
+def one_of(*choices: str | int) -> Schema:
+    """One of these."""
+    return Schema(enum=list(choices))
+
+
+FLAG = Schema(type="boolean")
+Count = Annotated[int, number(1, whole=True)]
+Index = Annotated[int, number(whole=True)]
+AtLeastZero = Annotated[float, number()]
+AtLeastOne = Annotated[float, number(1)]
+Positive = Annotated[float, number(above=True)]
+
+
+@functools.cache
+def schema_of(cls: type) -> Schema:
+    """The JSON schema of a file that holds one `cls`; its field docstrings are the descriptions."""
+    schema = _of_class(cls)
+    schema["properties"] = {"$schema": {"type": "string"}} | schema["properties"]  # where editors look for it
+    return Schema({"$schema": DIALECT, "title": cls.__name__} | schema)
+
+
+def _of_class(cls: type) -> dict[str, Any]:
+    from rlfuse.config.documentation import field_texts
+
+    hints, texts = get_type_hints(cls, include_extras=True), field_texts(sys.modules[cls.__module__])
+    properties, required = {}, []
+    for entry in fields(cls):
+        properties[entry.name] = dict(_of_hint(hints[entry.name]))
+        if text := texts.get((cls.__name__, entry.name)):
+            properties[entry.name]["description"] = text
+        if entry.default is not MISSING:
+            properties[entry.name]["default"] = list(entry.default) if entry.default == () else entry.default
+        elif entry.default_factory is MISSING:
+            required.append(entry.name)
+    described = {"type": "object", "description": " ".join(cls.__doc__.split()).partition(" Raises")[0]}
+    return described | {"properties": properties, "required": required, "additionalProperties": False}
+
+
+def _of_hint(hint: Any) -> dict[str, Any]:
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0]
+    if is_dataclass(hint):
+        return _of_class(hint)
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": _of_hint(get_args(hint)[0])}
+    return {"type": "null"} if hint is type(None) else {"anyOf": [_of_hint(each) for each in get_args(hint)]}
+
+
+# Checking and building -----------------------------------------------------------------------------------------------
+
+
+def read(cls: type[T], data: Any, error: type[InputError]) -> T:
+    """`cls` from decoded JSON. Raises `error` with everything that is wrong with its fields."""
+    problems = dict.fromkeys(told for wrong in _validator(cls).iter_errors(data) for told in _told(wrong, cls))
+    if problems:
+        raise error(*problems)
+    return _built(cls, {name: value for name, value in data.items() if name != "$schema"})
+
+
+@functools.cache
+def _validator(cls: type) -> Any:
+    """One for whose numbers are finite and whose lists may be tuples."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    def real(_: Any, value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    kinds = {
+        "number": real,
+        "integer": lambda _, value: real(_, value) and value == int(value),
+        "array": lambda _, value: isinstance(value, list | tuple),
+    }
+    checker = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
+    return extend(Draft202012Validator, type_checker=checker)(schema_of(cls))
+
+
+def _told(wrong: Any, cls: type) -> Iterator[str]:
+    """Lines about an error of the validator; where a field may have several kinds of value, about the one given."""
+    where = _name(wrong.absolute_path)
+    prefix, known = f"{where}." if where else "", wrong.schema.get("properties", {})
+    branches: dict[int, list[Any]] = {}
+    for each in wrong.context:
+        branches.setdefault(each.schema_path[0], []).append(each)
+    meant = [each for each in branches.values() if not any(e.validator == "type" and not e.relative_path for e in each)]
+    if meant:
+        for each in meant[0]:
+            yield from _told(each, cls)
+    elif wrong.validator == "additionalProperties":
+        for name in (name for name in wrong.instance if name not in known):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            close = f"did you mean {prefix}{near[0]}?" if near else f"fields here: {_listed(known)}"
+            yield f"{prefix}{name}: unknown field; {close}"
+    elif wrong.validator == "required":
+        for name in (name for name in wrong.validator_value if name not in wrong.instance):
+            yield f"{prefix}{name} is missing: add it to {where or f'the {cls.__name__.lower()}'}"
+    else:
+        value = wrong.instance
+        finite = isinstance(value, int | float) and math.isfinite(value)
+        top = f", at most {LARGEST:g}" if finite and value > LARGEST == wrong.schema.get("maximum") else ""
+        yield f"{where or cls.__name__.lower()}={_shown(value)}: needs {_needed(wrong.schema)}{top}"
+
+
+def _needed(schema: dict[str, Any]) -> str:
+    """In words, what a subschema takes."""
+    if "anyOf" in schema:
+        return " or ".join(_needed(each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    kind = schema["type"]
+    if kind in ("integer", "number"):
+        least, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+        bound = f"of at least {least:g}" if above is None else f"above {above:g}"
+        if "exclusiveMaximum" in schema:
+            bound += f" and below {schema['exclusiveMaximum']:g}"
+        elif schema["maximum"] < LARGEST:
+            bound += f", at most {schema['maximum']:,}"
+        return f"{'a whole number' if kind == 'integer' else 'a number'} {bound}"
+    words = {"boolean": "true or false", "string": "a text that is not empty", "array": "a list, [...]", "null": "null"}
+    return words.get(kind) or f"an object with {_listed(schema['properties'])}"
+
+
+def _listed(properties: Iterable[str]) -> str:
+    return ", ".join(name for name in properties if name != "$schema")
+
+
+def _name(path: Any) -> str:
+    """`models[0].forward` of a path into the data."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _built(hint: Any, value: Any) -> Any:
+    """A value that was checked, as its annotation wants it; the kinds of a union are told apart by JSON's."""
+    for kind in _kinds(hint):
+        if is_dataclass(kind) and isinstance(value, dict):
+            hints = get_type_hints(kind, include_extras=True)
+            return kind(**{name: _built(hints[name], each) for name, each in value.items()})
+        if get_origin(kind) is tuple and isinstance(value, list | tuple):
+            return tuple(_built(get_args(kind)[0], each) for each in value)
+        if kind in (bool, int, float, str) and not isinstance(value, dict | list | tuple | None):
+            return kind(value)
+    return None
+
+
+def _kinds(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    elif get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _kinds(each)
+    else:
+        yield hint
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[InputError]) -> T:
+    """`parse` of what a JSON file holds. Raises `error`, of what `parse` raises too, naming the file and the lines."""
+    text = ""
+    try:
+        text = path.read_text()
+        return parse(json.loads(text))
+    except OSError as cause:
+        raise error(f"{path}: {cause.strerror}; give the path of a {kind} in JSON") from cause
+    except RecursionError:
+        raise error(f"{path}: brackets are nested too deep to be read; a {kind} needs four levels") from None
+    except error as cause:
+        lines = _lines(text)
+        raise error(*(f"{path}{_line(problem, lines)}: {problem}" for problem in cause.problems)) from cause
+    except ValueError as cause:
+        raise error(f"{path}: {cause}; a {kind} is one JSON object") from cause
+
+
+def _line(problem: str, lines: dict[str, int]) -> str:
+    """`:12`, the line of the field that the problem begins with, or of what it should be in; else nothing."""
+    name = re.match(r"[\w.\[\]$]*", problem)[0]
+    while name and name not in lines:
+        name = re.sub(r"(^|\.)[^.\[]*$|\[\d+\]$", "", name)
+    return f":{lines[name]}" if name else ""
+
+
+def _lines(text: str) -> dict[str, int]:
+    """The line of each field, by name: JSON is read as YAML, whose parser keeps them."""
+    found: dict[str, int] = {}
+
+    def visit(node: yaml.Node, name: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner = f"{name}.{key.value}".removeprefix(".")
+                found[inner] = key.start_mark.line + 1
+                visit(value, inner)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, each in enumerate(node.value):
+                found[f"{name}[{index}]"] = each.start_mark.line + 1
+                visit(each, f"{name}[{index}]")
+
+    if len(text) <= LONGEST_FILE:
+        try:
+            visit(yaml.compose(text, Loader=yaml.CSafeLoader), "")
+        except (yaml.YAMLError, RecursionError):  # not all JSON is YAML
+            return {}
+    return found
+
+
+def publish(data: Any, target: str, then: str, error: type[InputError]) -> None:
+    """Print `data` where `target` is `-`, else write it to a new file and say what to do with that."""
+    text = json.dumps(data, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except OSError as cause:
+        raise error(f"{path}: {cause.strerror}; give the name of a new file in a folder that exists") from cause
+    print(f"wrote {path}; next: {then.format(path=path)}")

@@ -1,0 +1,21 @@
+"""How a configuration has responses drawn: those that are learned from, and answers to held-out prompts."""
+
+from __future__ import annotations
+
+from rlfuse.config.schema import Config, RolloutConfig, ValKwargs
+from rlfuse.protocols import Sampling
+
+
+def training(config: Config) -> Sampling:
+    """Of the responses that are learned from."""
+    return _sampling(config.rollout, config)
+
+
+def validation(config: Config) -> Sampling:
+    """Of answers to held-out prompts, in a run and by `rlfuse eval`."""
+    return _sampling(config.rollout.val_kwargs, config)
+
+
+def _sampling(drawn: RolloutConfig | ValKwargs, config: Config) -> Sampling:
+    longest, stop = config.data.max_response_length, tuple(config.rollout.stop)
+    return Sampling(drawn.temperature, drawn.top_p, drawn.top_k, longest, drawn.min_p, stop)

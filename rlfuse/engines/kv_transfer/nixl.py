@@ -1,0 +1,159 @@
+"""KV caches that one engine reads out of another's blocks through NIXL, with no copy in between.
+
+Role: `NixlMigrationConnector` is vLLM's own NIXL connector (that of a prefill engine and a decode engine apart) for
+samples that leave in the middle of decoding. Places and keys are those of `kv_transfer.store.KVCacheStore`; where the
+other connector puts the KV cache itself beside them, this one puts what a reader has to know. vLLM makes one in the
+scheduler's process and one in every rank, of which the ranks' is vLLM's own.
+
+    evict(carry=kv) --.wanted--> scheduler: request ends, its blocks stay; .held, and in .tokens where they are
+                                     |
+    generate(partial) on another engine: whoever unlinks .tokens may have the blocks
+        its scheduler: .loading --> ranks read while others decode --> sample is scheduled, .loading goes
+                                     |  NIXL tells the source
+        source's scheduler: blocks are free, .held goes
+
+Invariants:
+- blocks that somebody reads stay as they are: `.tokens` is unlinked once, by the reader or by who takes it back, and
+  only then is `.held` removed, upon which the scheduler frees them. A reader has LEASE_S - HOLD_S to finish;
+- blocks that nobody reads are free after HOLD_S, or as soon as the sample is dropped or weights change;
+- what can't be read is prefilled: the source has died, a transfer fails, there is another reason to start anew.
+Holding isn't free: vLLM steps the source's scheduler every millisecond until the blocks are read, and NIXL's progress
+thread keeps 0.4 of a core busy in every rank. That, and the first handshake of two engines, is why CPU hosts use shm.
+GPUs can't have it: NIXL registers the KV cache once, and an engine that sleeps unmaps it and wakes with other memory at
+the same addresses, of which vLLM's connector is not told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector, NixlPullConnectorScheduler
+from vllm.utils.network_utils import get_open_port
+from vllm.v1.request import RequestStatus
+
+from rlfuse.engines.kv_transfer.store import remove, withdraw
+
+HOLD_S = 10.0
+"""How long an evicted sample's blocks wait for their reader."""
+LEASE_S = 30
+"""How long they stay if a reader has begun and isn't heard of again."""
+
+
+class NixlMigrationScheduler(NixlPullConnectorScheduler):
+    """The scheduler's side. A request's `kv_transfer_params` name its places: `save`, and `load` if it has one."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any):
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.side_channel_host, self.side_channel_port = "localhost", get_open_port()
+        self._kv_lease_duration = LEASE_S
+        self._held: dict[str, tuple[str, float]] = {}
+        """Ended request -> (base, when its blocks have waited enough)."""
+        self._claimed: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
+        """Request -> (`.loading`, `.tokens`, what that said): asked for, but this step isn't scheduled to its end."""
+        self._loading: dict[str, Path] = {}
+
+    # Leaving -------------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        loading = self._loading.pop(request.request_id, None)
+        base = (request.kv_transfer_params or {}).get("save")
+        if loading:
+            loading.unlink()
+        if not base or not (wanted := Path(f"{base}.wanted")).exists():
+            return False, None
+        wanted.unlink()
+        blocks = (request.num_computed_tokens - request.num_in_flight_tokens) // self.block_size
+        if loading or request.status != RequestStatus.FINISHED_ABORTED or len(block_ids) > 1 or not blocks:
+            return False, None
+        # To vLLM's scheduler it is a prefill that has finished: that is whose blocks others may read.
+        prefilled = SimpleNamespace(
+            request_id=request.request_id,
+            status=RequestStatus.FINISHED_STOPPED,
+            kv_transfer_params={"do_remote_decode": True},
+            num_computed_tokens=blocks * self.block_size,
+        )
+        held, source = super().request_finished(prefilled, (block_ids[0][:blocks],))
+        self._reqs_in_batch.add(request.request_id)  # else the ranks take it for one of before
+        self._held[request.request_id] = base, time.perf_counter() + HOLD_S
+        Path(f"{base}.held").touch()
+        Path(f"{base}.tokens").write_text(json.dumps(source))
+        return held, None
+
+    def _release(self) -> None:
+        """End the lease of what nobody reads: the ranks report it as sent, then vLLM frees the blocks."""
+        now = time.perf_counter()
+        for request_id, (base, until) in self._held.items():
+            if now > until:
+                withdraw(base)
+            if not Path(f"{base}.held").exists():
+                self._reqs_need_send[request_id] = now
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_sending or ():
+            remove(self._held.pop(request_id)[0])
+
+    # Arriving ------------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        params = request.kv_transfer_params or {}
+        if not (base := params.get("load")) or request.request_id in self._loading:  # the latter: its transfer failed
+            return 0, False
+        loading, ready = Path(f"{params['save']}.loading"), Path(f"{base}.tokens")
+        try:
+            source = json.loads(ready.read_text())
+            blocks = min(source["remote_num_tokens"], request.num_tokens - 1) // self.block_size
+            if (count := blocks * self.block_size - num_computed_tokens) <= 0:
+                return 0, False
+            loading.touch()
+            ready.unlink()
+        except FileNotFoundError:  # taken already (the request was preempted since), or taken back
+            loading.unlink(missing_ok=True)
+            return 0, False
+        self._claimed[request.request_id] = loading, ready, source
+        return count, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        if num_external_tokens:
+            self._loading[request.request_id], _, source = self._claimed.pop(request.request_id)
+            [remote] = source["remote_block_ids"]
+            count = (request.num_tokens - 1) // self.block_size  # as many as there are here
+            params |= source | {"remote_block_ids": (remote[:count],)}
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        elif "load" in params:
+            withdraw(params["load"])  # the engine has more of it in its own prefix cache
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for loading, ready, source in self._claimed.values():  # there was no room for it in this step
+            loading.unlink()
+            with suppress(FileNotFoundError):  # that engine has stopped
+                ready.write_text(json.dumps(source))
+        self._claimed.clear()
+        for started in scheduler_output.scheduled_new_reqs:
+            if loading := self._loading.pop(started.req_id, None):
+                loading.unlink()
+        self._release()
+        return super().build_connector_meta(scheduler_output)
+
+
+class NixlMigrationConnector(NixlPullConnector):
+    """vLLM's KV connector, with our scheduler's side."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        cores = os.sched_getaffinity(0)
+        super().__init__(vllm_config, role, kv_cache_config)
+        os.sched_setaffinity(0, cores)  # on CPU hosts vLLM's rank binds the engine to the last core here
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = NixlMigrationScheduler(vllm_config, self.engine_id, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache that isn't handed over is prefilled

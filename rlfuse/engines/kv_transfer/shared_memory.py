@@ -1,0 +1,204 @@
+"""KV caches that travel with samples from one engine to another on the same host, through /dev/shm.
+
+Role: `MigrationConnector` is what vLLM makes of us inside the engine: one object in the scheduler's process, one in
+every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
+
+    evict(carry=kv) --.wanted--> scheduler: request ends, blocks are held, .wanted becomes .saving
+                                     |  next step
+                                     v
+       worker waits for         every rank: whole blocks --> .0 .1 ...     the last rank's: .saving becomes .tokens
+       .saving to go, its Partial names the store's file
+                                                                     |
+    generate(partial) on another engine: its scheduler finds .tokens, every rank loads before the step and removes
+
+Invariants:
+- only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
+- a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
+- new weights take back what the old ones computed (`settle`), so that no waiting request loads it later;
+- whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
+- nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
+  one starts (it is locked while its engine lives).
+
+On GPUs too: ranks copy between device and file on the stream on which the model runs, so what was computed before is
+there and what comes after finds it. Nothing but the caches' addresses is kept, which an engine that sleeps has again
+when it wakes. `kv_transfer.nixl` is the other connector, for CPU hosts; `rollout.kv_transfer` chooses. Places, keys and
+when they are void are the same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_world_group
+
+from rlfuse.engines.kv_transfer.store import remove
+
+
+@dataclass
+class Transfer(KVConnectorMetadata):
+    """What the ranks do in one step."""
+
+    saves: list[tuple[str, str, list[int]]] = field(default_factory=list)
+    """(request, base, its whole blocks)."""
+    loads: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """(base, blocks to fill, the first one's place in the file)."""
+
+
+class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector. A request's `kv_transfer_params` name its places: `save`, and `load` if it came with one."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        self._ranks = vllm_config.parallel_config.world_size
+        self._next = Transfer()
+        self._saving: dict[str, tuple[str, int]] = {}
+        """Request -> (base, tokens) of caches that the ranks write (scheduler)."""
+        self._saved: set[str] = set()
+        self._missing: set[int] = set()
+        self._layers: dict[str, torch.Tensor] = {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache that isn't handed over is prefilled
+
+    # The scheduler's side ------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        base = (request.kv_transfer_params or {}).get("load")
+        return max(0, self._usable(request, base) * self._block_size - num_computed_tokens), False
+
+    def _usable(self, request: Any, base: str | None) -> int:
+        """Whole blocks at `base`, the request's last token left out."""
+        try:
+            stored = int(Path(f"{base}.tokens").read_text()) if base else 0
+        except FileNotFoundError:  # taken already: the request was preempted since
+            stored = 0
+        return min(stored, request.num_tokens - 1) // self._block_size
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        base = (request.kv_transfer_params or {}).get("load")
+        if not base:
+            return
+        if num_external_tokens:
+            # What the engine's own prefix cache has comes first; `request.num_computed_tokens` does not say it yet.
+            end = self._usable(request, base)
+            first = end - num_external_tokens // self._block_size
+            self._next.loads.append((base, blocks.get_block_ids()[0][first:end], first))
+            Path(f"{base}.tokens").unlink(missing_ok=True)
+        else:
+            remove(base)  # the engine has more of it in its own prefix cache
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        base = (request.kv_transfer_params or {}).get("save")
+        if not base or not (wanted := Path(f"{base}.wanted")).exists():
+            return False, None
+        blocks = request.num_computed_tokens // self._block_size
+        if "ABORT" not in request.status.name or len(block_ids) > 1 or not blocks or not self._room(blocks, wanted):
+            wanted.rename(f"{base}.saving").unlink()
+            return False, None
+        wanted.rename(f"{base}.saving")
+        self._saving[request.request_id] = base, blocks * self._block_size
+        self._next.saves.append((request.request_id, base, block_ids[0][:blocks]))
+        return True, None  # vLLM keeps the blocks until `get_finished` names the request
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _room(self, blocks: int, file: Path) -> bool:
+        """Whether shared memory has room for so many blocks, and as much again for others."""
+        cache = self._kv_cache_config
+        block = cache.kv_cache_tensors[0].size // cache.num_blocks * self._ranks  # each tensor names the whole of them
+        return shutil.disk_usage(file.parent).free > 2 * blocks * block
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfer:
+        transfer, self._next = self._next, Transfer()
+        return transfer
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for request_id in connector_output.finished_sending or ():
+            base, tokens = self._saving.pop(request_id)
+            saving = Path(f"{base}.saving")
+            if saving.exists():  # else nobody waits for it any more
+                saving.write_text(str(tokens))
+                saving.rename(f"{base}.tokens")
+            else:
+                remove(base)
+
+    def reset_cache(self) -> bool:
+        return True  # what lies on the store belongs to its engine's worker
+
+    # A rank's side -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        transfer = self._get_connector_metadata()
+        for request_id, base, blocks in transfer.saves:
+            self._save(base, blocks)
+            self._saved.add(request_id)
+        for base, blocks, first in transfer.loads:
+            self._load(base, blocks, first)
+
+    def _save(self, base: str, blocks: list[int]) -> None:
+        index = torch.tensor(blocks)
+        tensors = {
+            name: self._blocks(cache)[index.to(cache.device)].cpu().contiguous() for name, cache in self._layers.items()
+        }
+        try:
+            save_file(tensors, self._file(base))
+        except (OSError, SafetensorError):  # no room after all: whoever looks for it will find nothing and prefill
+            self._file(base).unlink(missing_ok=True)
+
+    @staticmethod
+    def _file(base: str) -> Path:
+        """This rank's part: every rank has layers or heads of its own, and so have those of the other engine."""
+        return Path(f"{base}.{get_world_group().rank_in_group}")
+
+    def _load(self, base: str, blocks: list[int], first: int) -> None:
+        """Fill the blocks; if the file has gone (its sample was evicted meanwhile), vLLM computes them."""
+        path = self._file(base)
+        try:
+            with safe_open(path, "pt") as file:
+                for name, cache in self._layers.items():
+                    part = file.get_slice(name)[first : first + len(blocks)]
+                    index = torch.tensor(blocks, device=cache.device)
+                    self._blocks(cache)[index] = part.to(cache.device)
+        except (FileNotFoundError, SafetensorError):
+            self._missing.update(blocks)
+        path.unlink(missing_ok=True)
+
+    def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        """The layer's cache by the scheduler's blocks, each of which is one of the attention's blocks or several."""
+        return cache.unflatten(0, (self._kv_cache_config.num_blocks, -1))
+
+    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, None]:
+        saved, self._saved = self._saved, set()
+        return saved or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved while a request lives."""
+
+    def wait_for_save(self) -> None:
+        """Saved when `start_load_kv` returns."""

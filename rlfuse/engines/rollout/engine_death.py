@@ -1,0 +1,139 @@
+"""Why vLLM's engine process ended, or never stood: told in the actor that has it below itself.
+
+Role: `rollout.RolloutWorker` has an `ErrorOutput` from the start of its engine, and raises what `engine_died` and
+`no_start` make of it. vLLM itself says of a failed process "see root cause above", on an output that nobody sees: this
+finds the above. Waits for an exit status, at most EXIT_S.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rlfuse.cluster import host_memory, process_logs, tracebacks
+from rlfuse.cluster.watchdog import TRACEBACK
+from rlfuse.errors import EngineError, EngineFailed, EngineLost
+
+EXIT_S = 2.0
+PREFIX = re.compile(r".*?\[\w+\.py:\d+\] ?|\(\S+ pid=\d+\) ?")
+"""Of vLLM's lines, and of what its processes print."""
+ELSEWHERE = re.compile(r"root cause|stack trace above|see above|EngineDeadError|died unexpectedly", re.I)
+"""In errors that only say that there was another one."""
+CRASH = re.compile(
+    r"^.*(?:Fatal Python error|Segmentation fault|terminate called|what\(\):|No space left|SIG[A-Z]+ received).*$", re.M
+)
+OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""By which native code ends its own process, also where it writes nothing."""
+REMEDY = (
+    "Lower rollout.max_num_seqs or the KV cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization)."
+)
+
+
+class ErrorOutput:
+    """What this process and its children write to stderr from now on, where that is a file (as under Ray)."""
+
+    def __init__(self, stderr: str = "/proc/self/fd/2") -> None:
+        self._file = Path(os.path.realpath(stderr))
+        self._start = self._file.stat().st_size if self._file.is_file() else 0
+
+    def text(self) -> str:
+        """Its end, without vLLM's prefixes."""
+        if not self._file.is_file():
+            return ""
+        with self._file.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = self._start if self._start <= size else 0  # the log was cut
+            file.seek(max(start, size - process_logs.LAST))
+            return _unprefixed(file.read().decode(errors="replace"))
+
+    def raised(self) -> str:
+        """The exception that came first of all that are told at the end, with its own frames; may be empty."""
+        text = self.text()
+        found = [each for each in tracebacks.found_in(text) if not ELSEWHERE.search(each.error)]
+        if found and os.environ.get(TRACEBACK) == "1":
+            return text[text.index(found[-1].frames[0].partition("\n")[0]) :].strip()
+        if found:
+            return found[-1].short()
+        named = [line.strip() for line in text.splitlines() if tracebacks.RAISED.match(line.strip())]
+        return "\n".join([line for line in dict.fromkeys(named) if not ELSEWHERE.search(line)][-tracebacks.LINES :])
+
+    def crash(self) -> str:
+        """Lines that sound like one of native code; may be empty."""
+        lines = [line.strip() for line in CRASH.findall(self.text())]
+        return "\n".join([*dict.fromkeys(lines)][-tracebacks.LINES :])
+
+
+def _unprefixed(text: str) -> str:
+    """Without vLLM's prefixes, of which the next one begins another message: a blank line is between the two."""
+    lines, before = list[str](), ""
+    for line in text.splitlines():
+        prefix = found[0] if (found := PREFIX.match(line)) else ""
+        if prefix != before:
+            lines.append("")
+        lines.append(line[len(prefix) :])
+        before = prefix
+    return "\n".join(lines)
+
+
+def processes(engine: Any) -> list[Any]:
+    """The processes behind vLLM's AsyncLLM that are its children."""
+    return list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
+
+
+def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
+    """The error for an engine whose process is gone."""
+    raised, crash = errors.raised(), errors.crash()
+    status = _exit_status(below, 0.0 if raised else EXIT_S)  # one that raised says so before it ends
+    if raised and status == -signal.SIGTERM:  # by vLLM, which ends what is left of it
+        status = None
+    if (status is not None and status < 0 and not crash and -status not in OWN_SIGNALS) or status == -signal.SIGKILL:
+        return EngineLost(f"{name}: vLLM's engine process was {killed_by(-status)}{host_memory.figures()}")
+    if status is not None and status < 0:
+        words = f"\n{crash}" if crash else host_memory.figures()
+        return EngineFailed(f"{name}: vLLM's engine process crashed by {_signal(-status)}.{_remedy(crash)}{words}")
+    if raised:
+        return EngineFailed(f"{name}: vLLM's engine process ended by an error of its own.{_remedy(raised)}\n{raised}")
+    if crash:
+        return EngineFailed(f"{name}: vLLM's engine process crashed.{_remedy(crash)}\n{crash}")
+    how = "" if status is None else f" with exit status {status}"
+    return EngineLost(f"{name}: vLLM's engine process ended{how}, without a word.{host_memory.figures()}")
+
+
+def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
+    """The error for an engine that could not be started."""
+    text = f"{name} could not start vLLM for {model}."
+    if found := re.search(r"proc\(s\): {.*?: -(\d+)", str(error)):
+        crash = errors.crash()
+        ended = f"\n{crash}" if crash and int(found[1]) != signal.SIGKILL else ""
+        return EngineLost(f"{text} Its process was {killed_by(int(found[1]))}{host_memory.figures()}{ended}")
+    raised = errors.raised() or errors.crash() or str(error)
+    return EngineError(f"{text}{_remedy(raised)}\n{raised}")
+
+
+def killed_by(number: int) -> str:
+    """That a process was ended by this signal, and what is known of why."""
+    return f"killed by {_signal(number)}; by whom is not known.{host_memory.lacked()}"
+
+
+def _signal(number: int) -> str:
+    return f"signal {number} ({ {each.value: each.name for each in signal.Signals}.get(number, 'unknown') })"
+
+
+def _remedy(words: str) -> str:
+    if host_memory.NO_MEMORY.search(words):
+        return f" It is out of memory. {REMEDY}"
+    return host_memory.shared_full()
+
+
+def _exit_status(below: list[Any], patience_s: float) -> int | None:
+    """Of the process that failed, None while all of them run; negative: the signal."""
+    until = time.monotonic() + patience_s
+    while True:
+        ended = [each.exitcode for each in below if each.exitcode is not None]
+        if ended or time.monotonic() > until:
+            return next((status for status in ended if status), next(iter(ended), None))
+        time.sleep(0.02)

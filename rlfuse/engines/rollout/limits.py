@@ -1,0 +1,130 @@
+"""What vLLM can't do with a model on the job's device, found before anything starts.
+
+Role: called by `rlfuse.run.build` beside `families.untrainable`, and by commands that only generate. Reads vLLM's own
+tables from its source, because importing vLLM takes ten seconds; tests hold every limit against vLLM itself. A sliding
+window and both of model.dtype's values are no limit of either device. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+
+from rlfuse.config.facts import on_gpus
+from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.schema import Config
+
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers of a head that vLLM's attention for CPUs is compiled for."""
+CPU_BLOCK = 32
+"""Tokens of which its blocks are multiples."""
+ELSEWHERE = "choose another model, or a machine with GPUs"
+
+
+def unserved(config: Config) -> list[str]:
+    """What speaks against generating with the policy or a judge, each under its key."""
+    found, judges = [], list[str]()
+    with_judges_at(config.reward.functions, lambda path: judges.append(path) or path)
+    for key, path in (("model.path", config.model.path), *(("reward.functions: model", path) for path in judges)):
+        if key == "model.path" and "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
+            continue
+        try:
+            model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        except (OSError, ValueError, KeyError, StrictDataclassError):  # told by `checks`, and by `untrainable`
+            continue
+        found += [*_architecture(f"{key}={path}", model), *_head_size(f"{key}={path}", config, model)]
+        if key == "model.path":
+            found += [*_shared_heads(config, model), *_arguments(config, model)]
+    return found
+
+
+def _architecture(given: str, model: PreTrainedConfig) -> Iterator[str]:
+    names, known = model.architectures or [], architectures()
+    own = getattr(model, "auto_map", None) or _plugins()
+    if known and names and not own and not any(name in known or _runs_as_it_is(name) for name in names):
+        yield (
+            f"{given}: vLLM has no architecture {' or '.join(names)}, and can't run that of transformers as "
+            "it is; choose another model"
+        )
+
+
+def _head_size(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    text = model.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or not heads or getattr(text, "kv_lora_rank", None) is not None:  # `checks` has that
+        return
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    if on_gpus(config) is False and size and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield (
+            f"{given}: its attention heads are of {size} numbers, vLLM computes attention on CPUs for "
+            f"{sizes}; {ELSEWHERE}"
+        )
+
+
+def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    text, path = model.get_text_config(), config.model.path
+    heads = getattr(text, "num_attention_heads", None) or 1
+    width, key = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    if width > 1 and shared % width and width % shared:
+        fitting = max(n for n in range(1, width) if not heads % n and (not shared % n or not n % shared))
+        yield (
+            f"{key}={width}: must divide the {shared} key-value heads of {path}, or be a multiple of them; "
+            f"set {key}={fitting}"
+        )
+
+
+def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    """Of what goes to vLLM as it is."""
+    given, name = config.rollout.engine_kwargs, "rollout.engine_kwargs"
+    text, asked = model.get_text_config(), given.get("max_model_len")
+    longest, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # those of layers' kinds, too
+    scaled = any(each.get("rope_type", "default") != "default" for each in ropes)  # then there are more
+    free = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
+    longest = longest and max(longest, getattr(model, "model_max_length", None) or 0)
+    if isinstance(asked, int) and longest is not None and asked > longest and not free:
+        yield f"{name}.max_model_len={asked}: must be at most {longest}, the context of {config.model.path}; lower it"
+    block = given.get("block_size")
+    if on_gpus(config) is False and isinstance(block, int) and (block < CPU_BLOCK or block % CPU_BLOCK):
+        yield f"{name}.block_size={block}: must be a multiple of {CPU_BLOCK} on CPUs; set {CPU_BLOCK}, or leave it out"
+
+
+@functools.cache
+def architectures() -> frozenset[str]:
+    """Names of the architectures that the installed vLLM has; empty where its table is not found."""
+    package = importlib.util.find_spec("vllm")
+    source = Path(package.origin or "").parent / "model_executor" / "models" / "registry.py" if package else Path()
+    if not source.is_file():
+        return frozenset()
+    tables = {
+        node.targets[0].id: node.value
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name)
+    }
+    used = tables["_VLLM_MODELS"].values if "_VLLM_MODELS" in tables else []  # {**_TEXT_GENERATION_MODELS, ...}
+    keys = [key for table in used if isinstance(table, ast.Name) for key in tables[table.id].keys]
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
+
+
+def _plugins() -> bool:
+    """Whether packages beside vLLM's own may bring architectures."""
+    return any(not each.value.startswith("vllm.") for each in entry_points(group="vllm.general_plugins"))
+
+
+def _runs_as_it_is(name: str) -> bool:
+    """Whether vLLM can run transformers' own class, with its attention in the place of that one's."""
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return False
+    return kind.is_backend_compatible() or kind._can_set_attn_implementation()

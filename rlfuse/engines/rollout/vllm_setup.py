@@ -1,0 +1,332 @@
+"""vLLM as we use it: its environment and arguments, requests and what comes of them, step times.
+
+Role: used by `rollout.RolloutWorker` and by whoever creates that actor. Waits for nothing.
+Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
+Invariants: `rollout.engine_kwargs` has the last word on every argument; a `decode` span covers engine steps and nothing
+between them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import psutil
+
+from rlfuse.cluster import cuda, scratch
+from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
+from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.rollout import speculation
+from rlfuse.engines.weights.sync import MIB, resolve_transfer
+from rlfuse.errors import EngineError
+from rlfuse.events import Recorder, Span
+from rlfuse.protocols import Sampling
+from rlfuse.samples import Partial, Sample, Video
+
+STEPS_PER_SPAN = 64
+NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
+"""What a sample that no engine has begun has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine needs of a sample."""
+
+    id: str
+    step: int
+    seed: int
+    prompt_ids: np.ndarray
+    partial: Partial
+    video: Video | None = None
+
+    @classmethod
+    def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
+        """What is left of the sample to do."""
+        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.video)
+
+    def ids(self) -> np.ndarray:
+        """int32: what the sample has so far."""
+        return np.concatenate([self.prompt_ids, self.partial.token_ids])
+
+
+def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
+    """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    env["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # where `engine_death` looks
+    if resolve_transfer(transfer, device) == "ipc":
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
+    if device == "cuda":
+        return env | cuda.environment(cuda.engine_settings())
+    return env | {
+        "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
+        "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: 20 s -> 11 s to start
+        "GLOO_SOCKET_IFNAME": "lo",  # an engine's own processes are on one node
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor parallel on one NUMA node refuses to start otherwise
+    }
+
+
+def engine_arguments(
+    model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
+) -> dict[str, Any]:
+    """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
+
+    `tail_speculation`: draft while at most so many samples are decoded, see `speculation`; 0 never. Raises ValueError
+    where vLLM can't: with several pipeline stages or data-parallel ranks, beside a `speculative_config`, or with a
+    model that has visual placeholders.
+    """
+    from transformers import AutoConfig
+
+    from rlfuse.engines.rollout.prompts import prompt_arguments
+    from rlfuse.video.placeholders import placeholder_ids
+
+    served = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "load_format": "safetensors",  # pickled weights could run code
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        "disable_log_stats": True,
+        "worker_extension_cls": "rlfuse.engines.rollout.generators.WorkerExtension",
+    }
+    if rollout.tensor_model_parallel_size > 1:
+        # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but
+        # would choose them inside of a placement group: there they are processes of the engine's own.
+        arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
+    if device == "cuda":
+        arguments |= cuda.engine_arguments(rollout, max_model_len)
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            # Given outright: vLLM's share of "available memory" misjudges hosts whose memory is hot-plugged.
+            "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
+            "block_size": 32,  # default 128 would leave short prompts without a block to share
+        }
+    if tail_speculation:
+        _check_drafting(tail_speculation, model, rollout, bool(placeholder_ids(served)))
+    arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
+    return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
+
+
+def _check_drafting(tail_speculation: int, model: ModelConfig, rollout: RolloutConfig, visual: bool) -> None:
+    """ValueError where vLLM can't draft; `visual`: whether the model has visual placeholders."""
+    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
+        raise ValueError(
+            f"fusion.tail_speculation={tail_speculation} doesn't go with rollout.engine_kwargs.{min(clash)}: "
+            "drop one of them"
+        )
+    if visual:
+        raise ValueError(
+            f"fusion.tail_speculation={tail_speculation} doesn't go with {model.path}: vLLM can't keep its visual "
+            "placeholders from being drawn while it drafts. Set it to 0"
+        )
+
+
+def token_bytes(vllm_config: Any) -> int:
+    """Bytes that a token's keys and values take in all ranks of the engine together."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    rank = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return 2 * rank * parallel.world_size * model.dtype.itemsize
+
+
+def resolve_kv_transfer(setting: str, device: str) -> str:
+    """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
+    if setting == "auto":
+        return "shm"
+    if setting not in ("shm", "nixl"):
+        raise ValueError(f"rollout.kv_transfer={setting!r}: choose auto, shm or nixl")
+    if setting == "nixl" and device == "cuda":
+        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_NEEDS_MEMORY_THAT_STAYS}; choose auto or shm")
+    if setting == "nixl" and not nixl_installed():
+        raise ValueError("rollout.kv_transfer=nixl: the package nixl is not installed; install it, or choose shm")
+    return setting
+
+
+def build(
+    arguments: dict[str, Any], rollout: RolloutConfig, device: str, on_step: Callable[[Any, Any], None]
+) -> tuple[Any, Any]:
+    """vLLM's AsyncLLM, and the store for KV caches that leave it (None if the arguments bring another connector).
+
+    `on_step` gets the `SchedulerStats` and `IterationStats` of every engine step, each of them possibly None.
+    """
+    from vllm.config import KVTransferConfig, WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    from rlfuse.engines.kv_transfer.store import KVCacheStore, connector_arguments
+
+    class Probe(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0): ...
+
+        def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+            on_step(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None: ...
+
+    if unknown := set(arguments) - {field.name for field in fields(AsyncEngineArgs)}:
+        raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
+    connector = connector_arguments(resolve_kv_transfer(rollout.kv_transfer, device))
+    ours = {
+        "weight_transfer_config": WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device)),
+        "kv_transfer_config": KVTransferConfig(**connector),
+    }
+    chosen = AsyncEngineArgs(**(ours | arguments))
+    if "kv_transfer_config" in arguments:
+        return AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe]), None
+    store = KVCacheStore()
+    os.environ["VLLM_RPC_BASE_PATH"] = str(store.folder)  # for sockets, which vLLM leaves behind
+    try:
+        engine = AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe])
+    except BaseException:
+        store.close()
+        raise
+    scratch.own(store.folder, scratch.held_by(psutil.Process().children(recursive=True)))
+    return engine, store
+
+
+def sampling_params(
+    request: Request, sampling: Sampling, room: int, kv_places: dict[str, str], logit_bias: dict[int, float] | None
+) -> Any:
+    """vLLM's SamplingParams for at most `room` more tokens of the request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    import rlfuse.engines.rollout.stop_texts  # noqa: F401  (in this process, for samples that go on)
+    from rlfuse.engines.rollout.generators import DRAWN
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,  # as tokens it is, so log-probs are of what was drawn
+        max_tokens=room,
+        seed=request.seed if sampling.temperature > 0 else None,
+        logit_bias=logit_bias,
+        logprobs=0,  # of the drawn token alone
+        skip_special_tokens=False,  # one of them may be a stop text
+        detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_places},
+    )
+
+
+def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[Partial, str]:
+    """What the sample has with vLLM's output, and why that ended. Notes in its span what was done in this engine.
+
+    `version`: of the weights, where vLLM doesn't name any. Raises `EngineError` if vLLM ended the request in an error.
+    """
+    drawn = output.outputs[0]
+    if drawn.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
+    entries = drawn.logprobs or []
+    token_ids = drawn.token_ids[len(drawn.token_ids) - len(entries) :]  # without those that `stop_texts` read again
+    log_probs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    versions = [int(span.version) for span in drawn.weight_versions or []] or [version]
+    record.tokens = len(token_ids)
+    record.attributes["finish_reason"] = "evicted" if drawn.finish_reason == "abort" else drawn.finish_reason
+    record.attributes["cached_tokens"] = output.num_cached_tokens or 0
+    if output.metrics is not None and record.tokens:
+        record.attributes["first_token_s"] = round(output.metrics.first_token_latency, 4)
+    if len(versions) > 1:
+        record.attributes["weight_versions"] = versions
+    extended = Partial(
+        np.concatenate([partial.token_ids, np.asarray(token_ids, np.int32)]),
+        np.concatenate([partial.log_probs, np.asarray(log_probs, np.float32)]),
+        partial.weight_version if len(partial.token_ids) else versions[0],
+    )
+    return extended, drawn.finish_reason
+
+
+def bind(core: int | None) -> None:
+    """Bind every thread of this process and of its children to one core, and so whatever they start; None: leave them.
+
+    Raises ValueError for a core that the host has not.
+    """
+    if core is None:
+        return
+    cores = os.cpu_count() or 1
+    if not 0 <= core < cores:
+        raise ValueError(f"core={core}: this host has cores 0 to {cores - 1}")
+    actor = psutil.Process()
+    for process in (actor, *actor.children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+class StepMeter:
+    """`decode` spans from vLLM's statistics of each engine step: one per stretch of steps with as many samples.
+
+    Steps that prefill are apart from those that only decode. A step is as long as the time between two tokens of a
+    sample on the engine's own clock. Only the first step after idling or a pause has no such pair: it begins when its
+    first sample arrived or the pause ended, and ends when its statistics are here.
+    """
+
+    def __init__(self, recorder: Recorder, kv_tokens: int):
+        self._recorder, self._kv_tokens = recorder, kv_tokens
+        self._span: Span | None = None
+        self._context = self._usage = 0.0
+        self._clock: float | None = None
+        """End of the last step (epoch seconds); None when nothing is under way."""
+        self._ready = 0.0
+        """When nothing was under way any more."""
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """One step's `SchedulerStats` and `IterationStats`."""
+        decoded, begun = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
+        if not decoded and not begun:
+            return
+        now = iteration.iteration_timestamp
+        start, end = self._ready if self._clock is None else self._clock, now
+        if not decoded:  # the last step may have been long ago, if what it decoded was aborted since
+            start = max(start, now - max(begun))
+        elif self._clock is not None:
+            end = start + min(decoded)
+        self._clock = end
+        self._add(start, end, len(decoded) + len(begun), iteration)
+        # What the step's finished samples had is free already, what its new ones have was not there before. Where
+        # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
+        # so.
+        before = self._usage if decoded else 0.0
+        self._context += max(before, scheduler.kv_cache_usage) * self._kv_tokens
+        self._usage = scheduler.kv_cache_usage
+        if not scheduler.num_running_reqs and not scheduler.num_waiting_reqs:
+            self.pause(now)
+
+    def _add(self, start: float, end: float, batch: int, iteration: Any) -> None:
+        span, prefilled = self._span, iteration.prompt_token_stats.computed
+        if span is not None:
+            seen = span.attributes
+            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(prefilled)
+            if not alike or seen["steps"] == STEPS_PER_SPAN:
+                self.close()
+        if self._span is None:
+            attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
+            self._span = Span("decode", self._recorder.where, start, step=self._recorder.step, attributes=attributes)
+        self._span.end = end
+        self._span.tokens += iteration.num_generation_tokens
+        self._span.attributes["steps"] += 1
+        self._span.attributes["prefill_tokens"] += prefilled
+
+    def close(self) -> None:
+        """End the present stretch here."""
+        if self._span is not None:
+            self._span.attributes["context"] = round(self._context / self._span.attributes["steps"])
+            self._recorder.add(self._span)
+        self._span, self._context = None, 0.0
+
+    def pause(self, now: float | None = None) -> None:
+        """No step is under way; the next begins after `now`, the present by default."""
+        self.close()
+        self._clock, self._ready = None, now or time.time()

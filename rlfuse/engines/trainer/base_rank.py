@@ -1,0 +1,147 @@
+"""What every kind of trainer rank is: a process on a device that meets the others and records what it does.
+
+Role: the part that `TrainerRank` and `PipelineRank` have in common; Ray makes an actor of either.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import deepspeed
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.distributed import distributed_c10d
+
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.cuda import collective_limit_s
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer import deepspeed_ops as extensions
+from rlfuse.engines.trainer.determinism import hold
+from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.errors import EngineError
+from rlfuse.events import Recorder, Span
+
+FREED_S = 30.0
+"""For a killed process to give its device memory back."""
+OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""What DeepSpeed's optimizer states hold beside tensors and plain data."""
+
+
+def needs_models(method: Callable) -> Callable:
+    """A rank's call that reads or changes models: an EngineError while they are away from the device."""
+
+    @wraps(method)
+    def checked(self: Rank, *arguments: Any, **named: Any) -> Any:
+        if self.away:
+            raise EngineError(
+                f"trainer/{self.rank} can't {method.__name__}: its models have left the device; let it take that first"
+            )
+        return method(self, *arguments, **named)
+
+    return checked
+
+
+class Rank:
+    """One of `world` processes, bound to `core` if given: `load_extensions`, then `join` meets the others."""
+
+    def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
+        self.config, self.rank, self.world, self.device = config, rank, world, device
+        self.recorder = Recorder(f"trainer/{rank}")
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
+        torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
+        watchdog.register(self.recorder.where, self.recorder)
+        hold(config)
+        self.engines: dict[str, Any] = {}
+        self.beside: list[torch.nn.Module] = []
+        self.away = False
+        if core is not None:
+            for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
+                os.sched_setaffinity(int(thread), {core})
+
+    @property
+    def limit_s(self) -> float:
+        """The longest wait for another rank. On GPUs one ends the process, so it comes before the driver gives up."""
+        return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
+
+    def load_extensions(self) -> str | None:
+        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it, as `extensions.load`.
+
+        DeepSpeed finds them loaded when it asks for them itself.
+        """
+        wanted = {"ShareMemCommBuilder": self.device == "cpu", "CPUAdamBuilder": self.config.actor.offload_optimizer}
+        builders = [get_accelerator().create_op_builder(name) for name, needed in wanted.items() if needed]
+        return extensions.load(lambda: [each.load() for each in builders]) if builders else None
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
+        self.listener = self._listen()
+        return self.listener.getsockname()[:2]
+
+    def _listen(self) -> socket.socket:
+        host = ray.util.get_node_ip_address()
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks; waits for all of them, at most `limit_s`."""
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        if interface := interface_of(ray.util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        limit = timedelta(seconds=self.limit_s)
+        if self.device == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
+        store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)
+        device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
+        dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
+        deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there
+
+    def switch(self, role: str) -> None:
+        """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move."""
+        away = role != "trainer" and self.device != "cpu"
+        with self.recorder.span("switch", cause="role", attributes={"to": role}):
+            if away == self.away:
+                return
+            self.away = True  # also where a move fails halfway
+            for model in (*self.engines.values(), *self.beside):
+                to_host(model) if away else self._fetch(model)
+            self.away = away
+
+    def _fetch(self, model: Any) -> None:
+        """Onto the device; the memory of an engine that was killed a moment ago may not be free yet."""
+        until = time.monotonic() + FREED_S
+        while True:
+            try:
+                return to_device(model)
+            except torch.OutOfMemoryError:
+                if time.monotonic() > until:
+                    raise
+            torch.cuda.empty_cache()
+            time.sleep(0.5)
+
+    def drain(self) -> list[Span]:
+        """Spans since the last call."""
+        return self.recorder.drain()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has the address; None if there is none."""
+    for name, own in psutil.net_if_addrs().items():
+        if any(each.address == address for each in own):
+            return name
+    return None

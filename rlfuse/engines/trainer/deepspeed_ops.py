@@ -1,0 +1,158 @@
+"""DeepSpeed's compiled operations, loaded by one process at a time, and by nobody who waits for the dead.
+
+Role: every rank is asked to `load` before it meets the others, by `load_everywhere` from the driver, which tells the
+person what a rank waits for; `rlfuse runs clean` asks what is `left_over`. torch guards each extension's folder by a
+file `lock` that exists while a process compiles or loads: one that is killed there leaves it behind, it names nobody,
+and who comes later would wait without end.
+
+    rlfuse.lock     flock, which ends with its owner, and the owner's name    <- ours, for the whole folder
+    */lock          torch's own file, made and removed inside of it
+
+Invariant: whoever has `rlfuse.lock` knows that no run is compiling. What it finds of torch's files is then left over if
+the last owner's name still stands there; else other programs may have made it, here (where it shows who works in that
+folder) or on another host that shares it (where only its age tells).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import ray
+
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.remote import all_of, call
+from rlfuse.errors import EngineError
+from rlfuse.progress import ticked
+
+LOCK = "rlfuse.lock"
+STALE_S = 60.0
+"""A lock of another program this old, in whose folder no process of this host works, is left over."""
+PATIENCE_S = 5.0
+"""Until the person is told of a wait."""
+
+
+async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float) -> None:
+    """Every rank loads its operations; EngineError if one waits for longer than `limit_s`."""
+    told, until = set[str](), time.monotonic() + limit_s
+
+    async def one(name: str, rank: ray.actor.ActorHandle) -> None:
+        while why := await call(rank.load_extensions.remote(), name, "load DeepSpeed's operations", limit_s):
+            if time.monotonic() > until:
+                raise EngineError(f"{name} waited for {limit_s:g} s (cluster.timeout_s): {why}")
+            if why not in told:
+                told.add(why)
+                watchdog.say(f"{name}: {why}")
+
+    began, compiled = time.monotonic(), any(_usual_root().rglob("*.so"))
+    if not compiled:
+        watchdog.say("DeepSpeed's operations are compiled: about a minute, once for this machine")
+    await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
+    if not compiled:
+        watchdog.say(ticked("DeepSpeed's operations", time.monotonic() - began))
+
+
+def _usual_root() -> Path:
+    """Where torch keeps compiled operations, its own question of it aside, which takes a second to import."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+
+
+def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str | None:
+    """Do `operations`, which compiles and loads, alone on its folder: None. Else what it waits for, or what it mended.
+
+    EngineError where the folder's file system has no locks.
+    """
+    root, deadline = _root(), time.time() + patience_s
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK).open("a+") as own:
+        while not _locked(own):
+            if time.time() > deadline:
+                owner = _owner(own) or "another process"
+                return f"DeepSpeed's operations are being compiled or loaded by {owner} ({own.name})"
+            time.sleep(0.05)
+        killed = _owner(own)
+        for lock in _locks(root):
+            while why := _waits_for(lock, killed):
+                if time.time() > deadline:
+                    return f"DeepSpeed's operations: {why}"
+                time.sleep(0.05)
+            with suppress(FileNotFoundError):
+                lock.unlink()
+                return f"{lock} was left behind by {killed or 'a process'} that has ended: removed"
+        own.truncate(0)
+        own.write(f"process {os.getpid()} of {socket.gethostname()}")
+        own.flush()
+        try:
+            operations()
+        finally:
+            own.truncate(0)
+    return None
+
+
+def left_over() -> list[Path]:
+    """Locks of processes that were killed: what the next `load` would remove. None while a run is inside."""
+    if not (root := _root()).is_dir():
+        return []
+    with (root / LOCK).open("a+") as own:
+        return [lock for lock in _locks(root) if not _waits_for(lock, _owner(own))] if _locked(own) else []
+
+
+def _root() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root  # takes a second, which the driver need not spend
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def _locks(root: Path) -> list[Path]:
+    """torch's."""
+    return [*root.glob("*/lock"), *root.glob("*/*/lock")]
+
+
+def _locked(own: TextIO) -> bool:
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise EngineError(
+            f"{own.name} can't be locked ({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder of a local disk"
+        ) from error
+    return True
+
+
+def _owner(own: TextIO) -> str:
+    """As the process that is inside, or was killed inside, wrote it down; empty if none is."""
+    own.seek(0)
+    return own.read()
+
+
+def _waits_for(lock: Path, killed: str) -> str | None:
+    """Why the lock still counts; None if it does not, or is gone."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    if process := _worker(lock):
+        return f"process {process} compiles or loads in {lock.parent}"
+    if killed or age > STALE_S:
+        return None
+    return f"{lock} may be of another host; it counts until it is {STALE_S:g} s old. Remove it if nobody compiles"
+
+
+def _worker(lock: Path) -> int | None:
+    """A process of this host that has the lock open, as its owner does, or works in its folder, as compilers do."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.path.realpath(f"/proc/{process.pid}/cwd") == str(lock.parent.resolve()):
+                return process.pid
+            for descriptor in os.scandir(f"/proc/{process.pid}/fd"):
+                if os.path.realpath(descriptor.path) == str(lock.resolve()):
+                    return process.pid
+    return None

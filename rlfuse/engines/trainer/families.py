@@ -1,0 +1,134 @@
+"""Families of models: which can be trained here, and the value model of each.
+
+Role: `untrainable` is asked by runs before anything starts; ranks and pipeline stages take their critic's class
+from `value_class`. Knows transformers' classes, no weights.
+Invariant: a value model is its family's base model under `score`, a linear row, whose folder loads again with
+transformers' class for token classification where that is built so (Qwen2, Llama, Mixtral, ...), and here in any case.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.weights.sync import check_pushable
+from rlfuse.errors import EngineError
+
+HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
+"""What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
+RENAMED = {rf"^{re.escape(head)}\.": "score." for head in HEADS}
+"""As `from_pretrained` takes it."""
+COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
+"""Model type -> why engine and trainer don't agree on it."""
+OWN_CLASS = "AutoModelForTokenClassification"
+"""In config.json's auto_map: modelling code that ships with the weights."""
+
+
+def head_name(name: str) -> str:
+    """A checkpoint's tensor as it is called here."""
+    for pattern, ours in RENAMED.items():
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+class ValueHead(GenericForTokenClassification):
+    """Mixed into a family: its base model under one row, which starts at 0 unless a checkpoint has it.
+
+    So a fresh critic adds no noise to the first advantages. The row is as wide as an embedding, not as the layers:
+    OPT's smallest models have wider ones.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.score = torch.nn.Linear(self.get_input_embeddings().embedding_dim, 1)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.score:
+            initialization.zeros_(module.weight)
+            initialization.zeros_(module.bias)
+
+    def forward(self, **inputs: Any) -> TokenClassifierOutput:
+        return TokenClassifierOutput(logits=self.score(self.base_model(**inputs).last_hidden_state))
+
+
+def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
+    """The class of value models of the family of `config`. EngineError where there is no base model to build on."""
+    if trust_remote_code and (code := (getattr(config, "auto_map", None) or {}).get(OWN_CLASS)):
+        own = get_class_from_dynamic_module(code, config.name_or_path)
+        own.register_for_auto_class(OWN_CLASS)  # then its code is saved with its weights
+        return own
+    base = MODEL_MAPPING.get(type(config), None)
+    if base is None:
+        raise EngineError(
+            f"transformers has no base model of a {type(config).__name__} that a value head could stand on, and the "
+            f"folder brings no {OWN_CLASS} of its own that is trusted (model.trust_remote_code)"
+        )
+    own = AutoModelForTokenClassification._model_mapping.get(type(config), None)
+    if own is not None and issubclass(own, GenericForTokenClassification):
+        name, family = own.__name__, own
+    else:
+        name = f"{base.__name__.removesuffix('Model')}ValueModel"
+        family = [each for each in base.__mro__ if issubclass(each, PreTrainedModel)][-2]
+    attributes = {
+        "__module__": family.__module__,  # transformers renames tensors of older checkpoints for its own classes only
+        "base_model_prefix": family.base_model_prefix,
+        "config_class": type(config),
+    }
+    return type(name, (ValueHead, family), attributes)
+
+
+def untrainable(config: Config) -> list[str]:
+    """What speaks against training or scoring with the models that `config` names, each under its key."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    paths = {"model.path": path}
+    if config.uses_critic:
+        paths["critic.path"] = config.critic.path or path
+    if config.uses_reference and config.ref.path:
+        paths["ref.path"] = config.ref.path
+    found = []
+    for key, path in paths.items():
+        try:
+            family = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            _check_family(family, key == "critic.path", trust)
+            if key == "model.path":
+                check_pushable(family)
+                _check_computed_alike(config, family)
+        except (EngineError, OSError, ValueError, KeyError, StrictDataclassError) as error:
+            found.append(f"{key}={path}: {str(error).strip().splitlines()[0]}; choose another model")
+    return found
+
+
+def _check_computed_alike(config: Config, family: PreTrainedConfig) -> None:
+    """EngineError for a policy whose engines are known to differ by more than rounding, unless told to go on."""
+    why = COMPUTED_OTHERWISE.get(family.get_text_config().model_type)
+    if why and config.rollout.on_mismatch == "stop":
+        raise EngineError(f"{why} (rollout.on_mismatch=alert goes on all the same)")
+
+
+def _check_family(config: PreTrainedConfig, value: bool, trust_remote_code: bool) -> None:
+    """EngineError for one that can't be a policy, or a value model."""
+    stateful = getattr(MODEL_MAPPING.get(type(config), None), "_is_stateful", False)
+    if stateful and getattr(config.get_text_config(), "num_attention_heads", None) is None:
+        raise EngineError(
+            f"models of type {config.model_type} hand a state on from token to token and attend to nothing; only "
+            "models that attend, in some layers at least, are trained"
+        )
+    if value:
+        value_class(config, trust_remote_code)

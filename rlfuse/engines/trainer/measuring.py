@@ -1,0 +1,115 @@
+"""What sequence parallelism costs on these ranks: passes of the real model, timed when the ranks have met.
+
+Role: every trainer rank calls `measured_costs` at start-up, all at the same time; the driver plans by what one of them
+found. Passes are timed while all ranks run one, and while only some do: on CPU hosts ranks may share cores, and then
+they compute slower together. Of a few times the best counts, so that what else the machine does for a moment is left
+out.
+Waits: for the other ranks in every measurement, at most the process group's time-out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from rlfuse.engines.trainer.attention import Segment, attend
+from rlfuse.engines.trainer.degrees import Costs, Overhead
+
+Forward = Callable[[int, int], None]
+"""(tokens, degree): this rank's part of a pass of one row, without gradients; returns when the device is done."""
+
+SHORT = 16
+"""Tokens of a row that takes little more than its start."""
+LONG_S, LONGEST = 0.1, 2048
+"""What a long row should take, and its most tokens: enough to be timed, not so much that a start-up shows it."""
+ENOUGH_S, FEWEST, MOST = 0.4, 4, 10
+"""A measurement is repeated until it has taken so long, but at least and at most so many times."""
+
+
+def measured_costs(
+    forward: Forward,
+    degrees: Sequence[int],
+    text: PreTrainedConfig,
+    token: float,
+    dtype: torch.dtype,
+    device: str,
+    lockstep: bool,
+) -> Costs:
+    """Costs of passes by `forward` at these degrees.
+
+    `token`: about the seconds that one takes on this rank. `lockstep`: no rank runs a pass without all others (ZeRO 3).
+    """
+    watch = Stopwatch(device)
+    longest = min(LONGEST, getattr(text, "max_position_embeddings", LONGEST))
+    long = min(longest, max(4 * SHORT, int(LONG_S / watch.most(token)))) // SHORT * SHORT
+    slower = (1.0,) if lockstep else watch.crowding(lambda: forward(long, 1))
+    pair = watch.seconds(lambda: _attention(text, long, dtype, device)) / (long**2 / 2) * text.num_hidden_layers
+    taken = {d: [watch.seconds(lambda d=d, n=n: forward(n, d)) for n in (SHORT, long)] for d in degrees}
+    return fitted(taken, (SHORT, long), pair, slower)
+
+
+class Stopwatch:
+    """Of all ranks together: each calls its methods in the same order."""
+
+    def __init__(self, device: str):
+        self._device = device
+
+    def most(self, number: float) -> float:
+        """The largest over ranks, the same on all of them."""
+        found = torch.tensor(number, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
+
+    def seconds(self, work: Callable[[], None], ranks: int | None = None) -> float:
+        """How long the slowest of the first `ranks` (None: all) takes while all of them are at it."""
+        mine, best, spent, count = ranks is None or dist.get_rank() < ranks, math.inf, 0.0, 0
+        while count < FEWEST or (spent < ENOUGH_S and count < MOST):
+            dist.barrier()
+            began = time.perf_counter()
+            if mine:
+                work()
+            taken = self.most(mine * (time.perf_counter() - began))
+            best, spent, count = min(best, taken), spent + taken, count + 1
+        return best
+
+    def crowding(self, work: Callable[[], None]) -> tuple[float, ...]:
+        """How many times longer `work` takes when 1, 2, ... and all ranks are at it; measured at powers of two."""
+        world = dist.get_world_size()
+        counts = [1 << power for power in range(world.bit_length())]
+        counts += [world] * (counts[-1] < world)
+        seconds = np.maximum.accumulate([self.seconds(work, count) for count in counts])
+        return tuple(np.interp(range(1, world + 1), counts, seconds / seconds[0]).tolist())
+
+
+def _attention(text: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: str) -> None:
+    """That of one layer to one sequence."""
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    query, key = (
+        torch.ones(1, tokens, count, width, dtype=dtype, device=device) for count in (heads, text.num_key_value_heads)
+    )
+    float(attend(query, key, key, (Segment(0, tokens),), None, None)[0, 0, 0, 0])
+
+
+def fitted(taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: float, slower: tuple[float, ...]) -> Costs:
+    """Costs from seconds by degree of a short and a long row, all ranks at work; `pair`: seconds of a pair of tokens.
+
+    What a cut pass takes beyond its share of the whole one's work is its overhead: a start, and some for each token.
+    """
+    short, long = sizes
+
+    def line(degree: int, token: float) -> tuple[float, float]:
+        """(start, seconds for each token) beyond work in which a token takes so long."""
+        left = [t - (token * n + pair * n**2 / 2) / degree for t, n in zip(taken[degree], sizes, strict=True)]
+        slope = max((left[1] - left[0]) / (long - short), 0.0)
+        return max(left[0] - slope * short, 0.0), slope
+
+    token = line(1, 0.0)[1] or taken[1][1] / long
+    overheads = {degree: Overhead(*(seconds / token for seconds in line(degree, token))) for degree in taken}
+    return Costs(pair / token, overheads, slower)

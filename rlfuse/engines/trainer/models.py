@@ -1,0 +1,237 @@
+"""Hugging Face models as the trainer uses them: loading, and a forward pass that computes only response positions.
+
+Role: called by trainer ranks; knows torch and transformers, not DeepSpeed or Ray. Sequences are packed into one row
+(positions restart at every sequence, and the batch's layout keeps them apart) or, where a model can't do that, padded;
+both give the same numbers (`packs_exactly` checks it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.trainer.attention import lay_out
+from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
+from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.errors import EngineError
+from rlfuse.samples import Row
+from rlfuse.video import language_models  # noqa: F401, makes transformers' auto classes know Qwen2.5-VL
+from rlfuse.video.placeholders import exclude
+
+if TYPE_CHECKING:
+    from rlfuse.engines.trainer.sequence_parallel import Part
+
+
+def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
+    """[r, V] logits that predict this rank's response tokens; no other position reaches the language-model head."""
+    with shown(model, batch):
+        logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep).logits
+    return logits.flatten(0, 1)[batch.predict]
+
+
+def response_values(model: Callable, batch: Batch) -> torch.Tensor:
+    """float32 [R]: the value of the state before each response token."""
+    with shown(model, batch):
+        values = model(**batch.inputs, use_cache=False).logits[..., 0]
+    return batch.whole(values[:, batch.keep].flatten()[batch.predict].float())
+
+
+def before_head(model: Callable, batch: Batch) -> torch.Tensor:
+    """[r, hidden] that a value model's head is given, which itself gives nothing while it is fresh.
+
+    What it gives, [r, 1], of a class that ships with its weights: its head may have any name.
+    """
+    module, found = getattr(model, "module", model), []
+    if not isinstance(module, ValueHead):
+        return response_values(model, batch)[:, None]
+    handle = module.score.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    try:
+        model(**batch.inputs, use_cache=False)
+    finally:
+        handle.remove()
+    return found[0][:, batch.keep].flatten(0, 1)[batch.predict]
+
+
+def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
+    """float32 [R]: a reward model's score before each response token, of the label that the row's `label` numbers."""
+    logits = model(**batch.inputs, use_cache=False).logits
+    scores = logits[:, batch.keep].flatten(0, 1)[batch.predict].float()
+    labels = batch.tensors["label"][batch.mask].long()
+    return scores.gather(1, labels[:, None])[:, 0]
+
+
+@contextmanager
+def shown(model: Callable, batch: Batch) -> Iterator[None]:
+    """The batch's visual embeddings take the place of the tokens' own while the model runs.
+
+    At the output of the embedding, and not as `inputs_embeds`: so the embedding runs inside the engine's forward, where
+    ZeRO 3 gathers its weights, and the text's tokens train it.
+    """
+    if not batch.visual:
+        yield
+        return
+
+    def replace(module: torch.nn.Module, _: tuple, output: torch.Tensor) -> torch.Tensor:
+        flat = output.flatten(0, 1)
+        for at, embeddings in batch.visual:
+            if embeddings.shape != (len(at), flat.shape[-1]):
+                raise ValueError(
+                    f"visual embeddings of shape {list(embeddings.shape)} for {len(at)} positions of a model with "
+                    f"hidden size {flat.shape[-1]}: encode them with the tower and projector of this model."
+                )
+            flat = flat.index_copy(0, at, embeddings.to(flat.dtype))
+        return flat.view_as(output)
+
+    handle = getattr(model, "module", model).get_input_embeddings().register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def load_policy(path: str, settings: ModelConfig) -> PreTrainedModel:
+    """The causal language model at `path`, ready to train; of a Qwen2.5-VL without its tower."""
+    return _load(AutoModelForCausalLM, path, settings)
+
+
+def load_critic(path: str, settings: ModelConfig) -> PreTrainedModel:
+    """A value model: the weights at `path` under one row, `score`, which is 0 unless `path` has one.
+
+    A class that ships with the weights names and begins its head as it likes.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    kind = value_class(config, settings.trust_remote_code)
+    names = RENAMED if issubclass(kind, ValueHead) else None
+    model = _load(kind, path, settings, num_labels=1, key_mapping=names)
+    # Saved as `score`, whatever its name was: transformers would go back to that.
+    model._weight_conversions = [each for each in model._weight_conversions if each.target_patterns != ["score."]]
+    return model
+
+
+def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -> PreTrainedModel:
+    """A sequence classifier with these labels, whose forward gives the head's output at every token, [B, tokens, K].
+
+    Its own gives scores for each row of the inputs, but packed inputs are one row for many sequences. Saved, it is the
+    ordinary classifier. The head is random unless `path` has one. EngineError for a class without a head, or with more.
+    """
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    model = _load(AutoModelForSequenceClassification, path, settings, **names)
+    body, name = model.base_model, type(model).__name__
+    heads = [child for child in model.children() if child is not body and not isinstance(child, torch.nn.Dropout)]
+    if len(heads) != 1 or body is model:
+        raise EngineError(
+            f"model.path={path}: beside its body a {name} has {len(heads)} modules ({_names(heads)}); a reward model "
+            "has one, its head, which turns hidden states into scores. Put them into one module."
+        )
+
+    def forward(**inputs: Any) -> SequenceClassifierOutput:
+        return SequenceClassifierOutput(logits=heads[0](body(**inputs).last_hidden_state))
+
+    model.forward = forward
+    return model
+
+
+@torch.no_grad()
+def check_forward(model: PreTrainedModel, path: str) -> None:
+    """EngineError if a class that is not transformers' own scores otherwise than `load_reward_model` has it.
+
+    What is trained would not be what serves. Under ZeRO-3 every rank calls.
+    """
+    padding = model.config.get_text_config().pad_token_id
+    ids = [i for i in range(4, 12) if i != padding]
+    inputs = {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False}
+    trained, own = model.forward(**inputs).logits[:, -1], type(model).forward(model, **inputs).logits
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    if own.shape != trained.shape or not torch.allclose(own, trained, rtol=tolerance, atol=tolerance):
+        raise EngineError(
+            f"model.path={path}: the forward of {type(model).__name__} gives {_short(own)} where its head on the last "
+            f"token's hidden state gives {_short(trained)}; only the head is trained. Compute scores in the head alone."
+        )
+
+
+def _names(modules: Sequence[torch.nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules) or "none"
+
+
+def _short(scores: torch.Tensor) -> str:
+    return f"{[round(value, 4) for value in scores.flatten().tolist()]} of shape {list(scores.shape)}"
+
+
+def _load(kind: type, path: str, settings: ModelConfig, **overrides) -> PreTrainedModel:
+    if Path(path).is_absolute() and not Path(path).is_dir():
+        raise FileNotFoundError(f"model.path: there is no model folder at {path}")
+    model = kind.from_pretrained(
+        path,
+        dtype=getattr(torch, settings.dtype),
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=True,
+        **overrides,
+    )
+    return trainer_ready(model, settings)
+
+
+def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
+    """Attention by layouts (transformers' choice where a model takes none), no dropout (PPO's ratio must be 1 before an
+    update), maybe recomputed activations.
+
+    Visual placeholders get no probability, as in the engine.
+    """
+    lay_out(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if settings.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    exclude(model)
+    model.config.architectures = [type(model).__name__]  # else a critic's checkpoint says it is a policy's
+    return model
+
+
+def packs_exactly(
+    model: Callable, vocab_size: int, dtype: torch.dtype, device: str, read: Callable = response_logits
+) -> bool:
+    """Whether packed sequences get the logits they get when padded: false for models that ignore position restarts.
+
+    `read`: what is compared in place of logits, `before_head` of a value model.
+    """
+    rows = _probe(vocab_size)
+    return _same(model, [collate(rows, way, device) for way in (True, False)], dtype, read)
+
+
+def splits_exactly(model: Callable, vocab_size: int, dtype: torch.dtype, packed: bool, device: str, part: Part) -> bool:
+    """Whether the ranks of `part`, which all call, get from slices what the whole gives.
+
+    False for models that mix tokens otherwise than in the attention that layouts reach.
+    """
+    rows = _probe(vocab_size)
+    return _same(model, [collate(rows, packed, device, each) for each in (part, None)], dtype)
+
+
+def _probe(vocab_size: int) -> list[Row]:
+    ids = np.arange(4, 16, dtype=np.int32) % vocab_size
+    return [Row(ids[:3], ids[3:7]), Row(ids[:5], ids[5:12])]
+
+
+@torch.no_grad()
+def _same(model: Callable, batches: list[Batch], dtype: torch.dtype, read: Callable = response_logits) -> bool:
+    """Whether two batches of the same rows get the same logits: eight of each row, and what all of them sum up to."""
+    found = []
+    for batch in batches:
+        logits = read(model, batch).float()
+        some = logits[:, :8].nan_to_num(neginf=0.0).unbind(-1)
+        found.append(torch.stack([batch.whole(x) for x in (*some, logits.logsumexp(-1))]))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    return bool((found[0] - found[1]).abs().max() <= tolerance * (1 + found[1].abs().max()))

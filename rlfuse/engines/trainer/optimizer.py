@@ -1,0 +1,208 @@
+"""DeepSpeed engines from our configuration: ZeRO stage, optimizer, schedule, clipping, and their step.
+
+Role: used by a trainer rank. What is DeepSpeed's own way of doing things is here. Between steps an engine holds sums:
+gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be accumulated before
+anyone knows how many there will be. `moves.gradient_bytes` says what the sums cost.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from rlfuse.config.schema import ActorConfig, OptimConfig
+from rlfuse.engines.trainer.moves import REDUCED
+from rlfuse.errors import EngineError
+
+
+def trainable(
+    model: Any, settings: ActorConfig, lr: float, steps: int, device: str, grid: Any = None
+) -> deepspeed.DeepSpeedEngine:
+    """`model` under AdamW, the learning-rate schedule over `steps` optimizer steps, clipping and ZeRO.
+
+    `grid`: of pipeline ranks; `model` is then this rank's stages, and the clipped norm is that of all stages.
+    """
+    optimizer = _optimizer(model, settings, lr, device)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.optim, steps))
+    config = _config(settings, model.dtype)
+    plain = settings.zero_stage == 0 and model.dtype == torch.float32
+    if plain:  # here DeepSpeed clips without telling the norm or looking at it, so the optimizer's hook does all that
+        config["gradient_clipping"] = 0.0
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=grid)
+    if plain:
+        limit = settings.grad_clip or math.inf
+
+        def clip(*_: Any) -> None:
+            engine._global_grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+            # What DeepSpeed's own optimizers call a step to skip; AdamW leaves parameters without a gradient alone.
+            optimizer.overflow = not math.isfinite(engine._global_grad_norm)
+            if optimizer.overflow:
+                optimizer.zero_grad()
+
+        optimizer.register_step_pre_hook(clip)
+    if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
+        _sum_in_float32(engine)
+    return engine
+
+
+def _sum_in_float32(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Under ZeRO 0 and 1, which reduce in the step, parameters of any dtype accumulate float32 gradients.
+
+    Asked for that, DeepSpeed refuses stage 0, and keeps another copy of all gradients for good under stage 1; autograd
+    does it by itself, and the optimizer only has to be told what it finds. It reads both for gradients alone.
+    """
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    if engine.zero_optimization_stage() == 1:
+        engine.optimizer.dtype = engine.optimizer.gradient_accumulation_dtype = torch.float32
+
+
+def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
+    """What gradients of weights of this dtype are added up in, over micro-batches and ranks."""
+    return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
+
+
+def keep_settings(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Go on with this run's learning rate, schedule, weight decay and clipping once a checkpoint is loaded.
+
+    Every loader brings those of the run that wrote the checkpoint: DeepSpeed's the clipping, torch's optimizer the
+    decay and the rate, its schedule the rate to begin with.
+    """
+    schedule = engine.lr_scheduler
+    optimizer, own = schedule.optimizer, schedule.optimizer.defaults
+    rate = own["lr"] * schedule.lr_lambdas[0](schedule.last_epoch)
+    for group in optimizer.param_groups:
+        group |= {"lr": rate, "initial_lr": own["lr"], "weight_decay": own["weight_decay"]}
+    schedule.base_lrs = [own["lr"]] * len(optimizer.param_groups)
+    schedule._last_lr = [rate] * len(optimizer.param_groups)
+    if hasattr(engine.optimizer, "clip_grad"):  # else the hook above clips
+        engine.optimizer.clip_grad = engine.gradient_clipping()
+
+
+def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
+    """A model for inference: sharded over the ranks under ZeRO-3, whole on each otherwise."""
+    model.requires_grad_(False)
+    if settings.zero_stage < 3:
+        return model.to(device)
+    engine, *_ = deepspeed.initialize(model=model, config=_config(settings, model.dtype))
+    return engine
+
+
+def zero_head(model: PreTrainedModel, labels: int) -> None:
+    """Scores start at 0. Sharded or not; `labels`: outputs of the head, a module beside the body."""
+    (head,) = (m for m in model.children() if isinstance(m, torch.nn.Linear) and m.out_features == labels)
+    with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0), torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+
+
+def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> float:
+    """Update by the gradients that all ranks accumulated, divided by `count`; every rank calls, also one without any.
+
+    Returns the global norm of the divided gradient before clipping. Where that is not finite, which it then is on every
+    rank, weights, moments and learning rate stay as they were, and only the gradients are gone. DeepSpeed averages over
+    the `world` ranks that hold the same parameters; the factor undoes that.
+    """
+    factor, stage = world / count, engine.zero_optimization_stage()
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if stage < 2 and (missing := [parameter for parameter in parameters if parameter.grad is None]):
+        # Ranks reduce the same tensors: a backward of nothing gives zeros, and DeepSpeed's buffers with them.
+        engine.backward(0.0 * sum(parameter.sum() for parameter in missing), scale_wrt_gas=False)
+    if stage == 1:
+        engine.optimizer.setup_buckets()  # gradients that came without engine.backward find none
+    if stage == 0:
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
+        engine.step()
+    else:  # what the gradients are divided by in float32, after reduction and before norm and clipping
+        engine.optimizer.loss_scale = 1 / factor
+        try:
+            engine.step()
+        finally:
+            engine.optimizer.loss_scale = 1.0  # else the next backward would multiply by it
+    return float(engine.get_global_grad_norm())
+
+
+@torch.no_grad()
+def check_finite(engines: Mapping[str, deepspeed.DeepSpeedEngine], names: Iterable[str]) -> None:
+    """EngineError if a weight of these models on this rank, be it a shard's, is not finite.
+
+    No later step can mend that, and a checkpoint of it would push out one that can be gone on from.
+    """
+    for name in names:
+        for key, parameter in engines[name].module.named_parameters():
+            shard = getattr(parameter, "ds_tensor", parameter)
+            if shard.numel() and not all(end.isfinite() for end in shard.aminmax()):  # NaN would be both
+                raise EngineError(
+                    f"The {name} is lost, and not saved: its weights are not finite ({key}). Go on from the last "
+                    f"checkpoint with a lower learning rate, a lower actor.grad_clip or model.dtype=float32."
+                )
+
+
+@contextmanager
+def sharded_loading(settings: ActorConfig, device: str) -> AbstractContextManager:
+    """Under ZeRO-3 models are sharded while they load, so no rank ever holds a whole one."""
+    config = HfDeepSpeedConfig(_config(settings, torch.float32)) if settings.zero_stage == 3 else nullcontext()
+    yield config  # transformers keeps a weak reference: alive for the length of the block
+
+
+def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False, "reduce_bucket_size": REDUCED}
+    if settings.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    summed: dict[str, Any] = {}
+    if _sums(settings, dtype) != dtype:
+        summed["communication_data_type"] = "fp32"
+        if settings.zero_stage > 1:  # reduced micro-batch by micro-batch, so DeepSpeed adds them up
+            summed["data_types"] = {"grad_accum_dtype": "fp32"}
+    return summed | {
+        "train_micro_batch_size_per_gpu": 1,  # nominal: micro-batches are ours, and vary
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # step() is the boundary, however many backward() came before
+        "gradient_clipping": settings.grad_clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": 10**9,
+    }
+
+
+def _optimizer(model: Any, settings: ActorConfig, lr: float, device: str) -> torch.optim.Optimizer:
+    options = {"lr": lr, "weight_decay": settings.optim.weight_decay}
+    if settings.offload_optimizer:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **options)
+    return torch.optim.AdamW(model.parameters(), fused=device != "cpu", **options)
+
+
+def _rate(step: int, optim: OptimConfig, steps: int) -> float:
+    """Share of the full learning rate at an optimizer step."""
+    if step < optim.lr_warmup_steps:
+        return (step + 1) / optim.lr_warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = (step - optim.lr_warmup_steps) / max(1, steps - optim.lr_warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def matmul_rate(dtype: torch.dtype, device: str, size: int = 512, repeats: int = 5) -> float:
+    """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
+    size = size if device == "cpu" else 8192
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

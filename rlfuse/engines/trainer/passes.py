@@ -1,0 +1,68 @@
+"""One micro-batch through a model: log-probs, and what the optimizers minimise, as the configuration has it.
+
+Role: called by trainer ranks with a whole model, and by the last stage of a pipeline with its part of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
+from rlfuse.algorithms.objectives import actor_objective, critic_objective
+from rlfuse.algorithms.preferences import bradley_terry
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.model_inputs import Batch
+from rlfuse.engines.trainer.models import response_logits, response_scores, response_values
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The loss and detached diagnostics of a micro-batch, all of them sums."""
+
+
+def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [R] of the response tokens at the sampling temperature, and the [r, V] logits of this rank's."""
+    logits = response_logits(model, batch).float() / config.rollout.temperature
+    return batch.whole(log_probs_from_logits(logits, batch.targets)), logits
+
+
+def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch whose rows carry `old_log_probs`, `advantages` and what else the loss reads."""
+    settings, longest = config.actor, config.data.max_response_length
+    found, logits = log_probs(config, model, batch)
+    with torch.set_grad_enabled(bool(settings.entropy_coeff)):
+        entropy = batch.whole(entropy_from_logits(logits))
+    return actor_objective(settings, batch.matrix(found), batch.matrix(entropy), batch.mask, batch.tensors, longest)
+
+
+def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch whose rows carry `values` and `returns`."""
+    values = batch.matrix(response_values(model, batch))
+    clip, mode = config.critic.cliprange_value, config.actor.loss_agg_mode
+    return critic_objective(clip, mode, values, batch.mask, batch.tensors, config.data.max_response_length)
+
+
+def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Of a micro-batch of pairs, chosen before rejected, whose rows carry `margin` and `label`.
+
+    A filler is one row, and no pair. A row's score is that of its last token; the one behind it is there to be
+    predicted, and never looked at.
+    """
+    ends = batch.mask.sum(1).cumsum(0) - 1
+    scores = response_scores(model, batch)[ends]
+    whole = len(scores) - len(scores) % 2
+    chosen, rejected = scores[:whole].view(-1, 2).unbind(1)
+    return bradley_terry(chosen, rejected, batch.tensors["margin"][:whole:2, 0])
+
+
+def weighed(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """`weight` times the loss, to go backward from; one that is not finite has no finite gradient.
+
+    A clamp or a mask can keep from the gradient what the loss shows, and the step is skipped by the gradient's norm,
+    which all ranks share.
+    """
+    return loss * (weight + 0.0 * loss.detach())
+
+
+OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}
+"""What each kind of model is trained on."""

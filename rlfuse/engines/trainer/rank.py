@@ -1,0 +1,320 @@
+"""One trainer rank: actor, critic and reference in one process, each a DeepSpeed engine over all ranks.
+
+Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
+under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
+cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens (`sequence_parallel`).
+All else this rank does alone, whatever the others do meanwhile.
+Invariants:
+- gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
+  any split into ranks, calls and micro-batches, in any order, gives one gradient;
+- in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
+- ranks with slices of a micro-batch all compute its whole loss, each the gradient through its own tokens; the first of
+  them alone counts its diagnostics and answers with its scores;
+- gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not);
+- a step whose loss or gradient is not finite is skipped on every rank alike, as its event says; weights that are not
+  finite all the same are never saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.base_rank import Rank, needs_models
+from rlfuse.engines.trainer.degrees import Costs, legal
+from rlfuse.engines.trainer.measuring import measured_costs
+from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.engines.trainer.models import (
+    before_head,
+    load_critic,
+    load_policy,
+    packs_exactly,
+    response_logits,
+    response_values,
+    splits_exactly,
+)
+from rlfuse.engines.trainer.optimizer import (
+    check_finite,
+    freeze,
+    keep_settings,
+    matmul_rate,
+    sharded_loading,
+    take_step,
+    trainable,
+)
+from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, weighed
+from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
+from rlfuse.engines.trainer.vision_tower import ShownClip, TowerSettings, TrainedTower
+from rlfuse.engines.weights import cuda_ipc as weights_device
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.errors import EngineError
+from rlfuse.samples import MicroBatch, Row
+from rlfuse.video.positions import m_rope
+
+_CUT = (
+    "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
+    "slices; set it to 1"
+)
+
+
+class TrainerRank(Rank):
+    """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks, all of them and those of each sequence-parallel group."""
+        super().join(host, port)
+        limit = timedelta(seconds=self.config.cluster.timeout_s)
+        largest = self.config.training.ulysses_sequence_parallel_size
+        self.parallel = SequenceParallel(self.rank, self.world, largest, limit)
+
+    def setup(self, optimizer_steps: int, tower: TowerSettings | None = None) -> dict[str, Any]:
+        """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log.
+
+        `tower`: of a tower that is trained with the actor.
+        """
+        config, start = self.config, self.config.model.path
+        torch.manual_seed(config.data.seed)
+        self.engines: dict[str, Any] = {}
+        self.tower = tower and TrainedTower(tower, self.device, config.model.dtype, config.uses_reference)
+        self.beside = self.tower.modules if self.tower else []
+        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
+            policy = load_policy(start, config.model)
+            if self.tower:
+                self.tower.hold(policy)
+            self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
+            if config.uses_critic:
+                critic = load_critic(config.critic.path or start, config.model)
+                self.engines["critic"] = trainable(
+                    critic, config.actor, config.critic.optim.lr, optimizer_steps, self.device
+                )
+            if config.uses_reference:
+                reference = load_policy(config.ref.path or start, config.model)
+                self.engines["ref"] = freeze(reference, config.actor, self.device)
+        self.ropes = {name: m_rope(getattr(each, "module", each).config) for name, each in self.engines.items()}
+        self.sums: dict[str, dict[str, torch.Tensor]] = {}
+        self.exporters = {
+            name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
+        }
+        self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
+        self.shares = self.packed and all(lays_out(getattr(each, "module", each)) for each in self.engines.values())
+        facts = {
+            "packed": self.packed,
+            "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
+            "peak_flops": matmul_rate(policy.dtype, self.device),
+        }
+        self._token_s = 2 * facts["parameters"] / facts["peak_flops"]
+        self._check_split()
+        return facts | {"shares_prompts": self.shares}
+
+    def _packs(self, name: str) -> bool:
+        engine = self.engines[name]
+        module, read = getattr(engine, "module", engine), before_head if name == "critic" else response_logits
+        return packs_exactly(engine, module.config.get_text_config().vocab_size, module.dtype, self.device, read)
+
+    def _check_split(self) -> None:
+        """EngineError if sequences are to be cut and a model of this rank does not allow it."""
+        largest = self.config.training.ulysses_sequence_parallel_size
+        if largest == 1:
+            return
+        key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
+        for name, engine in self.engines.items():
+            module = getattr(engine, "module", engine)
+            if (heads := module.config.get_text_config().num_attention_heads) % largest:
+                raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
+            if not lays_out(module):
+                raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
+        text, dtype = actor.module.config.get_text_config(), actor.module.dtype
+        if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
+            raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
+
+    @needs_models
+    def measure(self) -> Costs:
+        """What sequence parallelism costs here; every rank calls."""
+        largest = self.config.training.ulysses_sequence_parallel_size
+        if largest == 1:
+            return Costs()
+        module, lockstep = self.engines["actor"].module, self.config.actor.zero_stage == 3
+        text = module.config.get_text_config()
+        return measured_costs(self._probe, legal(largest), text, self._token_s, module.dtype, self.device, lockstep)
+
+    @torch.no_grad()
+    def _probe(self, tokens: int, degree: int) -> None:
+        """A pass of a row of that many tokens, to be timed."""
+        ids = np.zeros(tokens, dtype=np.int32)
+        batch = collate([Row(ids[1:], ids[:1])], self.packed, self.device, self.parallel.part(degree))
+        float(response_logits(self.engines["actor"], batch).sum())  # waits for the device
+
+    # Passes without gradients ------------------------------------------------------------------------------------
+
+    @needs_models
+    def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature.
+
+        None of a micro-batch that another rank answers for.
+        """
+        kind = "old_log_prob" if model == "actor" else "ref"
+        return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch)[0])
+
+    @needs_models
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """float32 [T] per row, per micro-batch: the critic's value before each response token."""
+        return self._score("values", "critic", micro_batches, response_values)
+
+    @torch.no_grad()
+    def _score(
+        self,
+        kind: str,
+        model: str,
+        micro_batches: Sequence[MicroBatch],
+        function: Callable[[Any, Batch], torch.Tensor],
+    ) -> list[list[np.ndarray]]:
+        engine, results = self.engines[model], []
+        engine.eval()
+        for micro_batch in micro_batches:
+            part = self.parallel.part(micro_batch.degree)
+            with self._span(kind, micro_batch, "finished samples") as span:
+                rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
+                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
+                span.attributes["run"] = batch.inputs["input_ids"].numel()
+                scores = batch.split(function(engine, batch))
+                results.append(scores if _first(part) else [])
+        return results
+
+    # Updates -----------------------------------------------------------------------------------------------------
+
+    @needs_models
+    def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs."""
+        engine, objective = self.engines[model], OBJECTIVES[model]
+        totals = self.sums.setdefault(model, {})
+        engine.train()
+        for micro_batch in micro_batches:
+            part = self.parallel.part(micro_batch.degree)
+            with self._span("forward", micro_batch, f"update_{model}", model=model):
+                rows, clips = self._seen(model, micro_batch)
+                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
+                loss, sums = objective(self.config, engine, batch)
+            with self._span("backward", micro_batch, f"update_{model}", model=model):
+                engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
+                if clips:
+                    self.tower.backward(clips)
+            counted = micro_batch.weight * _first(part)
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value.double() * counted
+
+    def _seen(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[ShownClip]]:
+        """Rows for an update of `model`, and their clips that train the tower."""
+        if not self.tower or not micro_batch.weight:
+            return micro_batch.rows, []
+        if model == "actor":
+            return self.tower.graded(micro_batch.rows)
+        return self.tower.rows_of(model, micro_batch.rows), []
+
+    @needs_models
+    def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
+        """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
+
+        Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
+        """
+        engine = self.engines[model]
+        facts = {"lr": engine.get_lr()[0]}
+        with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
+            trained = self.tower if model == "actor" else None
+            if trained:
+                trained.hand_in(engine)
+            facts["grad_norm"] = take_step(engine, count, self.world)
+            span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
+            if trained:
+                trained.refresh(engine)
+            if self.device != "cpu":
+                span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
+        return {name: float(value) for name, value in self.sums.pop(model, {}).items()}, facts
+
+    # Weights and checkpoints -------------------------------------------------------------------------------------
+
+    def sizes(self, model: str) -> list[tuple[str, int]]:
+        """(name, bytes) of the model's tensors."""
+        return self.exporters[model].sizes()
+
+    @needs_models
+    def export_bucket(self, names: list[str], path: Path) -> None:
+        """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
+        self.exporters["actor"].write(names, path)
+
+    @needs_models
+    def save_tower(self, path: Path) -> int:
+        """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
+        if self.rank == 0:
+            self.tower.write(path)
+        self.tower.shown = self.tower.updates
+        return self.tower.updates
+
+    # Not run without GPUs, see weights_device
+
+    @needs_models
+    def share_ipc(self, names: list[str]) -> dict[str, Any]:
+        """Handles of a bucket for the engine on this rank's GPU; every rank calls. Its copies live until `release_ipc`.
+
+        EngineError if the models are not on the GPU: there are no handles of host memory.
+        """
+        with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
+            handles, self.shared = weights_device.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
+        return handles
+
+    def release_ipc(self) -> None:
+        """Let go of what `share_ipc` kept; the engine has loaded it."""
+        self.shared = []
+        weights_device.collect()
+
+    def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
+        """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.
+
+        Beside the actor's there, `tower.safetensors` is the trained tower. Returns what could not be written, and why.
+        EngineError for weights that are not finite.
+        """
+        with writing(self.engines[name] for name in self.exporters) as files:
+            for name, exporter in self.exporters.items():
+                self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
+                exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
+            if self.tower and self.rank == 0:
+                tower = folder / "actor" / "huggingface" / "tower.safetensors"
+                files.write(tower, lambda: self.tower.write(tower))
+            check_finite(self.engines, self.exporters)
+        return files.problem
+
+    @needs_models
+    def load(self, folder: Path) -> None:
+        """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
+        for name in self.exporters:
+            loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
+            if loaded is None:
+                raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
+            keep_settings(self.engines[name])
+        if self.tower:
+            self.tower.refresh(self.engines["actor"])
+            self.tower.shown = self.tower.updates
+
+    # Events ------------------------------------------------------------------------------------------------------
+
+    def _span(self, kind: str, micro_batch: MicroBatch, cause: str, **attributes: Any):
+        rows, degree = micro_batch.rows if micro_batch.weight else (), micro_batch.degree
+        tokens = sum(row.tokens for row in rows)
+        return self.recorder.span(
+            kind,
+            cause=cause,
+            samples=tuple(row.id for row in rows),
+            tokens=len(range(self.rank % degree, tokens, degree)),  # this rank's share, to one token
+            attributes=attributes | {"degree": degree},
+        )
+
+
+def _first(part: Part | None) -> bool:
+    return part is None or part.index == 0

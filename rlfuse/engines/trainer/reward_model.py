@@ -1,0 +1,78 @@
+"""All ranks that train a reward model as one: pairs in, steps and scores out.
+
+Role: the driver's side of `RewardModelRank`; `rlfuse.run.reward_model` drives it. A pair is two rows that stay in one
+micro-batch, chosen before rejected, and share what their sequences begin with, so that it runs once.
+Invariants and waits: as a `TrainerGroup`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlfuse.cluster.placement import Slots
+from rlfuse.config.schema import Config
+from rlfuse.data.preferences import Preference
+from rlfuse.engines.trainer.degrees import Unit
+from rlfuse.engines.trainer.handle import TrainerGroup, start_ranks
+from rlfuse.samples import Row
+
+MODEL = "reward_model"
+UNSEEN = np.zeros(1, dtype=np.int32)
+"""Stands behind a row's last token, where the score is; causal models never look at it."""
+
+
+class RewardModelTrainer(TrainerGroup):
+    """One rank on every slot."""
+
+    @classmethod
+    async def start(
+        cls, config: Config, slots: Slots, optimizer_steps: int, padding: int | None, labels: Sequence[str]
+    ) -> tuple[RewardModelTrainer, dict[str, Any]]:
+        """Ranks with their models loaded, and facts to log. `padding`, `labels`: as in `RewardModelRank.setup`."""
+        from rlfuse.engines.trainer.reward_model_rank import RewardModelRank  # imports DeepSpeed
+
+        group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
+        group.labels = labels
+        return group, (await group._all("setup", "load its model", optimizer_steps, padding, labels))[0]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (MODEL,)
+
+    async def learn(self, pairs: Sequence[Preference]) -> dict[str, float]:
+        """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them."""
+        rows = rows_of(pairs, self.labels)
+        await self.accumulate(MODEL, rows)
+        self._accumulated[MODEL] = []
+        shares = await self._all("step", "update the reward model", MODEL, len(pairs))
+        names = {name for sums, _ in shares for name in sums}
+        means = {name: sum(sums.get(name, 0.0) for sums, _ in shares) / len(pairs) for name in sorted(names)}
+        return {f"{MODEL}/{name}": value for name, value in (means | shares[0][1]).items()}
+
+    async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
+        """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""
+        found = await self._score("scores", "score pairs", rows_of(pairs, self.labels), None)
+        return np.array([scores[-1] for scores in found], dtype=np.float32).reshape(-1, 2)
+
+    def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
+        tokens = [first.tokens + second.tokens for first, second in zip(rows[::2], rows[1::2], strict=True)]
+        return [Unit((2 * i, 2 * i + 1), size, size**2 / 2) for i, size in enumerate(tokens)]
+
+
+def rows_of(pairs: Sequence[Preference], labels: Sequence[str]) -> list[Row]:
+    """Chosen and rejected of each pair, one after the other; a pair without a dimension is of the first label."""
+    rows = []
+    for pair in pairs:
+        for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
+            alone = int(not len(pair.shared_ids))  # a row has a prompt: with nothing to share, its own first token
+            prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], UNSEEN])
+            label = labels.index(pair.dimension) if pair.dimension else 0
+            tensors = {
+                name: np.full(len(response), value, dtype=np.float32)
+                for name, value in (("margin", pair.margin), ("label", label))
+            }
+            rows.append(Row(prompt, response, tensors, f"{pair.index}/{side}"))
+    return rows

@@ -1,0 +1,52 @@
+"""One trainer rank of a reward model: a sequence classifier under DeepSpeed, trained on pairs.
+
+Role: the class that `RewardModelTrainer.start` makes Ray actors of. All but the model is as in a `TrainerRank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
+from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
+from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.rewards.api.labels import head_labels
+from rlfuse.samples import MicroBatch
+
+MODEL = "reward_model"
+
+
+class RewardModelRank(TrainerRank):
+    """`join`, then `setup`, then calls in any order."""
+
+    def setup(self, optimizer_steps: int, padding: int | None, labels: Sequence[str]) -> dict[str, Any]:
+        """Load the model; returns facts to log. A head that `model.path` does not have begins at 0.
+
+        `padding`: the tokenizer's token, by which the saved model will know where a sequence ends. `labels`: of the
+        head, in order.
+        """
+        config, path = self.config, self.config.model.path
+        torch.manual_seed(config.data.seed)
+        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
+            model = load_reward_model(path, config.model, labels)
+            if not head_labels(path, config.model.trust_remote_code):
+                zero_head(model, len(labels))
+            model.config.get_text_config().pad_token_id = padding
+            self.engines = {MODEL: trainable(model, config.actor, config.actor.optim.lr, optimizer_steps, self.device)}
+        if model.is_remote_code():
+            check_forward(model, path)
+        self.tower, self.sums, self.ropes = None, {}, {MODEL: None}
+        self.exporters = {MODEL: Exporter(model, self.rank)}
+        self.packed = self.shares = config.model.use_remove_padding and lays_out(model)
+        parameters = sum(size for _, size in self.sizes(MODEL)) // model.dtype.itemsize
+        return {"packed": self.packed, "parameters": parameters}
+
+    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""
+        return self._score("values", MODEL, micro_batches, response_scores)

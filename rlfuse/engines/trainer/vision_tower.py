@@ -1,0 +1,232 @@
+"""The vision tower that learns with the policy: clips are encoded again, with the gradient that their embeddings got.
+
+Role: one per trainer rank, beside its DeepSpeed engines. `TrainerRank` takes from it the rows of every pass, and hands
+it what a backward left at their embeddings.
+
+    cached embeddings --> text model: forward, backward --> gradient of the embeddings --> tower, `step` units at a time
+    step: sums of all micro-batches --> DeepSpeed engine (text and tower: one norm, one optimizer) --> new weights
+
+Invariants:
+- the loss sees what rollouts and old log-probs saw: embeddings rounded to bf16. The cached ones, until the tower is
+  updated within a step; from then on those of the present tower, rounded too. The gradient passes the rounding
+  unchanged, so PPO's ratio is exactly 1 before an update;
+- the reference sees the tower that the run began with, so KL is to the initial policy as a whole. Once the tower was
+  updated, that costs one more encoding of every clip. The critic sees the cached embeddings, and does not train them;
+- a row's embedding is of this file, this plan and the tower as it was last handed over, or an error;
+- a micro-batch encodes a clip once with gradient, however many answers show it, and keeps the activations of `step`
+  units at a time. A rank with a slice of the tokens encodes the units that stand in it;
+- nothing here is collective but `hand_in` and `refresh`, which belong to the step: ranks may hold any number of clips.
+The weights exist twice on a rank: as DeepSpeed holds them (whole or sharded), and here, whole, where they run. Sums of
+gradients are float32, because a long clip has hundreds of chunks. Waits for decoders, which bound themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import deepspeed
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from rlfuse.engines.trainer.offloading import on_device
+from rlfuse.errors import EngineError, VideoError
+from rlfuse.samples import Embedding, Row, Visual
+from rlfuse.video.decode_pool import Clip, DecodePool
+from rlfuse.video.embedding import content_hash, embedding_key
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.towers import Tower
+
+NAME = "tower"
+"""Of the policy's submodule that holds the weights for DeepSpeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSettings:
+    """What the encoder ranks have, and trainer ranks need to do as they do."""
+
+    encoder: EncoderSettings
+    pool: DecodePool
+    """Every rank gets workers of its own."""
+
+
+class TrainedTower:
+    """`updates`: optimizer steps so far; `shown`: those of the tower that made the embeddings which rows bring."""
+
+    def __init__(self, settings: TowerSettings, device: str, dtype: str, reference: bool):
+        encoder = settings.encoder
+        if encoder.dtype != dtype:
+            raise ValueError(
+                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}: give "
+                "both the same"
+            )
+        tower = (encoder.model_path, device, encoder.dtype, encoder.step)
+        self.present = Tower(*tower, trainable=True)
+        self.initial = Tower(*tower) if reference else None
+        self.pool, self.block_bytes = settings.pool, encoder.block_bytes
+        self.device, self.updates, self.shown = device, 0, 0
+        self._weights = list(self.present.module.parameters())
+        sums = (torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights)
+        self.sums = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in sums)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """What moves between device and host memory with the engines."""
+        return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
+
+    def hold(self, policy: PreTrainedModel) -> None:
+        """Give the policy the weights that its DeepSpeed engine is to train."""
+        policy.add_module(NAME, copy.deepcopy(self.present.module).to(policy.dtype))
+
+    # Passes ------------------------------------------------------------------------------------------------------
+
+    def rows_of(self, model: str, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """The rows as `actor`, `critic` or `ref` sees them in a pass that does not train the tower."""
+        tower, updates = self.present, self.updates
+        if model == "ref":
+            tower, updates = self.initial, 0
+        if model == "critic" or updates == self.shown:
+            tower = None
+        return self._rows(rows, {}, tower, graded=False)
+
+    def graded(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[ShownClip]]:
+        """The rows as the actor's update sees them, and their clips, for `backward` after that of the loss."""
+        clips: dict[str, ShownClip] = {}
+        rows = self._rows(rows, clips, None if self.updates == self.shown else self.present, graded=True)
+        return rows, list(clips.values())
+
+    def backward(self, clips: Iterable[ShownClip]) -> None:
+        """Add the tower's gradient, from what the loss's backward left at these clips."""
+        for clip in clips:
+            for first, frames in self._chunks(clip.visual, *clip.span):
+                features = self.present.encode(frames)
+                if (wanted := clip.gradient(first, first + len(features))) is not None:
+                    found = torch.autograd.grad(features, self._weights, wanted.to(features), materialize_grads=True)
+                    for total, gradient in zip(self.sums, found, strict=True):
+                        total.add_(gradient)
+
+    def rows(self, tower: Tower, visual: Visual, first: int, last: int) -> torch.Tensor:
+        """bf16 [last - first, hidden] of a clip, as this tower encodes it; without gradient."""
+        with torch.no_grad():
+            found = [(row, tower.encode(frames).bfloat16()) for row, frames in self._chunks(visual, first, last)]
+        begin = found[0][0]
+        return torch.cat([part for _, part in found])[first - begin : last - begin]
+
+    def _rows(
+        self, rows: Sequence[Row], clips: dict[str, ShownClip | Embedding], tower: Tower | None, graded: bool
+    ) -> tuple[Row, ...]:
+        """`tower`: encodes them anew; None: cached embeddings are read."""
+
+        def shown(visual: Visual) -> Visual:
+            key = visual.source.key
+            if key not in clips:
+                self._check(visual)
+                anew = graded or tower is not None
+                clips[key] = ShownClip(self, visual, tower, graded) if anew else visual.source
+            return replace(visual, source=clips[key])
+
+        return tuple(replace(row, visual=tuple(map(shown, row.visual))) for row in rows)
+
+    def _check(self, visual: Visual) -> None:
+        content, plan, key = content_hash(visual.path), visual.plan, visual.source.key
+
+        def made_after(updates: int) -> bool:
+            return embedding_key(content, plan, self.present.version_after(updates)) == key
+
+        if made_after(self.shown):
+            return
+        made = [updates for updates in range(self.updates + 1) if made_after(updates)]
+        by = f"by the tower after {made[0]} updates" if made else "from another file, plan or tower"
+        raise EngineError(
+            f"the embedding {key} of {visual.path} was made {by}, rows must bring those of the tower after "
+            f"{self.shown} updates: hand the tower to the encoder ranks after every step, and encode clips after that"
+        )
+
+    def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Frames that the tower runs together, with the row they begin at: all that rows `first` to `last` need."""
+        plan, shape = visual.plan, self.present.shape
+        size = shape.step * shape.unit_tokens(plan.height, plan.width)
+        row, begin = first // size * size, first // size * shape.cut
+        end = min(-(-last // size) * shape.cut, len(plan.times))
+        count = shape.cut * max(1, self.block_bytes // (plan.height * plan.width * 3) // shape.cut)
+        blocks = [Clip(visual.path, plan, at, min(at + count, end)) for at in range(begin, end, count)]
+        for pixels in self.pool.stream(blocks):
+            if isinstance(pixels, VideoError):
+                raise EngineError(f"a clip could be encoded, but not again with gradient: {pixels}") from pixels
+            for frames in torch.from_numpy(pixels).split(shape.cut):
+                yield row, frames
+                row += size
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def hand_in(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
+        held = list(getattr(engine.module, NAME).parameters())
+        with _whole(held):  # sums as gradients: each weight times its sum has that derivative
+            products = (weight * total.to(weight.dtype) for weight, total in zip(held, self.sums, strict=True))
+            engine.backward(sum(product.sum() for product in products), scale_wrt_gas=False)
+        for total in self.sums:
+            total.zero_()
+
+    @torch.no_grad()
+    def refresh(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Take the engine's weights, after a step or a load; every rank calls."""
+        held = list(getattr(engine.module, NAME).parameters())
+        with _whole(held):
+            for mine, weight in zip(self._weights, held, strict=True):
+                mine.copy_(weight)
+        self.updates = engine.global_steps
+
+    def write(self, path: Path) -> None:
+        """The present weights as safetensors under checkpoint names, as `Tower.update` takes them."""
+        with on_device(self.present.module):
+            weights = self.present.module.state_dict()
+            save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
+
+
+class ShownClip:
+    """A clip as the rows of one micro-batch show it, in place of its `Embedding`."""
+
+    def __init__(self, owner: TrainedTower, visual: Visual, tower: Tower | None, graded: bool):
+        self.key, self.visual = visual.source.key, visual
+        self._owner, self._tower, self._graded = owner, tower, graded
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive), in the model's precision; rows that were read are kept."""
+        part = (int(first), int(last))
+        if part not in self._parts:
+            source = self.visual.source.read(*part) if self._tower is None else self._encoded(*part)
+            rows = source.to(self._owner.device, self._owner.present.dtype, copy=True)
+            self._parts[part] = rows.requires_grad_(self._graded)
+        return self._parts[part]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """From the first row read to the last; (0, 0) if none was."""
+        firsts, lasts = zip(*(self._parts or {(0, 0): None}), strict=True)
+        return min(firsts), max(lasts)
+
+    def gradient(self, first: int, last: int) -> torch.Tensor | None:
+        """float32 [last - first, hidden] that a backward left there; None where no row was read."""
+        total = None
+        for (start, stop), rows in self._parts.items():
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                if total is None:
+                    total = torch.zeros(last - first, rows.shape[-1], device=rows.device)
+                total[low - first : high - first] += rows.grad[low - start : high - start]
+        return total
+
+    def _encoded(self, first: int, last: int) -> torch.Tensor:
+        return self._owner.rows(self._tower, self.visual, first, last)
+
+
+def _whole(weights: list[torch.nn.Parameter]) -> AbstractContextManager:
+    """Weights that ZeRO 3 shards, whole for a while."""
+    sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
+    return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))

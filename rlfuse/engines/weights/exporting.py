@@ -1,0 +1,90 @@
+"""A model's weights as a checkpoint names them, bucket by bucket: for weight sync and for `huggingface/` folders.
+
+Role: used by a trainer rank on its own models. Under ZeRO-3 every rank must call the same method with the same names,
+because the shards of a bucket are gathered from all of them; only rank 0 then writes. Never more than one bucket of
+weights exists beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.vision_tower import NAME as TOWER
+
+
+class Exporter:
+    """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
+
+    def __init__(self, model: PreTrainedModel, rank: int):
+        self.model, self.rank = model, rank
+        tied = set(model.all_tied_weights_keys or ())
+        self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
+        stored = {name for name in model.state_dict() if not name.startswith(f"{TOWER}.")}
+        own_buffers = {name for name in stored if name not in self.tensors and name not in tied}
+        self.tensors |= {name: tensor for name, tensor in model.named_buffers() if name in own_buffers}
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """(name, bytes) of every tensor, whole even where it is sharded; tied weights once."""
+        return [(name, self._elements(tensor) * tensor.element_size()) for name, tensor in self.tensors.items()]
+
+    @staticmethod
+    def _elements(tensor: torch.Tensor) -> int:
+        return getattr(tensor, "ds_numel", tensor.numel())
+
+    @contextmanager
+    def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """The named tensors, whole, under their checkpoint names, on rank 0 (or `everywhere`); other ranks get none."""
+        tensors = {name: self.tensors[name] for name in names}
+        sharded = [tensor for tensor in tensors.values() if hasattr(tensor, "ds_id")]
+        with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+            whole = {name: tensor.detach() for name, tensor in tensors.items()}
+            yield revert_weight_conversion(self.model, whole) if everywhere or self.rank == 0 else {}
+
+    def write(self, names: list[str], path: Path, files: Writing | None = None) -> list[str]:
+        """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0).
+
+        With `files` a failure is noted there, not raised.
+        """
+        with self.gathered(names) as tensors:
+            if self.rank == 0 and files is not None:
+                files.write(path, lambda: self._save(tensors, path))
+            elif self.rank == 0:
+                self._save(tensors, path)
+            return list(tensors)
+
+    def save_pretrained(self, folder: Path, buckets: list[list[str]], files: Writing) -> None:
+        """A folder that `from_pretrained` and vLLM load with no merge step: config and one shard per bucket."""
+        weight_map: dict[str, str] = {}
+        if self.rank == 0:
+            files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        for i, names in enumerate(buckets):
+            shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
+            weight_map |= dict.fromkeys(self.write(names, folder / shard, files), shard)
+        if self.rank == 0:
+            files.write(folder, lambda: self._describe(folder, weight_map))
+
+    @staticmethod
+    def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
+
+    def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
+        """What a Hugging Face folder has beside its shards."""
+        if self.model.is_remote_code():  # its code, and in the config where it is
+            custom_object_save(self.model, str(folder), config=self.model.config)
+        self.model.config.save_pretrained(folder)
+        if generation := getattr(self.model, "generation_config", None):
+            generation.save_pretrained(folder)
+        total = sum(size for _, size in self.sizes())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

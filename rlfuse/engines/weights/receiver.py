@@ -1,0 +1,112 @@
+"""The engine's end of the shared-memory weight transfer: a vLLM weight-transfer backend named `shm`.
+
+Role: imported inside every vLLM worker process, because the engine's `worker_extension_cls` derives from
+`ReceiverExtension`; importing registers the backend. The trainer's end is `weights.WeightPush`.
+
+    trainer rank 0 --safetensors bucket in /dev/shm--> receive_weights: mmap, load_weights --> layers of the model
+
+Invariants:
+- a bucket is complete before its path arrives here, and is never rewritten: whoever made it only unlinks it, so that
+  tensors still mapped (a fused layer waits for parts that come with a later bucket) stay valid;
+- names are those of the checkpoint, never vLLM's own; any split of a layer over buckets is allowed;
+- after a push every layer computes as one that was started with these weights, or the push raises: vLLM keeps copies of
+  weights in the order of its kernels, and README.md says which of them it makes anew and which are made anew here.
+Waits for nothing: a bucket is loaded in the call that announces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from safetensors import safe_open
+from torch.nn import Module
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rlfuse.errors import EngineError
+
+
+@dataclass
+class SharedInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class SharedBucket(WeightTransferUpdateInfo):
+    """One bucket, as a safetensors file on this host."""
+
+    path: str
+
+
+class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
+    """Loads buckets that lie in shared memory."""
+
+    init_info_cls, update_info_cls = SharedInit, SharedBucket
+
+    def init_transfer_engine(self, init_info: SharedInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        # Layer by layer, because processed layers can't take checkpoint tensors: on CPUs the engine has packed its
+        # linear weights and freed the originals.
+        initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            for layer in self.model.modules():
+                _build_experts_anew(layer)
+
+    def receive_weights(self, update_info: SharedBucket) -> None:
+        with safe_open(update_info.path, "pt") as bucket:
+            loaded = self.model.load_weights((name, bucket.get_tensor(name)) for name in bucket.keys())  # noqa: SIM118
+        _check_reached(self.model, loaded or ())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # A head tied to the embedding gets no tensor of its own, and on CPUs it multiplies by what it packed before.
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def _check_reached(model: Module, loaded: Iterable[str]) -> None:
+    """EngineError if a parameter that counts as loaded was written past the loaders that a reload waits for."""
+    for name in loaded:
+        path, _, parameter = name.rpartition(".")
+        try:
+            layer = model.get_submodule(path)
+            emptied = getattr(layer, parameter).is_meta
+        except AttributeError:  # a model's own name for something
+            continue
+        if emptied and parameter not in {loading for loading, _ in get_layerwise_info(layer).loaded_weights}:
+            raise EngineError(
+                f"vLLM can't take new weights of a {type(model).__name__}: what is pushed would not reach {name}. "
+                "Choose another model (model.path)."
+            )
+
+
+def _build_experts_anew(layer: Module) -> None:
+    """Let experts take the next weights as they took the first.
+
+    A CPU kernel packs its experts when it is built, and vLLM keeps a kernel once it has one: weights that come later
+    would be read as packed and are not.
+    """
+    if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+        layer.quant_method.moe_kernel = None
+
+
+class ReceiverExtension:
+    """Empty mixin: naming it makes vLLM import this module in its workers."""
+
+
+if "shm" not in WeightTransferEngineFactory._registry:  # the registry has no public query and refuses a second entry
+    WeightTransferEngineFactory.register_engine("shm", SharedMemoryTransfer)

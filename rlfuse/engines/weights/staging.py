@@ -1,0 +1,138 @@
+r"""Buckets of weights in the shared memory of each node, for the engines there.
+
+Role: `WeightStaging` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every
+node has one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to
+each other node. `weights.WeightPush` calls them through `StagingHandle`.
+
+    trainer rank --file--> its staging --read, one put--> object store --one copy a node--> staging --file--> engines
+                              \--file--> engines of that node
+
+Invariants: a bucket is written whole before its path is told; `close` leaves nothing behind.
+Waits: every call is bounded by cluster.timeout_s and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlfuse.cluster import nodes, scratch
+from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.remote import call
+from rlfuse.cluster.scratch import SHARED_MEMORY
+from rlfuse.errors import EngineError
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the file system that holds `folder`."""
+    return shutil.disk_usage(folder).free
+
+
+class WeightStaging:
+    """A folder below `root` while a push lasts."""
+
+    def __init__(self, root: Path = SHARED_MEMORY):
+        self.root = root
+
+    def open(self) -> str:
+        """Make the folder; its path."""
+        self.folder, self._lock = scratch.make(scratch.WEIGHTS, self.root)
+        return str(self.folder)
+
+    def free(self) -> int:
+        """Bytes that are free."""
+        return free_bytes(self.root)
+
+    def size(self, path: str) -> int:
+        """Bytes of a bucket."""
+        return Path(path).stat().st_size
+
+    def read(self, path: str) -> np.ndarray:
+        """uint8: a bucket's file."""
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+
+    def write(self, path: str, bucket: np.ndarray) -> None:
+        """A bucket of another node."""
+        with open(path, "wb") as file:
+            file.write(bucket)
+
+    def sees(self, path: str) -> bool:
+        """Whether a file or folder is there for this node."""
+        return Path(path).exists()
+
+    def remove(self, path: str) -> None:
+        """All engines have loaded it."""
+        Path(path).unlink()
+
+    def close(self) -> None:
+        """Remove the folder with what is left in it."""
+        scratch.remove(self.folder)
+        self._lock.close()
+
+
+class StagingHandle:
+    """The driver's side of a staging, and the engines and slots on its node. `node`: None for the driver's process."""
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        staging: Any,
+        node: nodes.Node | None = None,
+        slots: range = range(0),
+        timeout_s: float = 60.0,
+    ):
+        self.engines, self.slots, self._staging, self._timeout_s = list(engines), slots, staging, timeout_s
+        self._node, self._folder = node, ""
+
+    @property
+    def place(self) -> str:
+        """What errors call its shared memory."""
+        return f"{SHARED_MEMORY} of node {self._node}" if self._node else str(self._staging.root)
+
+    def path(self, index: int) -> str:
+        """Of a bucket, on this node."""
+        return f"{self._folder}/{index}.safetensors"
+
+    async def open(self) -> None:
+        """A new folder."""
+        self._folder = await self.ask("open")
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """What the staging's method returns."""
+        if self._node is None:
+            return await asyncio.to_thread(getattr(self._staging, method), *arguments)
+        reference, name = getattr(self._staging, method).remote(*arguments), f"weights on node {self._node}"
+        return await call(reference, name, f"do `{method}` in shared memory", self._timeout_s)
+
+    async def need(self, path: Path | str, key: str) -> None:
+        """EngineError that names `key` if the node does not see `path`."""
+        if not await self.ask("sees", str(path)):
+            raise EngineError(
+                f"node {self._node} does not see {path}: {key} has to lie on storage that all nodes share, at the same "
+                "path"
+            )
+
+    def share(self, index: int) -> ray.ObjectRef:
+        """The bucket, for other nodes."""
+        return self._staging.read.remote(self.path(index))
+
+
+def stagings(engines: Sequence[Any], slots: Slots, timeout_s: float) -> list[StagingHandle]:
+    """One for each node. `engines`: in the order of their slots."""
+    if [node.id for node in slots.nodes] == [nodes.here()]:
+        return [StagingHandle(engines, WeightStaging())]
+    remote, environment = ray.remote(WeightStaging), {"env_vars": worker_environment(slots.device)}
+    found, per_node, local = [], len(engines) // len(slots.nodes), slots.count // len(slots.nodes)
+    for i, node in enumerate(slots.nodes):
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        staging = remote.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment).remote()
+        mine, its_slots = engines[i * per_node : (i + 1) * per_node], range(i * local, (i + 1) * local)
+        found.append(StagingHandle(mine, staging, node, its_slots, timeout_s))
+    return found

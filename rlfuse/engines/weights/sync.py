@@ -1,0 +1,312 @@
+"""New weights, from the trainer to every rollout engine, in buckets.
+
+Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and moves no tensor itself: it tells the
+trainer which bucket to hand over and the engines where to find it.
+
+    shm  trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
+                 at most two buckets exist on a node: one being written (and copied there), one being loaded
+    ipc  trainer (every rank gathers on its GPU) --CUDA IPC handles of bucket i--> the engine on the same GPU
+
+A slot's device goes through three hands. CUDA IPC opens memory of the device only, so the ranks leave after the push:
+
+    engines asleep, ranks on all devices -> engines' weights awake -> buckets -> ranks leave -> KV caches awake
+
+Invariants:
+- whoever has a slot's device when it is pushed to, its engine has it at the end; an engine that is started in place of
+  a lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
+- whatever the engine builds one layer of comes in one bucket, because it may hold parts back until it has them all, and
+  memory that was shared by IPC is gone with its bucket;
+- engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
+  the versions that they then report are compared with the one asked for;
+- a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
+  are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
+- an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
+- after another error the engines may hold parts of two versions and stay paused: restart them. Only after a first
+  bucket that can't be written the push can be repeated.
+Called by the controller after an optimizer step, and by the execution that has lost its last engine. Waits for the
+slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlfuse.engines.colocation import Ranks, Sleeper, to_engine, to_ranks
+from rlfuse.engines.weights.cuda_ipc import merge_ipc
+from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
+from rlfuse.errors import EngineError, EngineLost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MIB = 1 << 20
+STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
+"""Model types whose `load_weights` in vLLM copies tensors itself; `weights.receiver` finds others in the first push."""
+
+
+class WeightExporter(Ranks, Protocol):
+    """The trainer's side, all ranks as one. Every method is bounded in time and raises `EngineError`."""
+
+    async def bucket_plan(self) -> list[list[str]]:
+        """All tensors of the actor in buckets, see `plan_buckets`."""
+
+    async def export_bucket(self, names: list[str], path: str) -> None:
+        """Write these tensors as safetensors under checkpoint names; every rank enters, `writer` writes, complete on
+        return."""
+
+    def writer(self, names: list[str]) -> int:
+        """The rank on whose node `export_bucket` writes."""
+
+
+class DeviceWeightExporter(WeightExporter, Protocol):
+    """What `ipc` needs besides, a thin call of `weights.cuda_ipc` on the ranks' own devices."""
+
+    async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
+        """`share_ipc` of every rank that shares a GPU with an engine; the ranks keep the tensors."""
+
+    async def release_ipc(self) -> None:
+        """The ranks let go of what `share_ipc` kept."""
+
+
+class WeightReceiver(Sleeper, Protocol):
+    """A rollout engine as weight sync sees it, implemented by `rollout.RolloutHandle`."""
+
+    name: str
+    lost: bool
+    """Whether it has to be replaced, or its successor has no weights yet."""
+
+    async def stand(self) -> None:
+        """Wait for the engine that takes the place of a lost one. All but this, `sleep` and `wake` raise EngineLost."""
+
+    async def begin_update(self) -> None: ...
+
+    async def receive(self, info: dict[str, Any]) -> None: ...
+
+    async def finish_update(self, version: int) -> None: ...
+
+    async def version(self) -> int: ...
+
+
+class TowerSync(Protocol):
+    """From the trainer's vision tower to the encoder ranks; see `engines.weights.tower_push`."""
+
+    async def push(self, version: int) -> None: ...
+
+
+def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
+    """Names in their order, cut into buckets of at most `bucket_bytes`.
+
+    A decoder layer stays whole, and one that is larger, or another tensor that is, gets a bucket of its own.
+    """
+    buckets: list[list[str]] = []
+    room = -1
+    for _, group in groupby(sizes, key=lambda each: layer_of(each[0])):
+        names, bytes_ = zip(*group, strict=True)
+        if sum(bytes_) > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1] += names
+        room -= sum(bytes_)
+    return buckets
+
+
+def layer_of(name: str) -> str:
+    """What of a tensor's name says which decoder layer it is part of; the whole name of one that is in none."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
+
+
+def check_pushable(config: PreTrainedConfig) -> None:
+    """EngineError for a model whose trained weights an engine can't take, known before anything starts."""
+    text = config.get_text_config()
+    if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+        raise EngineError(
+            f"its weights are quantized ({method}): engines that start with such layers take no trained weights; "
+            "train an unquantized copy"
+        )
+    if text.model_type in STUCK:
+        raise EngineError(
+            f"vLLM would keep some weights of a {text.model_type} as they were at its start: it writes them past its "
+            "own reload"
+        )
+
+
+def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
+    """`rollout.weight_transfer` with auto resolved for the device, `cpu` or `cuda`, and a pipeline's `stages`."""
+    if setting == "auto":
+        # CUDA IPC is made for two processes on one GPU, but a stage's GPU is not that of every engine that needs it.
+        return "ipc" if device == "cuda" and stages == 1 else "shm"
+    if setting not in ("shm", "ipc"):
+        raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm or ipc")
+    if device != "cuda" and setting != "shm":
+        raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, this run's device is {device}: choose shm")
+    return setting
+
+
+class WeightPush:
+    """Pushes the trainer's weights to all engines, one bucket after the other."""
+
+    def __init__(
+        self,
+        exporter: WeightExporter,
+        engines: Sequence[WeightReceiver],
+        bucket_mb: int,
+        transfer: str = "shm",
+        stagings: Sequence[StagingHandle] = (),
+        tower: TowerSync | None = None,
+    ):
+        """`stagings`: one for each node; by default this process's. `tower`: takes a trained one to the encoder
+        ranks."""
+        self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
+        self.stagings = list(stagings) or [StagingHandle(engines, WeightStaging())]
+        self.tower = tower
+        self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
+        self._version = 0
+
+    async def push(self, version: int) -> None:
+        """All engines hold the trainer's present weights as `version` and have their devices when this returns."""
+        self._version = version
+        await self._push(range(len(self.engines)), self.tower)
+
+    async def restart_engine(self, slot: int) -> None:
+        """The slot's engine, another one if it is lost, holds the present weights as the version of the last push.
+
+        All engines are lost: the other ranks take their devices, too, as some gather weights together.
+        """
+        others = [other for other in range(len(self.engines)) if other != slot]
+        await asyncio.gather(*(to_ranks(self.engines[other], self.exporter, other) for other in others))
+        await self._push([slot])
+
+    async def _push(self, slots: Sequence[int], tower: TowerSync | None = None) -> None:
+        left = slots
+        while left:
+            await asyncio.gather(*(self._prepare(slot) for slot in left))
+            served = await self._serve([self.engines[slot] for slot in left])
+            left = [slot for slot in left if self.engines[slot] not in served]
+        if tower:
+            await tower.push(self._version)
+        await asyncio.gather(*(to_engine(self.engines[slot], self.exporter, slot) for slot in slots))
+
+    async def _prepare(self, slot: int) -> None:
+        """The slot's ranks and its engine's weights share the device when this returns."""
+        engine = self.engines[slot]
+        if engine.lost:
+            await self.exporter.leave_device(slot)
+            await engine.stand()
+        await to_ranks(engine, self.exporter, slot)
+        await engine.wake("weights")
+
+    async def _serve(self, engines: list[WeightReceiver]) -> list[WeightReceiver]:
+        """Those that have the weights when this returns; the others were lost in the course of it."""
+        plan = await self.exporter.bucket_plan()
+        if not plan:
+            raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
+        audience = _Audience(engines)
+        await {"shm": self._through_memory, "ipc": self._through_ipc}[self.transfer](plan, audience)
+        await audience.each(lambda engine: engine.finish_update(self._version))
+        self._check(await audience.each(lambda engine: engine.version()))
+        return audience.engines
+
+    def _check(self, held: dict[str, int]) -> None:
+        wrong = [f"{name} has {version}" for name, version in held.items() if version != self._version]
+        if wrong:
+            raise EngineError(
+                f"weights were pushed as version {self._version}, but {', '.join(wrong)}. Restart the run from its "
+                "last checkpoint (trainer.resume_mode=auto): those engines generate with other weights."
+            )
+
+    # Shared memory -----------------------------------------------------------------------------------------------
+
+    async def _through_memory(self, plan: list[list[str]], audience: _Audience) -> None:
+        staging_of = {engine.name: staging for staging in self.stagings for engine in staging.engines}
+        await asyncio.gather(*(staging.open() for staging in self.stagings))
+        writing = asyncio.create_task(self._write(plan[0], 0))
+        try:
+            await writing  # before the engines expect it: if this fails, the push can be repeated
+            await audience.each(lambda engine: engine.begin_update())
+            for i in range(len(plan)):
+                await writing
+                if i + 1 < len(plan):
+                    writing = asyncio.create_task(self._write(plan[i + 1], i + 1))
+                await audience.each(lambda engine, i=i: engine.receive({"path": staging_of[engine.name].path(i)}))
+                await asyncio.gather(*(staging.ask("remove", staging.path(i)) for staging in self.stagings))
+        finally:
+            writing.cancel()  # of no effect unless an engine failed
+            await asyncio.gather(writing, return_exceptions=True)
+            await asyncio.gather(*(staging.ask("close") for staging in self.stagings), return_exceptions=True)
+
+    async def _write(self, names: list[str], index: int) -> None:
+        """A bucket on every node."""
+        first = self._source(names)
+        if await first.ask("free") < self._largest:
+            raise await self._no_room(first, self._largest)
+        async with self._room(first):
+            await self.exporter.export_bucket(names, first.path(index))
+        self._largest = max(self._largest, await first.ask("size", first.path(index)))
+        if others := [staging for staging in self.stagings if staging is not first]:
+            bucket = first.share(index)
+            await asyncio.gather(*(self._copy(staging, index, bucket) for staging in others))
+
+    def _source(self, names: list[str]) -> StagingHandle:
+        """Of the node where the bucket is written."""
+        if len(self.stagings) == 1:
+            return self.stagings[0]
+        return next(staging for staging in self.stagings if self.exporter.writer(names) in staging.slots)
+
+    async def _copy(self, staging: StagingHandle, index: int, bucket: Any) -> None:
+        async with self._room(staging):
+            await staging.ask("write", staging.path(index), bucket)
+
+    @asynccontextmanager
+    async def _room(self, staging: StagingHandle) -> AsyncIterator[None]:
+        """Full memory gets figures."""
+        try:
+            yield
+        except (EngineError, OSError) as error:
+            if "no space left" in str(error).lower():
+                raise await self._no_room(staging, self.bucket_mb * MIB) from error
+            raise
+
+    async def _no_room(self, staging: StagingHandle, needed: int) -> EngineError:
+        free = await staging.ask("free")
+        return EngineError(
+            f"trainer could not write a bucket of weights to {staging.place}: it needs up to {-(-needed // MIB)} MiB, "
+            f"{free // MIB} MiB are free, and two buckets exist at a time. Lower rollout.update_weights_bucket_mb (now "
+            f"{self.bucket_mb}) or give {staging.place} more room (docker: --shm-size)."
+        )
+
+    # Devices: not run without GPUs, see weights_device -------------------------------------------------------------
+
+    async def _through_ipc(self, plan: list[list[str]], audience: _Audience) -> None:
+        await audience.each(lambda engine: engine.begin_update())
+        for names in plan:
+            update = merge_ipc(await self.exporter.share_ipc(names))
+            await audience.each(lambda engine, update=update: engine.receive(update))
+            await self.exporter.release_ipc()
+
+
+class _Audience:
+    """The engines of one push. Those that are lost in the course of it leave; they have to be served again."""
+
+    def __init__(self, engines: Sequence[WeightReceiver]):
+        self.engines = list(engines)
+
+    async def each(self, ask: Callable[[WeightReceiver], Awaitable[Any]]) -> dict[str, Any]:
+        """The answer of each by name, or the first failure at once: it names its worker."""
+
+        async def one(engine: WeightReceiver) -> tuple[bool, Any]:
+            try:
+                return True, await ask(engine)
+            except EngineLost:
+                return False, None
+
+        asked = self.engines
+        answers = await asyncio.gather(*map(one, asked))
+        self.engines = [engine for engine, (here, _) in zip(asked, answers, strict=True) if here]
+        return {engine.name: answer for engine, (here, answer) in zip(asked, answers, strict=True) if here}

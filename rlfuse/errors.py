@@ -1,0 +1,98 @@
+"""Every failure whose message says all that a person needs, in one hierarchy with the exit status of each.
+
+Role: raised by any module, told and turned into an exit status by `rlfuse.train.reported`; whatever else ends a command
+is a defect, and keeps its traceback. They travel between processes whole.
+"""
+
+from __future__ import annotations
+
+OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+"""Exit statuses. PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
+LONGEST = 1500
+"""Characters of a problem that are shown."""
+
+
+class RlfuseError(Exception):
+    """A failure that is told with its message alone."""
+
+    status = FAILED
+
+
+class UserError(RlfuseError, ValueError):
+    """What a person named can't be used as it is: the message says what, what would be valid, and what to change."""
+
+    status = USER_ERROR
+
+
+class ConfigError(UserError):
+    """The configuration can't be run. `problems` has one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = [_one_line(problem) for problem in problems]
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"The configuration has a problem:\n  {self.problems[0]}"
+        numbered = (f"{number:>3}. {problem}" for number, problem in enumerate(self.problems, 1))
+        return "\n".join([f"The configuration has {len(self.problems)} problems:", *numbered])
+
+
+def _one_line(problem: str) -> str:
+    """A problem without the line breaks of a value that is shown in it, and without the middle of a long one."""
+    problem = " ".join(problem.splitlines())
+    return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
+
+
+class DataError(UserError):
+    """Data that can't be used: which file, which row, which field, and what to do."""
+
+
+class RewardError(UserError):
+    """A reward function or reward model can't be used. The message says which, why and what to change."""
+
+
+class RunError(UserError):
+    """A run folder that can't be read. The message is for the person who named it."""
+
+
+class VideoError(UserError):
+    """A clip or its prompt can't be used: which file, what is wrong, what to do. Travels between processes whole."""
+
+    def __init__(self, problem: str, remedy: str, file: str = ""):
+        super().__init__(problem, remedy, file)
+        self.problem = problem
+        self.remedy = remedy
+        self.file = file
+
+    def __str__(self) -> str:
+        where = f"{self.file}: " if self.file else ""
+        return f"{where}{self.problem}. {self.remedy}."
+
+    def of(self, file: str) -> VideoError:
+        """The same, naming the clip's file."""
+        return VideoError(self.problem, self.remedy, file)
+
+
+class NotWritten(RlfuseError, OSError):
+    """Rows that could not be added to a file. The message names it, the reason, and what to do."""
+
+
+class EngineError(RlfuseError, RuntimeError):
+    """A worker failed. The message says which one, what it was doing and what to do; `__cause__` is the original."""
+
+
+class WorkerLost(EngineError):
+    """A process died, hangs or ran out of memory, nothing is wrong with what it was asked: another may do it."""
+
+
+class EngineLost(WorkerLost):
+    """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
+
+
+class EngineFailed(EngineLost):
+    """A rollout engine ended by an error of its own, not from outside: one that takes its place may end so, too."""
+
+
+class NotSaved(EngineError):
+    """A checkpoint could not be written. Every process is as before, and the run can go on without it."""

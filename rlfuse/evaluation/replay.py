@@ -1,0 +1,194 @@
+"""`rlfuse reward replay RUN_DIR reward.functions=[...]`: a finished run's samples, scored with another reward.
+
+Role: called by `command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward pool,
+in processes of their own and within the job's time limits, so what is seen here is what a job would train on. Running
+normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
+Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be
+scored are counted and shown with their failure, and have no number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from omegaconf import OmegaConf
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlfuse.config.compose import compose_job
+from rlfuse.config.rewards import RewardConfig
+from rlfuse.errors import RewardError
+from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
+from rlfuse.observe.tables import PART, sample_table
+from rlfuse.observe.tracking import sample_of_row
+from rlfuse.rewards.table import cells
+from rlfuse.run_folder.reader import RunFolder, open_run
+from rlfuse.samples import Reward, RewardFailure, Sample
+
+TOGETHER = ("functions", "weights", "model_path")
+"""What a reward is made of: where one is given, the run's others are not taken."""
+TRUST = "model.trust_remote_code="
+SHOWN = 100
+"""Characters of a text in the terminal."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Score, print, write. Raises RewardError, ConfigError or RunError."""
+    parser = argparse.ArgumentParser(
+        prog="rlfuse reward replay", description="Score a run's samples with another reward; what would have changed?"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument(
+        "settings", nargs="*", metavar="reward.KEY=VALUE", help="the other reward, as in a job; none: the run's own"
+    )
+    parser.add_argument("--out", type=Path, help="beginning of the files' names (RUN_DIR/replay: replay.json, .csv)")
+    parser.add_argument("--examples", type=int, default=5, help="samples to show (%(default)s)")
+    arguments = parser.parse_args(argv)
+    if arguments.examples < 0:
+        raise RewardError(f"--examples {arguments.examples}: must be 0 or more")
+    run = open_run(arguments.run)
+    reward = reward_of(run, arguments.settings)
+    rows = list(run.samples())
+    if not rows:
+        raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
+    prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
+    samples, trusts = [sample_of_row(row, prompt_key) for row in rows], trusts_code(run, arguments.settings)
+    rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
+    table = sample_table(rows)
+    after = pd.DataFrame([cells(each, PART) for each in rewards], table.index)
+    found = compare(table, after)
+    show(found, after, arguments.examples)
+    out = arguments.out or run.path / "replay"
+    try:
+        written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
+    except OSError as error:
+        raise RewardError(f"--out {out}: {error.strerror}; choose another place") from error
+    print("\n".join(f"written    {path}" for path in written))
+
+
+def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
+    """The group `reward` with these settings; limits that they don't name are the run's."""
+    if wrong := [word for word in settings if not word.lstrip("+").startswith(("reward.", TRUST))]:
+        raise RewardError(f"{wrong[0]}: only the reward can be another one; settings are reward.KEY=VALUE, and {TRUST}")
+    given = {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings if not word.startswith(TRUST)}
+    kept = dict(run.config.get("reward", {}))
+    if given.intersection(TOGETHER):
+        kept = {name: value for name, value in kept.items() if name not in TOGETHER}
+    wanted = compose_job(list(settings)).reward
+    base = OmegaConf.merge(OmegaConf.structured(RewardConfig), kept)
+    return OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in given}))
+
+
+def trusts_code(run: RunFolder, settings: Sequence[str]) -> bool:
+    """Whether modelling code that ships with the reward model may run: as the settings say, else as in the run."""
+    if any(word.startswith(TRUST) for word in settings):
+        return compose_job(list(settings)).model.trust_remote_code
+    return run.config.get("model", {}).get("trust_remote_code", False)
+
+
+async def scored(
+    samples: Sequence[Sample], reward: RewardConfig, prompt_key: str, trusts: bool = False
+) -> list[Reward | RewardFailure]:
+    """One result for each sample, from processes that are started and ended here."""
+    from rlfuse.cluster import placement  # Ray and torch take seconds, and mistakes in the settings are seen before
+    from rlfuse.config.schema import Config
+    from rlfuse.rewards.workers.pool import RewardPool
+
+    pool = RewardPool.of(reward, trusts, prompt_key=prompt_key)
+    pool.check_prompts([sample.prompt for sample in samples], reward.max_failure_rate)
+    config = Config()
+    config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
+    slots = await placement.start(config)
+    try:
+        await pool.start(slots)
+        return await pool.score(samples)
+    finally:
+        await pool.close()
+        placement.stop()
+
+
+# What is shown -------------------------------------------------------------------------------------------------------
+
+
+def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
+    """Agreement and examples as tables at the terminal."""
+    console = Console()
+    table = Table("data_source", box=SIMPLE_HEAD, title="saved reward → this one", title_justify="left")
+    for name in ("samples", "mean", "Pearson", "Spearman", "flipped", "turned"):
+        table.add_column(name, justify="right")
+    for source, row in found.agreement.iterrows():
+        means = f"{_figure(row['mean_before'])} → {_figure(row['mean_after'])}"
+        correlations = (_figure(row["pearson"]), _figure(row["spearman"]))
+        flipped = f"{row['flipped']:.0f} of {row['pairs']:.0f}"
+        table.add_row(Text(str(source)), f"{row['samples']:.0f}", means, *correlations, flipped, f"{row['turned']:.0f}")
+    console.print(table)
+    whole = found.agreement.loc[ALL]
+    console.print(
+        "flipped: pairs of answers to one prompt of which each reward prefers another; turned: samples that training "
+        f"would push the other way. Pairs that only this reward tells apart: {whole['parted']:.0f}, only the saved "
+        f"one: {whole['tied']:.0f}. Groups without any difference, from which nothing is learned: "
+        f"{whole['flat_before']:.0f} → {whole['flat_after']:.0f} of {whole['groups']:.0f}.\n"
+    )
+    if found.unscored:
+        failures = after["failure"].dropna()
+        first = f"; the first: {failures.iloc[0]}" if len(failures) else ""
+        told = f"{found.unscored} samples have no reward from one of them and are left out{first}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    shifted = found.disagreements(examples)
+    if len(shifted):
+        console.print(_examples(shifted[shifted["shift"] != 0]))
+
+
+def _examples(samples: pd.DataFrame) -> Table:
+    table = Table(
+        "sample", "reward", "prompt", "response", box=SIMPLE_HEAD, title="largest shifts in rank", title_justify="left"
+    )
+    for _, row in samples.iterrows():
+        rewards = f"{_figure(row['before'])} → {_figure(row['after'])}"
+        table.add_row(Text(row["id"]), rewards, *(Text(_short(row[name])) for name in ("prompt", "response")))
+    return table
+
+
+def _figure(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+
+
+def write(
+    found: Comparison, table: pd.DataFrame, after: pd.DataFrame, out: Path, about: dict[str, Any], examples: int
+) -> tuple[Path, Path]:
+    """`{out}.json` (agreement, examples) and `{out}.csv` (every sample); their paths."""
+    report = about | {
+        "unscored": found.unscored,
+        "agreement": _plain(found.agreement.loc[[ALL]])[0],
+        "by_data_source": {
+            str(name): row
+            for name, row in zip(found.agreement.index, _plain(found.agreement), strict=True)
+            if name != ALL
+        },
+        "examples": _plain(found.disagreements(examples)),
+    }
+    paths = Path(f"{out}.json"), Path(f"{out}.csv")
+    paths[0].write_text(json.dumps(report, indent=2, default=str))
+    whole = table[list(TEXTS)].assign(before=table["reward"], after=after["reward"])
+    whole = whole.assign(shift=found.samples["shift"], turned=found.samples["turned"])
+    whole.join(after.drop(columns=["reward", "traceback"])).to_csv(paths[1], index=False)
+    return paths
+
+
+def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows for JSON, which knows no NaN."""
+    return json.loads(table.to_json(orient="records", default_handler=str))

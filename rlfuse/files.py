@@ -1,0 +1,163 @@
+"""Files that survive kills and full disks: JSON lines to which a run adds rows, small files replaced whole, syncing.
+
+Role: the one reader and writer of rows for reports, notebooks, summaries and resumed runs. What must outlive a power
+loss is synced by the node that wrote it: where several nodes share a file system, only that one can be sure.
+Invariants: a row is a line that decodes to an object and has its end. A writer that was killed leaves at most one that
+is not, the last: readers leave it out and warn, whoever goes on with the file cuts it off. Anywhere else such a line is
+damage that nobody should guess about. Rows that find no room on the disk leave the file as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlfuse.errors import NotWritten, RunError
+
+
+def read_rows(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+    """The rows of a file, oldest first; none where there is no file. RunError for a damaged line, but for the last.
+
+    `wanted` judges lines before they are parsed, which takes most of the time.
+    """
+    for row, _ in _rows(path, wanted):
+        yield row
+
+
+class RowFile:
+    """Adds rows to a file. What is there stays up to the first row that `keep` refuses, and but for one cut short."""
+
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None):
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(_whole(path) if keep is None else _kept(path, keep))
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """All of them, or NotWritten and none."""
+        text = "".join(json.dumps(row, separators=(",", ":"), default=str) + "\n" for row in rows)
+        before, left = self.size, memoryview(text.encode())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(before)
+            free = shutil.disk_usage(self.path.parent).free / 2**20
+            raise NotWritten(
+                f"{self.path}: {len(text):,} bytes could not be added ({error.strerror}); {self.path.parent} has "
+                f"{free:,.1f} MiB free. Make room there. What was written before is whole."
+            ) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def sync(self) -> None:
+        """Have the disk keep what was added, also where power is lost."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row, and the byte where its line ends."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        end = 0
+        for number, line in enumerate(lines, 1):
+            start, end = end, end + len(line)
+            try:
+                row = _decoded(line, wanted)
+            except ValueError as error:
+                if line.endswith(b"\n") and lines.read(1):  # one without is the last, though its writer may go on now
+                    raise RunError(f"{path}, line {number}: {error}; remove that line") from error
+                return _warn(path, start)
+            if row is not None:
+                yield row, end
+
+
+def _decoded(line: bytes, wanted: Callable[[str], bool] = lambda line: True) -> dict[str, Any] | None:
+    """The row of a line, None if it is not wanted; ValueError if it is none."""
+    text = line.decode()
+    if not text.endswith("\n"):
+        raise ValueError("the line has no end")
+    if not wanted(text):
+        return None
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deep") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{text[:40].strip()} is no object")
+    return row
+
+
+def _kept(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
+    """Bytes up to the first row that is refused. RunError for one without what `keep` looks at."""
+    kept = 0
+    for row, end in _rows(path, lambda line: True):
+        try:
+            if not keep(row):
+                break
+        except (KeyError, TypeError) as error:
+            raise RunError(f"{path}, the row at byte {kept}: {error!r}; correct or remove that line") from error
+        kept = end
+    return kept
+
+
+def _whole(path: Path) -> int:
+    """Bytes up to a last line that is no row. Reads that line alone: files of events are long."""
+    if not (size := path.stat().st_size):
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.rfind(b"\n", 0, size - 1) + 1
+        try:
+            _decoded(content[start:])
+        except ValueError:
+            _warn(path, start)
+            return start
+    return size
+
+
+def _warn(path: Path, start: int) -> None:
+    warnings.warn(f"{path}: the last row, from byte {start} on, was cut short, and is left out", stacklevel=2)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. OSError then."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.write_text(text)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync_all(path: Path) -> None:
+    """As `sync`, of a folder with everything below it; or of a file."""
+    for each in (*path.rglob("*"), path):
+        with suppress(FileNotFoundError):  # another's temporary file
+            sync(each)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep what a file holds, or the names that a folder holds. OSError where it can't."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have nothing to do for a folder
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""Which samples of which mini-batch one model has still to learn from.
+
+Role: the board keeps one `MiniBatchProgress` per trained model. Mini-batches follow one another strictly: the gradients
+of the next need the weights that the step of the present one makes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+
+class MiniBatchProgress:
+    """`passes`: how often the model goes over the samples; `at`: mini-batches it is past; `of`: group -> its."""
+
+    def __init__(self, passes: int):
+        self._passes, self.at = passes, 0
+        self.of: Mapping[int, int] = {}
+        self._sizes: list[int] = []
+        self._tokens: list[float] = []
+        self._prepared: dict[int, dict[str, int]] = {}
+        self._done: list[str] = []
+        self.ready: OrderedDict[str, int] = OrderedDict()
+        """Samples of the present mini-batch whose gradients can be accumulated now -> tokens."""
+        self.left_tokens = 0.0
+        """Of the present mini-batch, not yet taken up; by expectation where unknown."""
+
+    def divide(self, of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
+        """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
+        self.of, self._sizes, self._tokens, self.at = of, list(sizes), list(tokens), 0
+        self._open()
+
+    def drop(self, group: int) -> None:
+        """A sample of the group failed to get a reward and is not trained on."""
+        if group in self.of:
+            self._sizes[self.of[group]] -= 1
+            if not self.done and self._sizes[self.at % len(self._sizes)] == 0:
+                self._open()
+
+    def prepare(self, samples: Mapping[str, tuple[int, int]]) -> None:
+        """Sample -> (group, tokens) of those whose loss can be computed now."""
+        for name, (group, tokens) in samples.items():
+            part = self.of[group]
+            self._prepared.setdefault(part, {})[name] = tokens
+            if not self.done and part == self.at % len(self._sizes):
+                self.ready[name] = tokens
+
+    def start(self, names: Iterable[str]) -> None:
+        """Their gradients are being accumulated."""
+        for name in names:
+            self.left_tokens -= self.ready.pop(name)
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Their gradients are in."""
+        self._done += names
+
+    def step(self) -> None:
+        """The optimizer step of the present mini-batch was taken: on to the next."""
+        self.at += 1
+        self._open()
+
+    @property
+    def names(self) -> list[str]:
+        """Samples accumulated since the last step."""
+        return self._done
+
+    @property
+    def accumulated(self) -> bool:
+        """The present mini-batch is complete, and its step can be taken."""
+        return not self.done and len(self._done) == self._sizes[self.at % len(self._sizes)]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all: `at` of them are past."""
+        return self._passes * len(self._sizes)
+
+    @property
+    def done(self) -> bool:
+        return self.at >= self.steps
+
+    def _open(self) -> None:
+        self._done = []
+        self._skip_empty()
+        part = self.at % len(self._sizes) if self._sizes else 0
+        self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
+        if self.done:
+            self.left_tokens = 0.0
+        else:
+            whole = len(self.ready) == self._sizes[part]
+            self.left_tokens = sum(self.ready.values()) if whole else self._tokens[part]
+
+    def _skip_empty(self) -> None:
+        """A mini-batch all of whose samples failed has no step."""
+        while not self.done and self._sizes[self.at % len(self._sizes)] == 0:
+            self.at += 1
+            self._done = []

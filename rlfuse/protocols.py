@@ -1,0 +1,172 @@
+"""What the controller knows of engines: small async protocols, implemented by Ray actors and by the simulator alike.
+
+Invariants: every method is bounded in time by its implementation and raises `EngineError` naming the worker; results
+come back in the order of the arguments; no method changes the samples it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from rlfuse.events import Span
+from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Row, Sample
+
+Part = Literal["weights", "kv_cache"]
+"""Of what a rollout engine holds on its device."""
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn; the seed belongs to the sample."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; what of the tokens goes beyond them stays, as it was drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rollout engine holds right now."""
+
+    running: int
+    waiting: int
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1."""
+
+
+class Recorded(Protocol):
+    """Every engine keeps spans of its work until they are drained."""
+
+    async def drain(self) -> list[Span]: ...
+
+
+class RolloutEngine(Recorded, Protocol):
+    """One vLLM engine on one slot."""
+
+    def generate(
+        self, samples: Sequence[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
+    ) -> AsyncIterator[tuple[str, Response | Partial]]:
+        """(sample id, response) for each sample, in finishing order, as soon as each is finished.
+
+        A sample in `partials` goes on from there; its response holds all tokens, those it came with too. A sample that
+        is evicted comes as a `Partial`.
+        """
+
+    async def evict(self, sample_ids: Sequence[str], carry: str = "tokens") -> None:
+        """End these samples here now; their `generate` yields a `Partial` for each that isn't finished.
+
+        `carry`: `kv` puts their KV cache where another engine of the run finds it, `tokens` lets it go.
+        """
+
+    async def load(self) -> Load: ...
+
+    async def sleep(self) -> None:
+        """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
+
+        As `wake`, of no effect where there is no engine, or it has done so already; a loss shows when something is to
+        be generated.
+        """
+
+    async def wake(self, part: Part | None = None) -> None:
+        """Take the device back, or only for the `part` given: weights are pushed to an engine without its KV cache.
+
+        Nothing may be generated before it is all awake.
+        """
+
+
+class RewardScorer(Recorded, Protocol):
+    """Reward functions and reward models in processes of their own."""
+
+    async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]: ...
+
+
+class Trainer(Recorded, Protocol):
+    """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them."""
+
+    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row of the response tokens under `actor` or `ref`, at the sampling temperature."""
+
+    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row: the critic's value of the state before each response token."""
+
+    async def train(
+        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+        """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
+
+        Metrics of the schedule, and float32 [T] per scored row of each model. Where ranks hold stages.
+        """
+
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+        """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
+
+        Rows of `actor` carry `old_log_probs`, `advantages` and what its loss needs, of `critic` `values` and `returns`.
+        """
+
+    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+        """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
+
+        `lengths`: response tokens of every row that was accumulated since the last step.
+        """
+
+    async def take_device(self, slot: int) -> None:
+        """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""
+
+    async def leave_device(self, slot: int) -> None:
+        """The slot's ranks give the device up (role `rollout`), unless they have."""
+
+    async def save(self, folder: Path) -> None:
+        """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
+
+    async def load(self, folder: Path) -> None: ...
+
+
+class WeightSync(Protocol):
+    """From the trainer's actor to every rollout engine."""
+
+    async def push(self, version: int) -> None:
+        """All engines hold the actor's present weights as `version` when this returns, and their devices.
+
+        Whoever had these before. Caches are reset; lost engines are replaced first.
+        """
+
+    async def restart_engine(self, slot: int) -> None:
+        """The slot has another engine, with the actor's present weights under the version of the last push.
+
+        It is asked for where all engines are lost; it gets the slot's device, whoever had that before.
+        """
+
+
+class Clips(Recorded, Protocol):
+    """Vision towers and what they made of clips."""
+
+    async def show(self, groups: Sequence[Group], holder: str, judge: bool = True) -> list[Group]:
+        """The groups whose prompts can be generated from: clips are encoded, and kept until `holder` is released.
+
+        `judge`: EngineError where too many of them can't.
+        """
+
+    async def release(self, holder: str) -> dict[str, float]:
+        """They may be forgotten. `video/*` since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The hands of the controller."""
+
+    rollout: Sequence[RolloutEngine]
+    reward: RewardScorer
+    trainer: Trainer
+    weights: WeightSync
+    clips: Clips | None = None
+    """None: a model of text."""

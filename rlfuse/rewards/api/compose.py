@@ -1,0 +1,121 @@
+"""From several functions' outcomes for one sample to its reward: who is asked, in which order, and what it comes to.
+
+Role: pure; called by the reward pool for every sample and by `table.score_table` in notebooks, which differ only in how
+they ask. Entries are those that `entries.load_entries` gave: named and weighted.
+
+    gate -> gate -> ... -> all others that score this data_source -> sum of weight * value
+      \\________\\__ closed: reward 0, nobody else is asked
+
+Invariants:
+- the value is the weighted sum of what applies, in the order of the entries; parts hold the unweighted numbers as they
+  came, dimensions what the weights multiply;
+- what a sample is asked depends on that sample alone, so batches may be cut and ordered in any way;
+- one failure fails the sample, whatever its weight, and a sample to which nothing applies fails too: there is no
+  default number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.rewards.api.items import Item, Outcome, Score
+from rlfuse.samples import Reward, RewardFailure
+
+LARGEST = 3.4e38
+"""Of float32, in which samples' rewards are trained on."""
+
+Outcomes = dict[str, Outcome]
+"""Entry -> what it said of one sample; entries that were not asked are not there."""
+
+
+def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:
+    """Who is asked together: each gate alone, in order, then all others."""
+    return [*([entry] for entry in entries if entry.gate), [entry for entry in entries if not entry.gate]]
+
+
+def wanted(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes]) -> list[int]:
+    """Positions of the items that `entry` is asked about: of its sources, and still open after the waves before."""
+    return [
+        position
+        for position, (item, outcomes) in enumerate(zip(items, known, strict=True))
+        if covers(entry, item.data_source) and not any(_ends(outcome) for outcome in outcomes.values())
+    ]
+
+
+def _ends(outcome: Outcome) -> bool:
+    """Whether a gate's outcome settles its sample."""
+    return isinstance(outcome, RewardFailure) or (outcome.value is not None and outcome.value <= 0)
+
+
+def covers(entry: RewardEntry, source: str) -> bool:
+    """Whether an entry scores samples of this data_source."""
+    return not entry.sources or any(fnmatchcase(source, pattern) for pattern in entry.sources)
+
+
+def unscored(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str]:
+    """The data sources that no entry but gates scores, each once."""
+    scoring = [entry for entry in entries if not entry.gate]
+    return [source for source in dict.fromkeys(sources) if not any(covers(entry, source) for entry in scoring)]
+
+
+def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, Outcome]) -> Reward | RewardFailure:
+    """The reward of one sample of this data_source: parts `{fn}` and `{fn}/{extra}`, notes as text."""
+    said = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}  # in the entries' order
+    if failures := [outcome for outcome in said.values() if isinstance(outcome, RewardFailure)]:
+        return _first(failures)
+    scores: dict[str, Score] = dict(said)
+    parts, text = _log(scores)
+    scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
+    closed = next((entry.name for entry in entries if entry.gate and _closed(scores.get(entry.name))), None)
+    if closed is not None and scoring:
+        return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed)
+    applied = [entry for entry in scoring if scores[entry.name].value is not None]
+    if not applied:
+        return RewardFailure(", ".join(entry.name for entry in entries), _why_none(scoring, source))
+    dimensions = {entry.name: _clipped(entry, scores[entry.name].value) for entry in applied}
+    value = _sum(entry.weight * dimensions[entry.name] for entry in applied)
+    if not abs(value) <= LARGEST:
+        why = f"the weighted sum of {dimensions} is {value:.4g}: lower the weights, or clip (training is in float32)"
+        return RewardFailure(", ".join(dimensions), why)
+    return Reward(value, parts, text, dimensions)
+
+
+def _closed(score: Score | None) -> bool:
+    return score is not None and _ends(score)
+
+
+def _clipped(entry: RewardEntry, value: float) -> float:
+    return value if entry.clip is None else min(max(value, entry.clip[0]), entry.clip[1])
+
+
+def _sum(terms: Iterable[float]) -> float:
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):  # beyond floats, or infinite either way
+        return math.nan
+
+
+def _log(scores: Mapping[str, Score]) -> tuple[dict[str, float], str | None]:
+    parts: dict[str, float] = {}
+    notes = []
+    for name, score in scores.items():
+        if score.value is not None:
+            parts[name] = score.value
+        parts.update({f"{name}/{extra}": number for extra, number in score.extras.items()})
+        notes += [f"{name}/{key}: {note}" for key, note in score.notes.items()]
+    return parts, "\n".join(notes) or None
+
+
+def _why_none(scoring: Sequence[RewardEntry], source: str) -> str:
+    if not scoring:
+        return f"no reward function scores data_source {source!r}: add it to the sources of an entry, or add an entry"
+    return "no reward function applies to this sample (each returned None): add one that does"
+
+
+def _first(failures: list[RewardFailure]) -> RewardFailure:
+    first, others = failures[0], [failure.function for failure in failures[1:]]
+    return replace(first, message=f"{first.message} (also failed: {', '.join(others)})") if others else first

@@ -1,0 +1,105 @@
+"""Reward functions' files as modules: one for a file and process, under a name by which any process can import it.
+
+Role: `module_of` is called by `functions`. A file is the module `its_name`, as Python itself would import it from its
+folder, where that name means this very file. Where it means another, the name is
+`rlfuse.rewards.api.files.its_name_HEX`: HEX is the path, read again by `Finder`, so that a process which never loaded
+the file (of `multiprocessing`, say) can unpickle what is in it. Invariants:
+- while a file's text stays the same it is executed once, however often it is asked for, and also where another reward's
+  file has imported it, or a notebook that started after it was written; once its text is another, or may be, it is
+  executed afresh, in a new module: what is in it now is what runs;
+- its folder is appended to `sys.path` (never put first), so that it may import its neighbours and shadows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+__path__: list[str] = []
+"""Makes this a package, whose modules `Finder` finds."""
+
+_executed: dict[Path, tuple[ModuleType, bytes]] = {}
+"""The module of each file, and the text that was executed."""
+
+_started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started
+"""What was written before is what this process has imported, and forks of it have."""
+
+
+def module_of(path: Path) -> ModuleType:
+    """The module of the file at an absolute path; raises what its code does."""
+    text = path.read_bytes()
+    known, before = _executed.get(path), set(sys.modules)
+    if known is None and (imported := _imported(path)) is not None:
+        known = _executed[path] = imported, text
+    if known is not None and known[1] == text:
+        return known[0]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = spec_from_file_location(known[0].__name__ if known else _name(path), path)
+    module, former = module_from_spec(spec), sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        # Compiled here, not by importlib: its cache takes an edit within a second that keeps the length for no edit.
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        if former is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = former
+        raise
+    _executed[path] = module, text
+    _note_neighbours(path.parent, before)
+    return module
+
+
+def _imported(path: Path) -> ModuleType | None:
+    """The module that an `import` has made of the file, if no edit since can have been missed."""
+    module = sys.modules.get(path.stem)
+    file = getattr(module, "__file__", None)
+    return module if file and Path(file).resolve() == path and os.stat(path).st_ctime < _started else None
+
+
+def _note_neighbours(folder: Path, before: set[str]) -> None:
+    """Files of the folder that the one just executed has imported: they may be named as rewards, too."""
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).parent == folder and Path(file).suffix == ".py":
+            with suppress(OSError):  # written to be imported, and gone since
+                _executed.setdefault(Path(file), (sys.modules[name], Path(file).read_bytes()))
+
+
+def _name(path: Path) -> str:
+    """The file's own name where it is free and means this file, else one that says where the file is."""
+    found = find_spec(path.stem) if path.stem.isidentifier() and path.stem not in sys.modules else None
+    if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
+        return path.stem
+    return f"{__name__}.{path.stem.replace('.', '_')}_{str(path).encode().hex()}"
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of this package by the paths in their names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{__name__}."):
+            return None
+        try:
+            file = Path(bytes.fromhex(fullname.rpartition("_")[2]).decode())
+        except ValueError:
+            return None
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        return spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(Finder())

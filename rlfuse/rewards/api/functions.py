@@ -1,0 +1,125 @@
+"""Finding a user's reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
+
+Role: the configuration checks load every function once in the driver, so that a typing error is seen before any process
+starts; reward workers load them again in theirs; notebooks call `score_table` (in `table`) with no cluster.
+Invariants:
+- what is in a file now is what runs, also in a notebook after an edit; as long as it stays the same it is one module
+  (`files`), whose globals all of its functions share;
+- everything that can go wrong is a `RewardError` that names the file, the line and what to change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlfuse.config.rewards import JUDGE, is_url
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api import interrupts
+from rlfuse.rewards.api.files import module_of
+from rlfuse.rewards.api.remote import service
+from rlfuse.rewards.api.results import headline, user_traceback
+from rlfuse.rewards.api.shapes import RewardFunction, adapt
+
+Spec = str | Callable[..., Any] | RewardFunction
+
+
+def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFunction:
+    """The reward function that `spec` names or is; `kwargs` are given to it at each call, or make it (see `adapt`)."""
+    if isinstance(spec, RewardFunction):
+        return spec
+    if is_url(spec):
+        return service(spec)
+    if spec == JUDGE:
+        return replace(load_function("rlfuse.rewards.models.judge:Judge", kwargs), name=JUDGE)
+    if not isinstance(spec, str) and (callable(spec) or hasattr(spec, "score")):
+        return adapt(getattr(spec, "__name__", None) or type(spec).__name__, spec, spec, kwargs)
+    if not isinstance(spec, str) or not all(spec.rpartition(":")[::2]):
+        raise RewardError(
+            f"reward.functions: got {spec!r}; an entry has to be path/to/file.py:function, package.module:function or "
+            "the URL of a service. " + _functions_hint(spec)
+        )
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py") or "/" in place:
+        path = Path(place).expanduser().resolve()
+        module, source = _load_file(path, spec), f"{path}:{name}"
+    else:
+        module, source = _load_module(place, spec), spec
+    return adapt(name, _pick(module, name, spec), source, kwargs)
+
+
+def _load_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        near = sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        hint = f"Python files in {path.parent}: {near}" if near else f"{path.parent} has no Python file"
+        raise RewardError(f"reward.functions: {spec!r}: there is no file {path}. {hint}. Correct the path.")
+    try:
+        return module_of(path)
+    except BaseException as error:
+        if interrupts.came():
+            raise
+        raise _import_problem(spec, error) from error
+
+
+def _load_module(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise _import_problem(spec, error) from error
+        raise RewardError(
+            f"reward.functions: {spec!r}: there is no module {error.name!r} on sys.path. Install it, add its folder to "
+            "PYTHONPATH, or give the file: path/to/file.py:function"
+        ) from error
+    except BaseException as error:
+        if interrupts.came():
+            raise
+        raise _import_problem(spec, error) from error
+
+
+def _import_problem(spec: str, error: BaseException) -> RewardError:
+    if isinstance(error, SyntaxError) and error.filename:
+        line = (error.text or "").rstrip()
+        mark = f"\n    {' ' * max((error.offset or 1) - 1, 0)}^" if line else ""
+        return RewardError(
+            f"reward.functions: {spec!r}: syntax error in {error.filename}, line {error.lineno}: {error.msg}\n"
+            f"    {line}{mark}\nCorrect that line."
+        )
+    return RewardError(
+        f"reward.functions: {spec!r} can't be imported: {headline(error)}. Correct the file, or install what it "
+        f"imports.\n{user_traceback(error)}"
+    )
+
+
+def _pick(module: ModuleType, name: str, spec: str) -> Any:
+    found = getattr(module, name, None)
+    if callable(found) or hasattr(found, "score"):
+        return found
+    what = f"has no function {name!r}" if found is None else f"has {name!r}, but it is a {type(found).__name__}"
+    raise RewardError(
+        f"reward.functions: {spec!r}: {module.__file__} {what}. Its functions: {_functions_of(module) or 'none'}"
+    )
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _functions_hint(spec: Any) -> str:
+    """What to append, where the file was given without its function."""
+    if not isinstance(spec, str) or not Path(spec).is_file():
+        return "Put the function's name after a colon."
+    try:
+        names = _functions_of(_load_file(Path(spec).resolve(), spec))
+    except RewardError:
+        names = []
+    return f"Append one of its functions: {names}" if names else "Put the function's name after a colon."

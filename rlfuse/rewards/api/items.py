@@ -1,0 +1,130 @@
+"""What a reward function gets and gives: one finished response with its row, and one function's outcome for it.
+
+Role: the only view that reward code has of a sample. Built from a `Sample` by the pool, or from a plain row in a
+notebook, so that a function sees the same thing in both. Plain data: no Ray, vLLM or torch import.
+Invariants:
+- an item carries all that any reward shape asks for, so scoring needs nothing but the item;
+- an outcome is a `Score` or a `RewardFailure`: a failure is never given as a number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlfuse.errors import RewardError
+from rlfuse.samples import RewardFailure, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One response to be scored."""
+
+    id: str
+    step: int
+    prompt: str | list[dict[str, Any]]
+    """As the row gave it: a string or chat messages."""
+    messages: list[dict[str, Any]]
+    prompt_text: str
+    """Chat template applied."""
+    response: str
+    response_ids: list[int]
+    data_source: str
+    ground_truth: Any
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    def column(self, name: str) -> Any:
+        """A column of the row by name; KeyError where the row has none."""
+        if name in self.columns:
+            return self.columns[name]
+        if name in ("data_source", "ground_truth"):
+            return getattr(self, name)
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one function says of one item."""
+
+    value: float | None
+    """None: the function does not apply to this item."""
+    extras: dict[str, float] = field(default_factory=dict)
+    """More numbers to log."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the function wants logged and is no finite number."""
+
+
+Outcome = Score | RewardFailure
+
+
+def own(item: Item, columns: Iterable[str]) -> Item:
+    """The item with copies of all that can be changed, for a user's code to do with as it likes, and with these of its
+    columns only; RewardError names what can't be copied."""
+    memo: dict[int, Any] = {}
+
+    def mine(name: str, value: Any) -> Any:
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise RewardError(f"{name} can't be copied for a reward ({said}); give plain data in its place") from error
+
+    return replace(
+        item,
+        prompt=mine("prompt", item.prompt),
+        messages=mine("messages", item.messages),
+        ground_truth=mine("ground_truth", item.ground_truth),
+        columns={name: mine(f"column {name!r}", item.columns[name]) for name in columns if name in item.columns},
+        response_ids=list(item.response_ids),
+    )
+
+
+def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
+    """The item of a finished sample; `prompt_key` is the row's column that tells a plain prompt from a chat."""
+    prompt, response = sample.prompt, sample.response
+    if response is None:
+        raise ValueError(
+            f"sample {sample.id} has response None; only finished samples can be scored: generate it first"
+        )
+    messages = [dict(message) for message in prompt.messages]
+    given = prompt.columns.get(prompt_key)
+    return Item(
+        id=sample.id,
+        step=sample.step,
+        prompt=given if isinstance(given, str) else messages,
+        messages=messages,
+        prompt_text=prompt.text,
+        response=response.text,
+        response_ids=response.token_ids.tolist(),
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        columns={name: value for name, value in prompt.columns.items() if name != prompt_key},
+    )
+
+
+def item_of_row(row: dict[str, Any], number: int = 0) -> Item:
+    """The item of a plain row: `prompt` and `response`, and any columns of a verl or TRL row."""
+    for name, kinds in (("prompt", str | Sequence), ("response", str)):
+        if not isinstance(row.get(name), kinds):
+            wanted = "a string" if kinds is str else "a string or a list of chat messages"
+            raise ValueError(
+                f"row {number}: {name} is {row.get(name)!r}; it has to be {wanted}. Columns of the row: {list(row)}"
+            )
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else [dict(message) for message in row["prompt"]]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    style = row.get("reward_model")
+    truth = row.get("ground_truth", style.get("ground_truth") if isinstance(style, dict) else None)
+    return Item(
+        id=str(number),
+        step=-1,
+        prompt=prompt,
+        messages=messages,
+        prompt_text="\n".join(str(message["content"]) for message in messages),
+        response=row["response"],
+        response_ids=[int(token) for token in row.get("response_ids", ())],
+        data_source=row.get("data_source", ""),
+        ground_truth=truth,
+        columns={name: value for name, value in row.items() if name not in ("prompt", "response", "response_ids")},
+    )

@@ -1,0 +1,89 @@
+"""The labels of a reward model: what each number that its head gives is called, and which of them a run asks for.
+
+Role: one place for what training, scoring and the driver's checks must agree on. transformers is imported late, so that
+checking a folder takes no import of it. A model with one label needs no name for it; of several, each that counts is an
+entry of reward.functions, `reward_model:LABEL`, and named `reward_model/LABEL` in metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.rewards import MODEL_PART
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.results import headline, user_traceback
+
+ONLY_LABEL = "LABEL_0"
+"""As transformers calls it."""
+OWN_CLASS = "AutoModelForSequenceClassification"
+"""In config.json's auto_map: modelling code that ships with the weights."""
+
+
+def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
+    """The configuration of the model at `path`, which the user gave as `key`; the class that ships with it can load.
+
+    RewardError where the class can't, or isn't trusted: transformers would quietly take another of that architecture.
+    """
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    own = (getattr(config, "auto_map", None) or {}).get(OWN_CLASS)
+    check_trust(path, key, own, trust_remote_code)
+    if own is None:
+        return config
+    try:
+        get_class_from_dynamic_module(own, path)
+    except Exception as error:
+        raise RewardError(
+            f"{key}: {path}: {own} can't be loaded: {headline(error)}\n{user_traceback(error)}"
+        ) from error
+    return config
+
+
+def head_labels(path: str, trust_remote_code: bool = False) -> list[str]:
+    """The labels of the sequence classifier at `path`, in the head's order; none of a model that has no such head."""
+    config = read_config(path, "model.path", trust_remote_code)
+    classes = (*(config.architectures or ()), *(getattr(config, "auto_map", None) or ()))
+    return list(config.id2label.values()) if any("SequenceClassification" in name for name in classes) else []
+
+
+def check_trust(path: str, key: str, own: str | None, trust_remote_code: bool) -> None:
+    """RewardError for an untrusted class that ships with a model."""
+    if own is not None and not trust_remote_code:
+        raise RewardError(
+            f"{key}: {path} brings a class of its own, {own}; look at that code, then set model.trust_remote_code=true "
+            "(in a notebook: trust_remote_code=True) to run it."
+        )
+
+
+def saved(folder: Path) -> tuple[list[str], str | None]:
+    """(labels, the class that ships with it) of a folder's config.json; no labels where transformers' defaults hold."""
+    config = json.loads((folder / "config.json").read_text())
+    names = config.get("id2label") or {}
+    return [names[number] for number in sorted(names, key=int)], (config.get("auto_map") or {}).get(OWN_CLASS)
+
+
+def columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str, int]:
+    """Of each entry's name, `reward_model` or `reward_model/LABEL`, the number of its label. RewardError otherwise."""
+    found = {}
+    for name in asked:
+        label = name.removeprefix(MODEL_PART).removeprefix("/")
+        if not label and len(labels) != 1:
+            entries = ", ".join(f"{MODEL_PART}:{each}" for each in labels)
+            raise RewardError(
+                f"reward.model_path: {path} has {len(labels)} labels, whose scores are no reward before it is said "
+                f"which count, and how much: reward.functions=[{entries}], those that should, and reward.weights. (A "
+                "classifier that was not trained as a reward model is none.)"
+            )
+        if label and label not in labels:
+            unnamed = " (what transformers calls labels without names: was it trained with these dimensions?)"
+            raise RewardError(
+                f"reward.functions: {MODEL_PART}:{label}: {path} has no such label; it has {', '.join(labels)}"
+                + (unnamed if ONLY_LABEL in labels else "")
+            )
+        found[name] = labels.index(label) if label else 0
+    return found

@@ -1,0 +1,372 @@
+"""Calling a user's reward in the shape it was written for: verl's, TRL's or OpenRLHF's, or one that takes samples.
+
+Role: `RewardFunction`, made by `functions.load_function` and called by the reward worker, or directly in a notebook.
+Invariants:
+- the shape is chosen by parameter names, and a function is given only the columns it names, unless it has `**kwargs`.
+  verl hands over no columns beside `extra_info`. So in its shapes one goes only to a parameter that names it and has no
+  default; those with a default, and `**kwargs`, are for the entry's kwargs alone;
+- what it gets of a row is its own: nothing that it changes there is seen by another call or by its caller. What it does
+  not get is not copied; what can't be copied costs its own sample;
+- ordinary functions run on the calling thread (some set `signal.alarm`, which only the main thread may);
+- whatever it raises, KeyboardInterrupt included, and whatever it returns that can't be read, costs the samples of that
+  call only: a `RewardFailure` with the user's traceback. The one exception is an interrupt of the user's own.
+
+Concurrency: what an async function returns is awaited on one event loop in a thread of its own, which lives as long as
+the process so that a function may keep an HTTP session. Calls for several items are awaited together:
+
+    caller's thread: call, call, ... --awaitables--> loop thread: gather, each within timeout_s --results--> caller
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import CoroutineType, SimpleNamespace
+from typing import Any
+
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api import interrupts
+from rlfuse.rewards.api.items import Item, Outcome, own
+from rlfuse.rewards.api.results import beginning, failure, headline, read, split, spread, user_traceback
+from rlfuse.rewards.thoughts import without_thought
+from rlfuse.samples import RewardFailure
+
+SHAPES = """\
+  verl       def f(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with "score"
+  verl batch def f(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
+  TRL        def f(prompts, completions, **columns) -> list of numbers or None, one for each completion
+  OpenRLHF   def f(queries, prompts, labels, **kwargs) -> dict with "rewards"
+  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample;
+             with start() too it is a model, which gets a process of its own and is started there"""
+
+# Parameters that only this shape has. TRL and OpenRLHF share `prompts`.
+TELLING = {
+    "solution_str": "verl",
+    "solution_strs": "verl batch",
+    "queries": "openrlhf",
+    "completions": "trl",
+    "completion_ids": "trl",
+    "samples": "samples",
+}
+GIVEN = {
+    "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "verl batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
+    "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"},
+    "openrlhf": {"queries", "prompts", "labels"},
+    "samples": {"samples"},
+}
+# What every row has, whatever its columns.
+ALWAYS = ("data_source", "ground_truth")
+# Columns that a TRL data set may hold and TRL does not hand on.
+WITHHELD = {"prompt", "completion"}
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A user's function with its shape."""
+
+    name: str
+    shape: str
+    """verl | verl batch | trl | openrlhf | samples."""
+    call: Callable[..., Any]
+    source: str | Callable[..., Any]
+    """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
+    named: dict[str, bool]
+    """Its parameters by name; True where it has no default."""
+    takes_all: bool
+    """It has `**kwargs`."""
+    is_async: bool
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments given to it at each call, whatever columns there are."""
+    made_by: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class or factory at `source` that made it."""
+    start: Callable[[], None] | None = None
+    """Of a model, an object with `start()` beside `score(samples)`: to be called before `score`, in the same process.
+    It may take long and hold much, so that models get a process each."""
+    answer_only: bool = False
+    """It is shown what follows a response's thought, and nothing of a thought without an end."""
+    begins: str = ""
+    """Where its code does, as a traceback shows it."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it has to be started, in a process of its own."""
+        return self.start is not None
+
+    @property
+    def batched(self) -> bool:
+        return self.shape != "verl"
+
+    def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
+        """One outcome for each item, in order. `timeout_s` bounds a call of an async function (verl's: each item's);
+        nothing in this process can bound an ordinary one."""
+        outcomes = self._attempt(self._outcomes, items, timeout_s)
+        return [outcomes] * len(items) if type(outcomes) is RewardFailure else outcomes
+
+    def _outcomes(self, items: Sequence[Item], timeout_s: float | None) -> list[Outcome]:
+        shown = [self._attempt(self._shown, item) for item in items]
+        ready = [item for item in shown if type(item) is not RewardFailure]
+        outcomes = iter(self._score(ready, timeout_s) if ready else ())
+        return [item if type(item) is RewardFailure else next(outcomes) for item in shown]
+
+    def _shown(self, item: Item) -> Item | RewardFailure:
+        """What the function may see and change of an item; a failure where it lacks something or can't be copied."""
+        item = without_thought(item) if self.answer_only else item
+        if lacks := self._lacks(item):
+            return lacks
+        wanted = item.columns if self.shape == "samples" else {*self._columns([item]), "extra_info"}
+        try:
+            return own(item, wanted)
+        except RewardError as error:
+            return RewardFailure(self.name, str(error))
+
+    def _score(self, items: list[Item], timeout_s: float | None) -> list[Outcome]:
+        if not self.batched:
+            return [self._read(each) for each in self._results([self._single(item) for item in items], timeout_s)]
+        log = _Log(len(items))
+        [result] = self._results([self._batch(items, log)], timeout_s)
+        if type(result) is not RewardFailure:
+            result = self._attempt(lambda: split(self.shape, result, log.entries()))
+        if type(result) is RewardFailure:
+            return [result] * len(items)
+        return [self._read(value, more) for value, more in result]
+
+    def _read(self, value: Any, more: dict[str, Any] | None = None) -> Outcome:
+        found = self._attempt(read, self.shape, value, more or {})
+        return replace(found, function=self.name) if type(found) is RewardFailure else found
+
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """What the action gives, or the failure of the user's code in it."""
+        try:
+            return action(*arguments)
+        except BaseException as error:
+            if interrupts.came():
+                raise
+            return failure(self.name, error, self.begins)
+
+    def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
+        """What each call returned, or its failure."""
+        results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
+        waiting = [result for result in results if type(result) is CoroutineType]
+        settled = iter(_on_loop(_all(waiting)) if waiting else ())
+        return [next(settled) if type(result) is CoroutineType else result for result in results]
+
+    def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
+        """What the call returns; of what has to be awaited our own coroutine that does."""
+        result = self.call(**(arguments | self.kwargs))
+        return self._settle(result, timeout_s) if inspect.isawaitable(result) else result
+
+    async def _settle(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await awaitable
+        except BaseException as error:
+            if limit.expired():
+                return timed_out(self.name, timeout_s)
+            return failure(self.name, error, self.begins)
+
+    def _lacks(self, item: Item) -> RewardFailure | None:
+        """A failure if the item's row has not a column that the function can't do without."""
+        if item.response and not item.response_ids and self.named.get("completion_ids"):
+            return RewardFailure(self.name, "parameter 'completion_ids': the row has text only, no response_ids")
+        if missing := self.missing(item.columns):
+            found = sorted({*item.columns, *ALWAYS})
+            return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
+        return None
+
+    def missing(self, columns: Collection[str]) -> list[str]:
+        """Parameters that nothing is given for, of a row with these columns."""
+        known = {*columns, *ALWAYS, *GIVEN[self.shape], *self.kwargs}
+        return [name for name, required in self.named.items() if required and name not in known]
+
+    def _single(self, item: Item) -> dict[str, Any]:
+        given = {
+            "data_source": item.data_source,
+            "solution_str": item.response,
+            "ground_truth": item.ground_truth,
+            "extra_info": item.columns.get("extra_info") or {},
+        }
+        columns = {name: item.column(name) for name in self._columns([item])}
+        return {**columns, **self._wanted(given)}
+
+    def _batch(self, items: list[Item], log: _Log) -> dict[str, Any]:
+        if self.shape == "samples":
+            given = {"samples": list(items)}
+        elif self.shape == "openrlhf":
+            given = {
+                "queries": [item.prompt_text + item.response for item in items],
+                "prompts": [item.prompt_text for item in items],
+                "labels": [item.ground_truth for item in items],
+            }
+        elif self.shape == "verl batch":
+            given = {
+                "data_sources": [item.data_source for item in items],
+                "solution_strs": [item.response for item in items],
+                "ground_truths": [item.ground_truth for item in items],
+                "extra_infos": [item.columns.get("extra_info") or {} for item in items],
+            }
+        else:
+            given = {
+                "prompts": [item.prompt for item in items],
+                "completions": [_completion(item) for item in items],
+                "completion_ids": [item.response_ids for item in items],
+                "trainer_state": SimpleNamespace(global_step=items[0].step),
+                "log_metric": log.metric,
+                "log_extra": log.extra,
+            }
+        # A row of a mixed data set may lack a column of the others; data sets show that as None.
+        columns = {
+            name: [item.column(name) if _has(item, name) else None for item in items] for name in self._columns(items)
+        }
+        return {**columns, **self._wanted(given)}
+
+    def _wanted(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if self.takes_all or name in self.named}
+
+    def _columns(self, items: list[Item]) -> list[str]:
+        """The columns to hand over: those that the function names, or all; of verl's those without a default."""
+        present = {"data_source": None, "ground_truth": None}
+        for item in items:
+            present.update(dict.fromkeys(item.columns))
+        verls = self.shape.startswith("verl")
+        by_name = [name for name in self.named if self.named[name] or not verls]
+        rest = present.keys() - self.named - WITHHELD - GIVEN[self.shape] if self.takes_all and not verls else ()
+        return [name for name in present if name in by_name or name in rest]
+
+
+def adapt(
+    name: str, found: Any, source: str | Callable[..., Any], kwargs: dict[str, Any] | None = None
+) -> RewardFunction:
+    """Recognise the shape of a callable by its parameters' names, or of an object by its method `score`.
+
+    A class, and a callable of no shape (a factory), is called with `kwargs` and gives the reward; else the function
+    gets them at each call.
+    """
+    if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
+        return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))
+    scores = getattr(found, "score", None)
+    call = functools.partial(_ask, scores) if callable(scores) else found
+    shape = "samples" if callable(scores) else _shape(name, found)
+    if shape is None:
+        given = ", ".join(str(parameter) for parameter in _parameters(name, found))
+        raise RewardError(
+            f"reward function {name} has the parameters ({given}), which fit no known shape. Name them as in one "
+            f"of:\n{SHAPES}\nor give kwargs with which it makes such a function"
+        )
+    parameters = _parameters(name, call)
+    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [key for key in kwargs or {} if key not in named and not takes_all]:
+        raise RewardError(f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(named)}")
+    called = (found, scores, type(found).__call__ if callable(found) else None)
+    coroutine = any(map(inspect.iscoroutinefunction, called))
+    start = getattr(found, "start", None) if callable(scores) else None
+    function = RewardFunction(name, shape, call, source, named, takes_all, coroutine, dict(kwargs or {}))
+    return replace(
+        function,
+        start=start if callable(start) else None,
+        answer_only=callable(start) or getattr(found, "answer_only", False) is True,
+        begins=beginning(scores if callable(scores) else found),
+    )
+
+
+def _shape(name: str, found: Any) -> str | None:
+    if callable(getattr(found, "score", None)):
+        return "samples"
+    names = {parameter.name for parameter in _parameters(name, found)}
+    return next((shape for telling, shape in TELLING.items() if telling in names), None)
+
+
+def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward function {name}: its parameters can't be read ({error}); wrap it in a def") from None
+
+
+def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What a class or a factory makes."""
+    try:
+        made = factory(**kwargs)
+    except RewardError as error:
+        raise RewardError(f"reward function {name}: {error}") from error
+    except BaseException as error:
+        if interrupts.came():
+            raise
+        raise RewardError(
+            f"reward function {name}: {name}(**{kwargs}) failed: {headline(error)}. Correct the entry's kwargs.\n"
+            f"{user_traceback(error)}"
+        ) from error
+    if not callable(made) and not hasattr(made, "score"):
+        raise RewardError(f"reward function {name}: {name}(**{kwargs}) made {made!r}, which is no function of a shape")
+    return made
+
+
+def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
+    """An object's `score`, whatever its parameter is called."""
+    return score(samples)
+
+
+def timed_out(name: str, seconds: float) -> RewardFailure:
+    """The failure of a call that was given up."""
+    return RewardFailure(name, f"{name} took longer than {seconds:g} s (reward.timeout_s) and was stopped")
+
+
+class _Log:
+    """What a TRL function logs while it scores one batch."""
+
+    def __init__(self, length: int):
+        self._length = length
+        self._extras: dict[str, Any] = {}
+        self._metrics: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: list[Any]) -> None:
+        """A column with one entry for each sample."""
+        self._extras[column] = values
+
+    def metric(self, name: str, value: float) -> None:
+        """A number for the batch; called several times, the mean."""
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def entries(self) -> list[dict[str, Any]]:
+        logs: list[dict[str, Any]] = [{} for _ in range(self._length)]
+        for name, values in self._metrics.items():
+            spread(logs, name, sum(values) / len(values))
+        for column, values in self._extras.items():
+            spread(logs, column, values)
+        return logs
+
+
+def _completion(item: Item) -> str | list[dict[str, str]]:
+    """As TRL has it: text for a plain prompt, an assistant message for a chat."""
+    return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
+
+
+def _has(item: Item, name: str) -> bool:
+    return name in item.columns or name in ALWAYS
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:  # KeyboardInterrupt and SystemExit of a task that a function made end the loop
+            with suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True, name="async reward functions").start()
+    return loop
+
+
+async def _all(settling: list[CoroutineType]) -> list[Any]:
+    return await asyncio.gather(*settling)
+
+
+def _on_loop(coroutine: Any) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()

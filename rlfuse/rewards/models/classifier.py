@@ -1,0 +1,290 @@
+"""A sequence-classification reward model: `reward.model_path`.
+
+Role: `Classifier` is a model as `shapes` knows them (`start`, then `score`); as the part `reward_model` it is made from
+the configuration by `entries`, and started in a process of its own (a pool's) or in a notebook's. Of a model with
+several labels there is one for each that counts; they share the model. torch, transformers and vLLM are imported by
+`start` only.
+Invariants:
+- a score is a raw logit of a head that came with the weights (never of a fresh, random one); all labels' come from one
+  pass;
+- the text is never truncated: a sample that doesn't fit the model's context is a `RewardFailure`;
+- a sample's score does not depend on what it is batched with (transformers: right padding, masked; without a padding
+  token in the model's configuration sequences go one at a time, because the model can't tell where they end).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from rlfuse.config.rewards import MODEL_PART
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.api.labels import check_trust, columns, head_labels, read_config, saved
+from rlfuse.rewards.api.results import failure, headline
+from rlfuse.samples import RewardFailure
+
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("hf", "vllm")
+MAX_BATCH_TOKENS = 16384
+"""Padded tokens of one forward pass; a longer sequence goes alone."""
+KEPT = 4096
+"""Sequences whose scores are kept; a batch has far fewer, and labels are asked for in turns."""
+
+Tokens = tuple[int, ...]
+"""Tokens of prompt and response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Which model, and what runs it: equal ones are one model in a process."""
+
+    path: str
+    backend: str
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    engine_kwargs: str
+
+
+class Classifier:
+    """Scores samples by one label of one model on one device."""
+
+    def __init__(
+        self,
+        path: str,
+        backend: str = "hf",
+        dtype: str = "float32",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        engine_kwargs: dict[str, Any] | None = None,
+        label: str = "",
+    ):
+        """Looks at what can be seen without loading; RewardError for what is wrong.
+
+        `device`: cpu | cuda | auto, a GPU if this process has one (backend vllm: as vLLM was built). `label`: whose
+        score it is; empty for a model with one.
+        """
+        for name, value, valid in (("model_dtype", dtype, DTYPES), ("model_backend", backend, BACKENDS)):
+            if value not in valid:
+                raise RewardError(f"reward.{name} is {value!r}; it has to be one of {valid}")
+        if engine_kwargs and backend != "vllm":
+            raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
+        self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
+        folder = Path(path).expanduser()
+        if folder.is_dir():
+            _check_folder(folder, self._name, trust_remote_code)
+        elif looks_local(path):
+            raise RewardError(
+                f"reward.model_path: there is no folder {folder}; correct it, or give a hub name (owner/model)"
+            )
+        self._settings = Settings(
+            str(folder) if folder.is_dir() else path,
+            backend,
+            dtype,
+            device,
+            trust_remote_code,
+            json.dumps(engine_kwargs or {}, sort_keys=True),
+        )
+        self._model: Loaded | None = None
+
+    def start(self) -> None:
+        """Load; RewardError for a model that is no reward model."""
+        self._model = LOADED.get(self._settings)
+        if self._model is None:
+            LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
+        self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
+
+    def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
+        """The logit of each sample, in order, or why there is none."""
+        return [
+            logits if isinstance(logits, RewardFailure) else _finite(logits[self._column])
+            for logits in self._model.logits(samples)
+        ]
+
+
+class Loaded:
+    """A model with its tokenizer: all labels' logits of samples. `first`: the label that is asked for."""
+
+    def __init__(self, settings: Settings, first: str):
+        from transformers import AutoTokenizer
+
+        path, trusts = settings.path, settings.trust_remote_code
+        try:
+            config = read_config(path, "reward.model_path", trusts)
+        except OSError as error:
+            raise RewardError(
+                f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
+            ) from error
+        self.labels = list(config.id2label.values())
+        columns(path, self.labels, [first])  # before its weights are loaded
+        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
+        self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
+        self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
+        self._kept: dict[Tokens, list[float]] = {}
+        """Of the latest sequences: whoever asks for one label asks for the others soon."""
+
+    def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
+        """Of each sample, in order."""
+        results: list[list[float] | RewardFailure | None] = [None] * len(samples)
+        sequences: dict[int, Tokens] = {}
+        for position, item in enumerate(samples):
+            try:
+                tokens = tuple(self._tokens(item))
+            except Exception as error:
+                results[position] = failure("", error)
+                continue
+            if 0 < len(tokens) <= self._context:
+                sequences[position] = tokens
+            else:
+                results[position] = self._misfit(len(tokens))
+        found = self._run(set(sequences.values()))
+        for position, tokens in sequences.items():
+            results[position] = found[tokens]
+        return results
+
+    def _run(self, sequences: set[Tokens]) -> dict[Tokens, list[float] | RewardFailure]:
+        """Of each sequence; from those kept where they are."""
+        found = {tokens: self._kept[tokens] for tokens in sequences if tokens in self._kept}
+        if new := sorted(sequences - found.keys()):
+            found |= zip(new, self._runner.logits(new), strict=True)
+        if len(self.labels) > 1:
+            self._kept |= {tokens: each for tokens, each in found.items() if isinstance(each, list)}
+            for oldest in list(self._kept)[:-KEPT]:
+                del self._kept[oldest]
+        return found
+
+    def _tokens(self, item: Item) -> list[int]:
+        """By the reward model's own chat template; without one, the policy's prompt text and the response."""
+        from rlfuse.data.tokenizers import conversation_ids  # imports transformers
+
+        messages = [*item.messages, {"role": "assistant", "content": item.response}]
+        return conversation_ids(self._tokenizer, messages, item.prompt_text + item.response)
+
+    def _misfit(self, length: int) -> RewardFailure:
+        return RewardFailure(
+            "",
+            f"prompt and response are {length} tokens of the reward model, which takes 1 to {self._context}: lower "
+            "data.max_response_length or give a model with a longer context",
+        )
+
+
+LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()
+"""Of this process, while anybody uses them."""
+
+
+class Transformers:
+    """The model as transformers runs it, in padded batches."""
+
+    def __init__(self, settings: Settings, config: Any):
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            settings.path,
+            config=config,
+            dtype=getattr(torch, settings.dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        if info["missing_keys"]:
+            raise RewardError(
+                f"reward.model_path: {settings.path} holds no weights for {sorted(info['missing_keys'])}, which would "
+                "be random. Give a trained sequence-classification model, not a language model."
+            )
+        self._device = settings.device
+        if self._device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = model.eval().to(self._device)
+        text = config.get_text_config()
+        self._pad_id = text.pad_token_id
+        self.context = getattr(text, "max_position_embeddings", None) or math.inf
+
+    def logits(self, sequences: Sequence[Tokens]) -> list[list[float] | RewardFailure]:
+        """Of each sequence; the failure of its batch where that raised."""
+        found: dict[Tokens, list[float] | RewardFailure] = {}
+        for batch in self._batches(sequences):
+            try:
+                logits = self._forward(batch)
+            except Exception as error:
+                logits = [failure("", error)] * len(batch)
+            found |= zip(batch, logits, strict=True)
+        return [found[tokens] for tokens in sequences]
+
+    def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+        """Of similar length, longest first, within the token budget."""
+        batch: list[Tokens] = []
+        for tokens in sorted(sequences, key=lambda tokens: -len(tokens)):
+            longest = len(batch[0]) if batch else 0
+            if batch and (self._pad_id is None or longest * (len(batch) + 1) > MAX_BATCH_TOKENS):
+                yield batch
+                batch = []
+            batch.append(tokens)
+        if batch:
+            yield batch
+
+    def _forward(self, sequences: list[Tokens]) -> list[list[float]]:
+        import torch
+
+        longest = max(map(len, sequences))
+        padded = [[*tokens, *[self._pad_id] * (longest - len(tokens))] for tokens in sequences]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in sequences]
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=torch.tensor(padded, device=self._device),
+                attention_mask=torch.tensor(mask, device=self._device),
+            ).logits
+        return logits.float().tolist()
+
+
+class Pooling:
+    """The model as vLLM's pooling runs it, without its activation."""
+
+    def __init__(self, settings: Settings):
+        from rlfuse.rewards.models.vllm_engine import EngineSettings, context, engine
+
+        if not head_labels(settings.path, settings.trust_remote_code):
+            raise RewardError(
+                f"reward.model_path: {settings.path} is no sequence classifier by the architectures of its "
+                "config.json; give a trained one, not a language model"
+            )
+        path, dtype, trusts = settings.path, settings.dtype, settings.trust_remote_code
+        self._engine = engine(
+            EngineSettings(path, dtype, trust_remote_code=trusts, engine_kwargs=settings.engine_kwargs, pooling=True)
+        )
+        self.context = context(self._engine)
+
+    def logits(self, sequences: Sequence[Tokens]) -> list[list[float]]:
+        """Of each sequence."""
+        from vllm import PoolingParams
+
+        from rlfuse.rewards.models.vllm_engine import run
+
+        outputs = run(self._engine, sequences, PoolingParams(task="classify", use_activation=False))
+        return [output.outputs.data.float().tolist() for output in outputs]
+
+
+def looks_local(path: Any) -> bool:
+    """Whether a model's path is a folder's and no hub name."""
+    return str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1
+
+
+def _check_folder(folder: Path, name: str, trust_remote_code: bool) -> None:
+    if not (folder / "config.json").is_file():
+        raise RewardError(f"reward.model_path: {folder} has no config.json; give the folder that save_pretrained wrote")
+    labels, own = saved(folder)
+    check_trust(str(folder), "reward.model_path", own, trust_remote_code)
+    if labels:
+        columns(str(folder), labels, [name])
+
+
+def _finite(logit: float) -> float | RewardFailure:
+    if math.isfinite(logit):
+        return logit
+    return RewardFailure("", f"the model's logit is {logit}; check its weights, or use reward.model_dtype=float32")

@@ -1,0 +1,191 @@
+"""A generative judge: a language model that is shown two answers and says which is better.
+
+Role: the entry `{path: judge, kwargs: {model: ...}}` of reward.functions, and in a notebook `Judge(model=...)`. As in
+Seed1.5-VL (2025, arXiv 2505.07062) the reward is the probability of the verdict, not a drawn one: a sample costs two
+prefills and one token each, whatever the model thinks.
+
+    template with (response, reference) -> P(A) of (A, B) = p
+    template with (reference, response) -> P(B) of (A, B) = q        reward = (p + q) / 2, between 0 and 1
+
+What a position is worth to the judge is in p and in q with opposite signs: a judge that always says A gives 0.5.
+A response is compared with a reference of its own row, not with its siblings: so it is scored when it is finished, at a
+cost that does not grow with the group, and its reward depends on nothing else. Rows without one can get the answer of
+another model, or of the policy before training, as a column.
+Invariants: probabilities are of the two verdicts alone, by the logits of the first token; text is never truncated;
+whatever is in the way of a verdict (no reference, a prompt that is too long, no number) is a `RewardFailure`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.models.classifier import looks_local
+from rlfuse.rewards.models.vllm_engine import EngineSettings, context, engine, run
+from rlfuse.samples import Reward, RewardFailure
+
+TEMPLATE = """\
+Compare two answers to a question.
+
+[Question]
+{prompt}
+
+[Answer A]
+{a}
+
+[Answer B]
+{b}
+
+Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
+PLACES = ("prompt", "a", "b")
+
+
+class Judge:
+    """A model that compares each response with a reference; see `start` for when it is loaded."""
+
+    def __init__(
+        self,
+        model: str,
+        template: str = TEMPLATE,
+        verdicts: Sequence[str] = ("A", "B"),
+        reference: str = "ground_truth",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        kv_cache_memory_mb: int = 256,
+        trust_remote_code: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        engine_kwargs: dict[str, Any] | None = None,
+    ):
+        """Looks at what can be seen without loading; RewardError for what is wrong.
+
+        `template`: what the judge reads, with {prompt}, {a} and {b}; as a user's message, where it has a chat template
+        (`chat_template_kwargs`, for instance {enable_thinking: false}: its first token is what counts).
+        `verdicts`: what it says for a and for b, a token each.
+        `reference`: the column with the answer to compare with, shown as it is.
+        `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype.
+        `engine_kwargs`: more of vLLM's EngineArgs.
+        """
+        folder = Path(model).expanduser()
+        if not (folder / "config.json").is_file() and (folder.is_dir() or looks_local(model)):
+            raise RewardError(f"model: {folder} is no folder with a config.json; correct it, or give a hub name")
+        if missing := [f"{{{place}}}" for place in PLACES if f"{{{place}}}" not in template]:
+            raise RewardError(f"template: lacks {', '.join(missing)}; it has to show the question and both answers")
+        if len(verdicts) != 2 or len(set(verdicts)) != 2 or not all(isinstance(v, str) and v for v in verdicts):
+            raise RewardError(
+                f"verdicts: got {verdicts}; give two different texts, for the first answer and the second"
+            )
+        self._settings = EngineSettings(
+            str(folder) if folder.is_dir() else model,
+            dtype,
+            max_model_len,
+            kv_cache_memory_mb,
+            trust_remote_code,
+            json.dumps(engine_kwargs or {}, sort_keys=True),
+        )
+        self._template, self._verdicts, self._reference = template, tuple(verdicts), reference
+        self._chat_template_kwargs = chat_template_kwargs or {}
+        self._engine: Any = None
+
+    def start(self) -> None:
+        """Load the model; RewardError if it can't be served, or a verdict is not one token."""
+        if self._engine is not None:
+            return
+        llm = engine(self._settings)
+        self._tokenizer = llm.get_tokenizer()
+        self._tokens = [self._token(verdict) for verdict in self._verdicts]
+        self._context = context(llm)
+        self._engine = llm
+
+    def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
+        """One result for each sample, in order; parts as of `verdict`."""
+        orders = [self._orders(item) for item in samples]
+        asked = [tokens for pair in orders if not isinstance(pair, RewardFailure) for tokens in pair]
+        said = self._said(asked) if asked else []
+        verdicts = map(verdict, said[::2], said[1::2])
+        return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
+
+    def _orders(self, item: Item) -> list[list[int]] | RewardFailure:
+        """What the judge reads: with the response first, and with the reference first."""
+        try:
+            reference = item.column(self._reference)
+        except KeyError:
+            return _failure(f"the row has no column {self._reference!r}; its columns: {sorted(item.columns)}")
+        if reference is None or not isinstance(reference, str | int | float):
+            return _failure(f"{self._reference} is {reference!r}; a judge compares with a text")
+        contents = [message.get("content") for message in item.messages]
+        if not all(isinstance(content, str) for content in contents):
+            return _failure("the prompt has parts other than text, which a judge can't be shown")
+        roles = [message.get("role", "user") for message in item.messages]
+        several = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
+        question = contents[0] if len(contents) == 1 else "\n\n".join(several)
+        answers = item.response, str(reference)
+        pair = [self._prompt(question, *answers), self._prompt(question, *answers[::-1])]
+        longest = max(map(len, pair))
+        if longest < self._context:
+            return pair
+        return _failure(
+            f"question and answers are {longest} tokens of the judge, which takes {self._context - 1}: give a judge of "
+            "more context (max_model_len), or lower data.max_response_length"
+        )
+
+    def _prompt(self, question: str, a: str, b: str) -> list[int]:
+        shown = {"{prompt}": question.strip(), "{a}": a.strip(), "{b}": b.strip()}
+        text = re.sub(r"\{(prompt|a|b)\}", lambda place: shown[place[0]], self._template)
+        if self._tokenizer.chat_template is None:
+            return self._tokenizer(text).input_ids
+        message = [{"role": "user", "content": text}]
+        whole = self._tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
+        )
+        return self._tokenizer(whole, add_special_tokens=False).input_ids
+
+    def _said(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Of each prompt the log-probs of the two verdicts as its next token, among all tokens."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=self._tokens, detokenize=False)
+        firsts = [output.outputs[0].logprobs[0] for output in run(self._engine, prompts, one)]
+        return [[first[token].logprob for token in self._tokens] for first in firsts]
+
+    def _token(self, verdict: str) -> int:
+        tokens = self._tokenizer.encode(verdict, add_special_tokens=False)
+        if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
+            return tokens[0]
+        raise RewardError(
+            f"verdicts: {verdict!r} is {len(tokens) or 'no'} token(s) of {self._settings.model}; it has to be one "
+            "that the judge knows. A blank in front may be a part of it"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travels without its engine, to be started where it arrives."""
+        return self.__dict__ | {"_engine": None, "_tokenizer": None}
+
+
+def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:
+    """The reward of a response, of the verdicts' log-probs with the response first, then with the reference first.
+
+    Parts: `consistency`, 1 where both orders prefer the same answer; `position`, the probability of the first place,
+    0.5 for a judge without a preference for one; `said`, the probability that the judge's next token is a verdict at
+    all: near 0 the template or the verdicts are not what the model expects.
+    """
+    masses = [math.exp(a) + math.exp(b) for a, b in (forward, backward)]
+    if not all(math.isfinite(mass) and mass > 0 for mass in masses):
+        return _failure(f"the log-probs of the verdicts are {list(forward)} and {list(backward)}; check the judge")
+    first = 1 / (1 + math.exp(min(forward[1] - forward[0], 700.0)))
+    second = 1 / (1 + math.exp(min(backward[0] - backward[1], 700.0)))
+    parts = {
+        "consistency": float((first - 0.5) * (second - 0.5) > 0),
+        "position": (first + 1 - second) / 2,
+        "said": sum(masses) / 2,
+    }
+    return Reward((first + second) / 2, parts)
+
+
+def _failure(why: str) -> RewardFailure:
+    return RewardFailure("", why)

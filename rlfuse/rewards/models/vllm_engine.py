@@ -1,0 +1,118 @@
+"""vLLM inside a reward's own process: what a judge and a pooled reward model share.
+
+Role: called by `judge.Judge` and `model.Classifier` when they are started. The engine runs in the calling process, on
+its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
+Invariants: requests are token ids and come back in order; none is left in the engine, also when a step raises; the same
+settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
+groups, which the end of one would take from the others).
+Not run on GPUs, for lack of one: there the KV cache is given outright too, so that vLLM's share of the device
+(`gpu_memory_utilization`) is only what it demands to find free at the start.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rlfuse.errors import RewardError
+
+MIB = 2**20
+NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is made of."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """Null: what the model was made for."""
+    kv_cache_memory_mb: int = 256
+    trust_remote_code: bool = False
+    engine_kwargs: str = "{}"
+    """More of vLLM's EngineArgs, as JSON; they have the last word."""
+    pooling: bool = False
+    """Classify, with the raw logits; else generate."""
+
+
+def environment(device: str) -> dict[str, str]:
+    """Of a process that will build one, best set before it starts."""
+    from rlfuse.engines.rollout.vllm_setup import rollout_env
+
+    return rollout_env(device) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def engine(settings: EngineSettings) -> Any:
+    """vLLM's LLMEngine; RewardError for arguments that it has not, or a model that it can't serve."""
+    files = Path(settings.model).glob("*") if Path(settings.model).is_dir() else ()
+    return _engine(settings, max((file.stat().st_mtime_ns for file in files), default=0))
+
+
+@functools.cache
+def _engine(settings: EngineSettings, written: int) -> Any:
+    """`written`: when the model's files were, as a notebook may train it again."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in environment(device).items():
+        os.environ.setdefault(name, value)
+    with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
+        warnings.simplefilter("ignore")
+        return _build(settings, device)
+
+
+def _build(settings: EngineSettings, device: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    more = json.loads(settings.engine_kwargs)
+    if unknown := set(more) - {field.name for field in fields(EngineArgs)}:
+        raise RewardError(f"engine_kwargs has {sorted(unknown)}, which vLLM's EngineArgs has not")
+    arguments = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_mb * MIB,
+        "trust_remote_code": settings.trust_remote_code,
+        "seed": 0,
+        "use_tqdm_on_load": False,
+    }
+    if device == "cpu":
+        arguments |= {"enforce_eager": True, "block_size": 32}
+    else:
+        # The cache is given in bytes, but vLLM starts only where this share is free, beside engine or ranks.
+        arguments["gpu_memory_utilization"] = 0.01
+    if settings.pooling:
+        arguments["runner"] = "pooling"
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
+    except Exception as error:
+        raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
+
+
+def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    """vLLM's last output for each prompt, in order; `params` are SamplingParams or PoolingParams."""
+    names = [f"reward-{next(NUMBERS)}" for _ in prompts]
+    found = {}
+    try:
+        for name, tokens in zip(names, prompts, strict=True):
+            llm.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        while llm.has_unfinished_requests():
+            found |= {output.request_id: output for output in llm.step() if output.finished}
+    except BaseException:
+        llm.abort_request(names)
+        raise
+    return [found[name] for name in names]
+
+
+def context(llm: Any) -> int:
+    """Most tokens of a request."""
+    return llm.model_config.max_model_len

@@ -1,0 +1,82 @@
+"""Calling a function whose time and memory nobody can tell beforehand: in a process of its own that may be killed.
+
+Role: verifiers whose libraries a few characters can keep busy for ever (`math`, `json_schema`) keep a `BoundedFunction`
+each. Its process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
+to be killed. In it `bounded_worker.serve` answers.
+Invariants:
+- a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what
+  else the machine does; a process that gets none, or can't start, is a SandboxError;
+- the process ends with the one that started it, at the latest when its present call's time is over.
+Waits for a call its `seconds` and BUSY_S at most, and START_S for a process to import what it needs. Calls from several
+threads take turns; a forked child starts a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+from rlfuse.rewards.sandbox.bare_python import START_S, SandboxError, start_python
+from rlfuse.rewards.sandbox.messages import MessageError, receive, send
+
+BUSY_S = 20.0
+"""So much longer than its CPU time may a call take, where the machine is busy."""
+
+
+class Refused(ValueError):
+    """The function gave no value: it raised, or took too long or too much."""
+
+
+class BoundedFunction:
+    """What the `main` of `module` serves."""
+
+    def __init__(self, module: str):
+        self._module = module
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def __call__(self, argument: Any, seconds: float) -> Any:
+        """The function's value for `argument`, both of what JSON can say, in at most so many seconds of CPU time."""
+        with self._lock:
+            process = self._ready()
+            try:
+                send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
+                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + seconds + BUSY_S)
+            except TimeoutError:
+                self._stop()
+                raise SandboxError(
+                    f"{self._module}: got no {seconds:g} s of CPU time in {seconds + BUSY_S:g} s; run less beside it"
+                ) from None
+            except (EOFError, BrokenPipeError):
+                status = process.wait()
+                if status == -signal.SIGKILL:  # which none of its limits does
+                    raise SandboxError(f"{self._module}: its process was killed from outside") from None
+                late = status == -signal.SIGPROF
+                raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
+        if "refused" in reply:
+            raise Refused(reply["refused"])
+        return reply["value"]
+
+    def _ready(self) -> subprocess.Popen[bytes]:
+        """The process, started if there is none that is alive and ours."""
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self._process, self._owner = start_python(self._module, "/"), os.getpid()
+        try:
+            receive(self._process.stdout.fileno(), deadline=time.monotonic() + START_S)
+        except (TimeoutError, EOFError, MessageError):
+            process = self._process
+            self._stop()
+            said = process.stderr.read().decode(errors="replace").strip().splitlines() or ["no word"]
+            raise SandboxError(f"the process of {self._module} did not start: {said[-1]}") from None
+        return self._process
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = None

@@ -1,0 +1,46 @@
+"""The process of a `bounded.BoundedFunction`: answers one call after the other, confined like untrusted code.
+
+Callers: the `main` of modules that `bounded` starts. Waits for calls until the other side ends. A call
+that uses up its CPU time is ended by its own timer, whether or not its caller still lives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from rlfuse.rewards.sandbox.confinement import confine_calls, confine_files, limit
+from rlfuse.rewards.sandbox.messages import receive, send
+
+MEMORY_BYTES = 2 * 2**30
+CPU_S = 24 * 3600
+"""Of a whole process; each call has its timer."""
+TEXT = 300
+
+
+def serve(function: Callable[[Any], Any]) -> None:
+    """Answer with the function's value, or with what it raised."""
+    limit(MEMORY_BYTES, CPU_S, 0, 64)
+    confine_files()
+    confine_calls()
+    replies, silent = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)  # nobody reads the warnings of libraries
+    send(replies, {})
+    while True:
+        try:
+            request = receive(0)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF ends the process
+        send(replies, _answer(function, request["argument"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    try:
+        return {"value": function(argument)}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"[:TEXT]}

@@ -1,0 +1,50 @@
+"""What a process of untrusted code holds at the moment, as the process that judges it sees it: threads and files.
+
+Role: `sandbox.host` looks here at each tick. The kernel has no limit of a process for either: RLIMIT_NPROC counts all
+of a user and binds no root, RLIMIT_FSIZE is of one file, and a file without a name lasts as long as a descriptor or a
+page of it in memory. Reads `/proc`, which the code itself can't open.
+Invariants: what ends while it is looked at counts nothing; files that code only reads never count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+
+def threads(pid: int) -> list[str]:
+    """Their numbers; none where the process is gone."""
+    with contextlib.suppress(OSError):
+        return os.listdir(f"/proc/{pid}/task")
+    return []
+
+
+def files(pid: int, open_files: int, file_bytes: int) -> dict[int, int]:
+    """Sizes of the files in this folder and of those that have no name any more, by inode. Of what is only in memory
+    the kernel tells no size: it counts as the largest that a file can be."""
+    found: dict[int, int] = {}
+    with os.scandir() as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # unlinked in between
+                held = entry.stat(follow_symlinks=False)
+                found[held.st_ino] = held.st_size
+    # The first thread may have ended while others go on; what they hold they share.
+    tasks = [f"/proc/{pid}/task/{thread}" for thread in threads(pid)]
+    task, mapped = next(((task, inodes) for task in tasks if (inodes := _mapped(task)) is not None), ("", set()))
+    for number in range(open_files if task else 0):
+        with contextlib.suppress(OSError):
+            held = os.stat(f"{task}/fd/{number}")
+            if stat.S_ISREG(held.st_mode) and not held.st_nlink:
+                found[held.st_ino] = held.st_size
+    return dict.fromkeys(mapped, file_bytes) | found
+
+
+def _mapped(task: str) -> set[int] | None:
+    """The files without a name of which there are pages in memory; None where the thread has ended."""
+    mapped, line = set(), b""
+    with contextlib.suppress(OSError), open(f"{task}/maps", "rb") as lines:
+        for line in lines:
+            if line.endswith(b" (deleted)\n"):
+                mapped.add(int(line.split(maxsplit=5)[4]))
+    return mapped if line else None

@@ -1,0 +1,93 @@
+"""The filter of system calls: what `system_calls` says, as a program that the kernel runs before each call.
+
+Role: called by `confinement`. Only the standard library: the program is put together here, so that isolation depends
+on the kernel alone, and can be read and tested as data, for machines other than this one too.
+
+    other architecture (32 bit)? -> the process is killed
+    number <= last of a run of calls with the same answer? -> that answer; or a condition's checks, then EPERM
+    above all runs (younger calls, x32) -> ENOSYS
+
+Invariants: what the table does not allow is not allowed; once loaded, for all threads, a filter is never loosened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import struct
+import sys
+
+from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, DENIED, MACHINES, ME, WORD, Condition
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+"""Answers (linux/seccomp.h)."""
+LOAD, AND, IF_EQUAL, IF_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+"""Instructions (linux/bpf_common.h); a jump says how many instructions to leave out if so, and if not."""
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+"""Where in a call's description they stand; arguments have two words, the lower one first."""
+SET_MODE_FILTER, ALL_THREADS = 1, 1
+
+Instruction = tuple[int, int, int, int]
+"""Code, instructions to leave out if so and if not, operand."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def answers() -> dict[str, int | Condition]:
+    """What each call is answered, or when it is allowed."""
+    families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS), (DENIED, EPERM))
+    found = {name: answer for table, answer in families for calls in table.values() for name in calls.split()}
+    return found | {name: condition for name, (_, condition) in CONDITIONAL.items()}
+
+
+def program(machine: str, me: int) -> list[Instruction]:
+    """The filter for a machine of this kind, and for the process `me`."""
+    architecture, calls = MACHINES[machine]
+    known = answers()
+    code = [
+        (LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)
+    ]  # fmt: skip
+    by_number = ((number, known[calls[number]] if number in calls else ENOSYS) for number in range(max(calls) + 1))
+    for answer, run in itertools.groupby(by_number, lambda entry: entry[1]):
+        block = [(RETURN, 0, 0, answer)] if isinstance(answer, int) else _checks(answer, me)
+        code += [(IF_GREATER, len(block), 0, max(run)[0]), *block]
+    return [*code, (RETURN, 0, 0, ENOSYS)]
+
+
+def _checks(condition: Condition, me: int) -> list[Instruction]:
+    """Allow where all checks of one alternative hold, else EPERM."""
+    code: list[Instruction] = []
+    for checks in condition:
+        steps: list[Instruction] = []
+        for argument, mask, value in checks:
+            wanted = me if value == ME else value
+            for word in (0, 1):
+                part = mask >> 32 * word & WORD
+                if part:
+                    steps.append((LOAD, 0, 0, ARGUMENTS + 8 * argument + 4 * word))
+                    steps.append((AND, 0, 0, part))
+                    steps.append((IF_EQUAL, 0, 0, wanted >> 32 * word & WORD))
+        left = len(steps)
+        code += [(kind, 0, left - place if kind == IF_EQUAL else 0, k) for place, (kind, _, _, k) in enumerate(steps)]
+        code.append((RETURN, 0, 0, ALLOW))
+    return [*code, (RETURN, 0, 0, EPERM)]
+
+
+def filter_calls(libc: ctypes.CDLL) -> str | None:
+    """From now on this process makes no call but those that the table allows; None, or why that can't be."""
+    machine = os.uname().machine
+    if machine not in MACHINES or sys.maxsize < 2**32:
+        return f"system calls can't be filtered: no table for {machine} with {sys.maxsize.bit_length() + 1} bits"
+    return load(libc, program(machine, os.getpid()))
+
+
+def load(libc: ctypes.CDLL, code: list[Instruction]) -> str | None:
+    """Have the kernel run `code` before each call of this process, which has given up new privileges."""
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    number = next(number for number, name in MACHINES[os.uname().machine][1].items() if name == "seccomp")
+    if libc.syscall(number, SET_MODE_FILTER, ALL_THREADS, ctypes.byref(_Program(len(code), packed))):
+        return f"system calls can't be filtered: seccomp is not available ({os.strerror(ctypes.get_errno())})"
+    return None

@@ -1,0 +1,257 @@
+"""Every system call of Linux, in families: which of them untrusted code may make, and why; which not, and why.
+
+Role: data that `seccomp` makes a filter of. What is in no family, because Linux got it later, does not exist for the
+code (ENOSYS), so that C libraries fall back to what they did before. Checked call by call by tests/unit/test_calls.py.
+Invariants:
+- each call has one entry. What is allowed acts on the process itself or on a descriptor that it holds, and nothing that
+  it makes outlives it: no other process, no user and no machine is reached through any of them;
+- files are Landlock's, by path; here stands what Landlock does not govern, or not in each of its versions: attributes,
+  truncation by path (from its version 3), requests to devices (5), signals (6);
+- a condition compares as many bits as the kernel reads: WORD for what it takes as `int`, whatever stands above.
+"""
+
+from __future__ import annotations
+
+WORD = 0xFFFF_FFFF
+ALL = 0xFFFF_FFFF_FFFF_FFFF
+ME = -1
+"""Among values: the number of the process itself."""
+
+Check = tuple[int, int, int]
+"""Number of an argument, mask, value: the check holds where the masked argument is the value."""
+Condition = tuple[tuple[Check, ...], ...]
+"""Alternatives: a call is allowed where all checks of one of them hold."""
+
+# Linux 6.18; the place of a name is its number. "-" is a number without a call.
+_X86_64 = """
+    read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
+    rt_sigreturn ioctl pread64 pwrite64 readv writev access pipe select sched_yield mremap msync mincore madvise
+    shmget shmat shmctl dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile socket connect accept
+    sendto recvfrom sendmsg recvmsg shutdown bind listen getsockname getpeername socketpair setsockopt getsockopt
+    clone fork vfork execve exit wait4 kill uname semget semop semctl shmdt msgget msgsnd msgrcv msgctl fcntl flock
+    fsync fdatasync truncate ftruncate getdents getcwd chdir fchdir rename mkdir rmdir creat link unlink symlink
+    readlink chmod fchmod chown fchown lchown umask gettimeofday getrlimit getrusage sysinfo times ptrace getuid
+    syslog getgid setuid setgid geteuid getegid setpgid getppid getpgrp setsid setreuid setregid getgroups setgroups
+    setresuid getresuid setresgid getresgid getpgid setfsuid setfsgid getsid capget capset rt_sigpending
+    rt_sigtimedwait rt_sigqueueinfo rt_sigsuspend sigaltstack utime mknod uselib personality ustat statfs fstatfs
+    sysfs getpriority setpriority sched_setparam sched_getparam sched_setscheduler sched_getscheduler
+    sched_get_priority_max sched_get_priority_min sched_rr_get_interval mlock munlock mlockall munlockall vhangup
+    modify_ldt pivot_root _sysctl prctl arch_prctl adjtimex setrlimit chroot sync acct settimeofday mount umount2
+    swapon swapoff reboot sethostname setdomainname iopl ioperm create_module init_module delete_module
+    get_kernel_syms query_module quotactl nfsservctl getpmsg putpmsg afs_syscall tuxcall security gettid readahead
+    setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr
+    lremovexattr fremovexattr tkill time futex sched_setaffinity sched_getaffinity set_thread_area io_setup
+    io_destroy io_getevents io_submit io_cancel get_thread_area lookup_dcookie epoll_create epoll_ctl_old
+    epoll_wait_old remap_file_pages getdents64 set_tid_address restart_syscall semtimedop fadvise64 timer_create
+    timer_settime timer_gettime timer_getoverrun timer_delete clock_settime clock_gettime clock_getres
+    clock_nanosleep exit_group epoll_wait epoll_ctl tgkill utimes vserver mbind set_mempolicy get_mempolicy mq_open
+    mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr kexec_load waitid add_key request_key keyctl
+    ioprio_set ioprio_get inotify_init inotify_add_watch inotify_rm_watch migrate_pages openat mkdirat mknodat
+    fchownat futimesat newfstatat unlinkat renameat linkat symlinkat readlinkat fchmodat faccessat pselect6 ppoll
+    unshare set_robust_list get_robust_list splice tee sync_file_range vmsplice move_pages utimensat epoll_pwait
+    signalfd timerfd_create eventfd fallocate timerfd_settime timerfd_gettime accept4 signalfd4 eventfd2
+    epoll_create1 dup3 pipe2 inotify_init1 preadv pwritev rt_tgsigqueueinfo perf_event_open recvmmsg fanotify_init
+    fanotify_mark prlimit64 name_to_handle_at open_by_handle_at clock_adjtime syncfs sendmmsg setns getcpu
+    process_vm_readv process_vm_writev kcmp finit_module sched_setattr sched_getattr renameat2 seccomp getrandom
+    memfd_create kexec_file_load bpf execveat userfaultfd membarrier mlock2 copy_file_range preadv2 pwritev2
+    pkey_mprotect pkey_alloc pkey_free statx io_pgetevents rseq uretprobe uprobe
+"""
+_AARCH64 = """
+    io_setup io_destroy io_submit io_cancel io_getevents setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr
+    listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr getcwd lookup_dcookie eventfd2
+    epoll_create1 epoll_ctl epoll_pwait dup dup3 fcntl inotify_init1 inotify_add_watch inotify_rm_watch ioctl
+    ioprio_set ioprio_get flock mknodat mkdirat unlinkat symlinkat linkat renameat umount2 mount pivot_root
+    nfsservctl statfs fstatfs truncate ftruncate fallocate faccessat chdir fchdir chroot fchmod fchmodat fchownat
+    fchown openat close vhangup pipe2 quotactl getdents64 lseek read write readv writev pread64 pwrite64 preadv
+    pwritev sendfile pselect6 ppoll signalfd4 vmsplice splice tee readlinkat newfstatat fstat sync fsync fdatasync
+    sync_file_range timerfd_create timerfd_settime timerfd_gettime utimensat acct capget capset personality exit
+    exit_group waitid set_tid_address unshare futex set_robust_list get_robust_list nanosleep getitimer setitimer
+    kexec_load init_module delete_module timer_create timer_gettime timer_getoverrun timer_settime timer_delete
+    clock_settime clock_gettime clock_getres clock_nanosleep syslog ptrace sched_setparam sched_setscheduler
+    sched_getscheduler sched_getparam sched_setaffinity sched_getaffinity sched_yield sched_get_priority_max
+    sched_get_priority_min sched_rr_get_interval restart_syscall kill tkill tgkill sigaltstack rt_sigsuspend
+    rt_sigaction rt_sigprocmask rt_sigpending rt_sigtimedwait rt_sigqueueinfo rt_sigreturn setpriority getpriority
+    reboot setregid setgid setreuid setuid setresuid getresuid setresgid getresgid setfsuid setfsgid times setpgid
+    getpgid getsid setsid getgroups setgroups uname sethostname setdomainname getrlimit setrlimit getrusage umask
+    prctl getcpu gettimeofday settimeofday adjtimex getpid getppid getuid geteuid getgid getegid gettid sysinfo
+    mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr msgget msgctl msgrcv msgsnd semget semctl
+    semtimedop semop shmget shmctl shmat shmdt socket socketpair bind listen accept connect getsockname getpeername
+    sendto recvfrom setsockopt getsockopt shutdown sendmsg recvmsg readahead brk munmap mremap add_key request_key
+    keyctl clone execve mmap fadvise64 swapon swapoff mprotect msync mlock munlock mlockall munlockall mincore
+    madvise remap_file_pages mbind get_mempolicy set_mempolicy migrate_pages move_pages rt_tgsigqueueinfo
+    perf_event_open accept4 recvmmsg - - - - - - - - - - - - - - - - wait4 prlimit64 fanotify_init fanotify_mark
+    name_to_handle_at open_by_handle_at clock_adjtime syncfs setns sendmmsg process_vm_readv process_vm_writev kcmp
+    finit_module sched_setattr sched_getattr renameat2 seccomp getrandom memfd_create bpf execveat userfaultfd
+    membarrier mlock2 copy_file_range preadv2 pwritev2 pkey_mprotect pkey_alloc pkey_free statx io_pgetevents rseq
+    kexec_file_load
+"""
+_FROM_424 = """
+    pidfd_send_signal io_uring_setup io_uring_enter io_uring_register open_tree move_mount fsopen fsconfig fsmount
+    fspick pidfd_open clone3 close_range openat2 pidfd_getfd faccessat2 process_madvise epoll_pwait2 mount_setattr
+    quotactl_fd landlock_create_ruleset landlock_add_rule landlock_restrict_self memfd_secret process_mrelease
+    futex_waitv set_mempolicy_home_node cachestat fchmodat2 map_shadow_stack futex_wake futex_wait futex_requeue
+    statmount listmount lsm_get_self_attr lsm_set_self_attr lsm_list_modules mseal setxattrat getxattrat listxattrat
+    removexattrat open_tree_attr file_getattr file_setattr
+"""
+
+
+def _numbered(names: str) -> dict[int, str]:
+    return {
+        number: name
+        for part, first in ((names, 0), (_FROM_424, 424))
+        for number, name in enumerate(part.split(), first)
+        if name != "-"
+    }
+
+
+MACHINES = {"x86_64": (0xC000003E, _numbered(_X86_64)), "aarch64": (0xC00000B7, _numbered(_AARCH64))}
+"""What the kernel calls the architecture (linux/audit.h), and its calls by number; by `os.uname().machine`."""
+
+ALLOWED = {
+    "descriptors it holds": """
+        read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range dup dup2 dup3
+        pipe pipe2 copy_file_range""",
+    "files by path or descriptor; Landlock decides which": """
+        creat unlink unlinkat rename renameat renameat2 ftruncate fsync fdatasync""",
+    "where files are, and that they are; Python looks for modules so": """
+        stat fstat lstat newfstatat statx access faccessat faccessat2 statfs fstatfs readlink readlinkat getdents
+        getdents64 getcwd chdir fchdir umask""",
+    "its own memory; RLIMIT_AS bounds it": "mprotect munmap brk mremap msync madvise",
+    "its own threads: locks, their state and registers": """
+        futex futex_wait futex_wake futex_requeue futex_waitv set_robust_list set_tid_address rseq arch_prctl gettid
+        sched_yield getcpu""",
+    "waiting for descriptors it holds": """
+        poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
+        eventfd2 timerfd_create timerfd_settime timerfd_gettime""",
+    "time: telling it, sleeping": """
+        time gettimeofday clock_gettime clock_getres nanosleep clock_nanosleep times""",
+    "signals to itself: handlers and alarms": """
+        rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack signalfd
+        signalfd4 pause alarm getitimer setitimer restart_syscall""",
+    "a pair of sockets' two ends": "recvfrom shutdown getsockname getpeername getsockopt",
+    "who it is, what it may use and has used; limits can only fall": """
+        getpid getppid getpgid getpgrp getsid getuid geteuid getresuid getgid getegid getresgid getgroups getrlimit
+        setrlimit getrusage""",
+    "how it is scheduled, asked": """
+        getpriority sched_getaffinity sched_getparam sched_getscheduler sched_getattr sched_get_priority_max
+        sched_get_priority_min sched_rr_get_interval""",
+    "the machine: name, memory, random numbers": "uname sysinfo getrandom",
+    "its end, and that of children, of which it has none": "exit exit_group wait4 waitid",
+}
+"""Family, with the reason it is allowed for, and its calls."""
+
+
+def _one_of(argument: int, *values: int) -> Condition:
+    return tuple(((argument, WORD, value),) for value in values)
+
+
+def _opening(flags: int) -> Condition:
+    """To write; or to read without O_TRUNC. Access mode 3 needs no right of Landlock, and empties files before its
+    version 3, as O_RDONLY | O_TRUNC does what may only be read. Not O_TMPFILE: without one, a change of the folder
+    tells that there are files to be looked for."""
+    access, truncate, nameless = 0o3, 0o1000, 0o20000000
+    return tuple(
+        ((flags, mask | nameless, value),) for mask, value in ((access | truncate, 0), (access, 1), (access, 2))
+    )
+
+
+_OF_ITSELF = _one_of(0, ME)
+_F_SETFL, _O_ASYNC = 4, 0o20000
+_FEW = 0x40000 | 0x2000
+CONDITIONAL: dict[str, tuple[str, Condition]] = {
+    "open": ("nothing is emptied by who may not write it, each file has a name", _opening(1)),
+    "openat": ("nothing is emptied by who may not write it, each file has a name", _opening(2)),
+    # Of files; or MAP_ANONYMOUS with MAP_PRIVATE: shared memory stays whole as long as one page of it is mapped, so
+    # that RLIMIT_AS would not bound it.
+    "mmap": (
+        "neither huge pages nor locked ones, which are few for all, nor memory to be shared with processes it has not",
+        (((3, _FEW | 0x20, 0),), ((3, _FEW | 0x23, 0x22),)),
+    ),
+    # As C libraries start threads; musl adds CLONE_DETACHED, which means nothing. `sandbox.host` counts them.
+    "clone": ("threads, no processes", (((0, WORD & ~0x400000, 0x3D0F00),),)),
+    "kill": ("signals to itself, as abort() sends them", _OF_ITSELF),
+    "tgkill": ("signals to its own threads", _OF_ITSELF),
+    "prlimit64": ("its own limits", (*_one_of(0, 0), *_OF_ITSELF)),
+    "socketpair": ("AF_UNIX: asyncio wakes its loop with a pair", _one_of(0, 1)),
+    "sendto": ("to the other end, no address", (((4, ALL, 0),),)),
+    # DUPFD GETFD SETFD GETFL, GETLK SETLK SETLKW, DUPFD_CLOEXEC, GETPIPE_SZ. Not OFD_SETLKW: each thread that waits
+    # for a lock of its own process would hold a file without a descriptor.
+    "fcntl": (
+        "copies, flags but O_ASYNC, and locks; no owner and no signal, which would reach any process of the user",
+        (*_one_of(1, 0, 1, 2, 3, 5, 6, 7, 1030, 1032), ((1, WORD, _F_SETFL), (2, _O_ASYNC, 0))),
+    ),
+    # TCGETS TCGETS2 TIOCGWINSZ (is it a terminal?), FIONREAD FIONBIO FIONCLEX FIOCLEX.
+    "ioctl": (
+        "questions and flags of descriptors; nothing that devices do, no owner and no FIOASYNC",
+        _one_of(1, 0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451),
+    ),
+    # PR_SET_NAME PR_GET_NAME; not PR_SET_PDEATHSIG, with which it would outlive its host.
+    "prctl": ("names of threads", _one_of(0, 15, 16)),
+}
+"""Call, with what of it is allowed and the condition; otherwise EPERM."""
+
+ABSENT = {
+    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2",
+}
+"""Family and its calls, which answer ENOSYS."""
+
+DENIED = {
+    "other processes, programs": "fork vfork execve execveat",
+    "signals to others, or in their name": """
+        tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal pidfd_getfd""",
+    "other processes' memory and state": """
+        ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp get_robust_list
+        perf_event_open""",
+    "leaving the group by which it is killed": "setsid setpgid",
+    "network, and descriptors on their way to others": """
+        socket connect accept accept4 bind listen sendmsg sendmmsg recvmsg recvmmsg setsockopt""",
+    "memory that others share by number, or that outlives it (System V)": """
+        shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl""",
+    "queues that others share by name (POSIX)": """
+        mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr""",
+    "memory beside RLIMIT_AS, or not to be swapped": """
+        memfd_create memfd_secret mlock mlock2 mlockall munlock munlockall""",
+    "memory: faults, nodes, pages of others, keys; nothing it needs": """
+        userfaultfd mincore remap_file_pages mbind set_mempolicy get_mempolicy set_mempolicy_home_node migrate_pages
+        move_pages pkey_mprotect pkey_alloc pkey_free map_shadow_stack mseal membarrier""",
+    "truncation by path: Landlock governs it from version 3 only": "truncate",
+    "disk without writing it: gigabytes before anyone looks": "fallocate",
+    "files to pipes; it waits there, and holds a file without a descriptor": "sendfile",
+    "attributes of files, which Landlock does not govern": """
+        chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
+        fsetxattr setxattrat getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr flistxattr listxattrat
+        removexattr lremovexattr fremovexattr removexattrat file_getattr file_setattr""",
+    "folders, links, devices: its folder is cleared file by file": """
+        mkdir mkdirat rmdir link linkat symlink symlinkat mknod mknodat""",
+    "locks on what it may only read; whole disks and their cache": """
+        flock sync syncfs sync_file_range readahead fadvise64 cachestat""",
+    "files by handle, and watching them": """
+        name_to_handle_at open_by_handle_at lookup_dcookie inotify_init inotify_init1 inotify_add_watch
+        inotify_rm_watch fanotify_init fanotify_mark""",
+    "pages handed between files and pipes, where the kernel has failed before": "splice tee vmsplice",
+    "calls by another way, which no filter sees": """
+        io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents
+        io_pgetevents""",
+    "scheduling, changed": """
+        setpriority sched_setparam sched_setscheduler sched_setattr sched_setaffinity ioprio_set ioprio_get""",
+    "timers of which the user has few": "timer_create timer_settime timer_gettime timer_getoverrun timer_delete",
+    "who it is, changed; that would also clear the signal that ends it with its host": """
+        setuid setgid setreuid setregid setresuid setresgid setfsuid setfsgid setgroups capget capset personality""",
+    "confinement: it has its own": """
+        seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self lsm_get_self_attr lsm_set_self_attr
+        lsm_list_modules""",
+    "mounts and namespaces": """
+        mount umount2 pivot_root chroot unshare setns fsopen fsconfig fsmount fspick open_tree open_tree_attr
+        move_mount mount_setattr statmount listmount""",
+    "keys of the user": "add_key request_key keyctl",
+    "programs in the kernel, modules": """
+        bpf init_module finit_module delete_module create_module query_module get_kernel_syms kexec_load
+        kexec_file_load uprobe uretprobe""",
+    "the machine: clock, name, disks, log, ports": """
+        settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname reboot swapon swapoff acct quotactl
+        quotactl_fd nfsservctl syslog vhangup iopl ioperm modify_ldt""",
+    "without a use today": """
+        _sysctl sysfs ustat uselib set_thread_area get_thread_area epoll_ctl_old epoll_wait_old vserver getpmsg putpmsg
+        afs_syscall tuxcall security""",
+}
+"""Family, with the reason it is denied for, and its calls, which answer EPERM."""

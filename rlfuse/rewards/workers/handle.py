@@ -1,0 +1,190 @@
+"""One reward process and the task that feeds it: the process may be replaced, the seat stays.
+
+Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
+Invariants:
+- one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
+  the next one: a process may as well be killed from outside;
+- a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
+  seat whose process could not be started again keeps answering, with that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rlfuse.cluster import remote, watchdog
+from rlfuse.errors import EngineError
+from rlfuse.events import Recorder
+from rlfuse.rewards.api.items import Item, Outcome
+from rlfuse.rewards.api.results import headline, text
+from rlfuse.rewards.api.shapes import timed_out
+from rlfuse.samples import RewardFailure
+
+
+@dataclass(slots=True)
+class Call:
+    """One function on some items."""
+
+    name: str
+    items: list[Item]
+    positions: list[int]
+    """Of the items among those that `score` was given."""
+    limit_s: float
+    """After this the process is killed."""
+    told_s: float
+    """The limit as the user set it."""
+    batched: bool
+    """The function takes all items at once; else the worker calls it for each."""
+    seconds: float = 0.0
+    """What it took, once answered."""
+    repeated: bool = False
+    """It has lost a process already."""
+    answer: asyncio.Future[list[Outcome]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error, if nobody has answered or given up."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def singles(self) -> list[Call]:
+        """The same, an item a call."""
+        rest = {"limit_s": self.limit_s, "told_s": self.told_s, "batched": self.batched, "repeated": self.repeated}
+        return [Call(self.name, [i], [p], **rest) for i, p in zip(self.items, self.positions, strict=True)]
+
+
+class Queue(Protocol):
+    """What a seat's calls come from."""
+
+    async def get(self) -> Call: ...
+
+
+class Lost(Exception):
+    """The process was killed for taking too long, or died of its own."""
+
+    def __init__(self, failure: RewardFailure, late: bool):
+        super().__init__(failure.message)
+        self.failure = failure
+        self.late = late
+
+
+class RewardWorkerHandle:
+    """Serves the calls of a queue with one process at a time."""
+
+    def __init__(self, where: str, queue: Queue, create: Callable[[], Any], start_timeout_s: float):
+        self.where = where
+        self.recorder = Recorder(where)
+        self._queue = queue
+        self._create = create
+        self._start_timeout_s = start_timeout_s
+        self._actor: Any = None
+        self._restart: asyncio.Task | None = None
+
+    async def start(self) -> None:
+        """A process with everything loaded, or EngineError."""
+        self._actor = self._create()
+        problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
+        if problem:
+            raise EngineError(f"{self.where} could not start: {problem}")
+
+    async def serve(self) -> None:
+        """Answer calls until cancelled."""
+        while True:
+            call = await self._queue.get()
+            if call.answer.done():
+                continue
+            try:
+                outcomes = await self._outcomes(call)
+            except asyncio.CancelledError:
+                call.fail(EngineError(f"{self.where} was closed while it scored {_ids(call)}"))
+                raise
+            except Exception as error:
+                call.fail(remote.explain(error, self.where, f"score {_ids(call)}", call.told_s))
+                continue
+            if not call.answer.done():
+                call.answer.set_result(outcomes)
+
+    async def close(self) -> None:
+        """Kill the process."""
+        if self._restart:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    async def _outcomes(self, call: Call) -> list[Outcome]:
+        """The call's outcomes; where it failed as a whole, those of its items one by one."""
+        several = len(call.items) > 1
+        try:
+            outcomes = await self._attempt(call)
+            all_failed = all(isinstance(outcome, RewardFailure) for outcome in outcomes)
+            late = call.seconds >= call.told_s  # an async function that bounded itself: repeating could take as long
+            if late or not (several and call.batched and all_failed):
+                return outcomes
+        except Lost as lost:
+            self._replace(lost)
+            if (lost.late and call.batched) or (not several and (lost.late or call.repeated)):
+                return [lost.failure] * len(call.items)
+            call.repeated = not lost.late
+        outcomes = []
+        for single in call.singles():
+            if call.answer.done():  # given up by `score`: nobody will read the rest
+                break
+            outcomes += await self._outcomes(single)
+        return outcomes
+
+    async def _attempt(self, call: Call) -> list[Outcome]:
+        if self._restart:  # raises again for each call, where it failed
+            await self._restart
+        with self.recorder.span(
+            "reward",
+            step=call.items[0].step,
+            samples=tuple(item.id for item in call.items),
+            tokens=sum(len(item.response_ids) for item in call.items),
+            cause="finished samples",
+            attributes={"function": call.name},
+        ) as span:
+            reference = self._actor.score.remote(call.name, call.items)
+            try:
+                outcomes = await asyncio.wait_for(asyncio.wrap_future(reference.future()), call.limit_s)
+                call.seconds = time.time() - span.start
+                return outcomes
+            except TimeoutError:
+                stack = await watchdog.stack_of(self.where)
+                ray.kill(self._actor)
+                raise Lost(replace(timed_out(call.name, call.told_s), traceback=stack), late=True) from None
+            except RayError as error:
+                ray.kill(self._actor)  # lives on where what it ran broke it
+                raise Lost(_death(self.where, call.name, error), late=False) from error
+
+    def _replace(self, lost: Lost) -> None:
+        """Start another process; the next call waits for it, the present answer does not."""
+        self._restart = asyncio.create_task(self._replacement(lost))
+
+    async def _replacement(self, lost: Lost) -> None:
+        with self.recorder.span("restart", cause=lost.failure.message):
+            await self.start()
+
+
+def closed() -> EngineError:
+    """The answer to calls that nobody will serve."""
+    return EngineError("the reward pool was closed while samples were waiting")
+
+
+def _death(where: str, name: str, error: Exception) -> RewardFailure:
+    if isinstance(error, RayTaskError):
+        why, more = f"what it ran left it unusable, {headline(error.cause or error)}", str(error)
+    else:
+        why, _, more = remote.why_it_ended(error, where).partition("\n")
+    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", text(more))
+
+
+def _ids(call: Call) -> str:
+    ids = ", ".join(item.id for item in call.items[:4])
+    return f"{call.name} for {ids}" + (f" and {len(call.items) - 4} more" if len(call.items) > 4 else "")

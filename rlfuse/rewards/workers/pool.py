@@ -1,0 +1,299 @@
+"""The reward of a batch of samples, from functions and models in processes that may crash or hang.
+
+Role: implements `RewardScorer` for the controller. The driver's side of reward workers: wave by wave (gates first, see
+`compose`) it cuts a batch into calls, feeds them to whichever process is free, and composes the outcomes.
+Invariants:
+- each call of a function has a process to itself and is bounded in time; a process that exceeds it is killed, and a new
+  one is started while the outcome is already on its way. A function that proves quick gets more samples in each call;
+- how a batch is cut, and in which order calls end, changes no reward;
+- a failed call gives a `RewardFailure`, never a number. It costs only the samples of that call, and a call with several
+  that raised or lost its process is repeated one by one, so that it costs only the bad one. The exception is a batched
+  function that took too long: all of its batch fails, because repeating each could take as long again;
+- a process that can't be started (again) is an `EngineError` for every waiting and later `score`, not a failed sample.
+
+Concurrency, all on the driver's event loop; each seat is a task with one worker process and one call under way:
+
+    score() --put, waits while full--> functions queue (2 calls a seat) --> seat reward/0 --> RewardWorker process
+                                                                       \\-> seat reward/1 --> RewardWorker process
+            --put, waits while full--> batches of a model, of all `score`s -> seat reward/model -> its own process
+            --put, waits while full--> batches of a judge ------------------> seat reward/judge -> its own process
+    score() <--futures, one for each call------------------------------- seats
+
+A seat waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
+resolves the call's future, so that `score` is always unblocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlfuse.cluster.nodes import here
+from rlfuse.cluster.placement import Slots, reward_device, reward_options
+from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, is_model
+from rlfuse.errors import EngineError, RewardError
+from rlfuse.events import Span
+from rlfuse.rewards.api.compose import Outcomes, compose, covers, unscored, wanted, waves
+from rlfuse.rewards.api.entries import load_entries
+from rlfuse.rewards.api.items import Item, item_of_sample
+from rlfuse.rewards.api.shapes import RewardFunction
+from rlfuse.rewards.models.vllm_engine import environment
+from rlfuse.rewards.workers.handle import Call, RewardWorkerHandle, closed
+from rlfuse.rewards.workers.queue import Batches
+from rlfuse.rewards.workers.worker import RewardWorker, pack
+from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
+
+# Items of an async verl function that are awaited together in one call, for instance requests to a judge.
+ASYNC_ITEMS = 32
+# An async function bounds its own items; only where it blocks its event loop is the process killed, this much later.
+ASYNC_GRACE_S = 5.0
+# A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
+CALL_S = 0.05
+
+
+class RewardPool:
+    """Reward functions in `num_workers` processes, and each model and judge in one more."""
+
+    def __init__(
+        self,
+        functions: Sequence[Given | RewardFunction] = (),
+        weights: Sequence[float] = (),
+        model_path: str | None = None,
+        num_workers: int = 1,
+        timeout_s: float = 30.0,
+        memory_mb: int | None = None,
+        *,
+        engine_timeout_s: float = 1800.0,
+        prompt_key: str = "prompt",
+        device: str = "auto",
+        batch_items: int = 32,
+        batch_age_s: float = 0.02,
+        **model: Any,
+    ):
+        """Loads the functions here, in the driver, and starts nothing.
+
+        `timeout_s` bounds one call of a function, `engine_timeout_s` a process's start and one call of a model.
+        `device` and `batch_*` are of all models, as in `reward`; `model` of that at `model_path`, see
+        `model.Classifier`.
+        """
+        _check_numbers(num_workers, timeout_s)
+        self.entries, self._functions = load_entries(functions, weights, model_path, **model)
+        self._models = _by_process(self.entries, self._functions)
+        self._plain = [name for name, function in self._functions.items() if not function.is_model]
+        self._timeout_s, self._memory_mb, self._engine_timeout_s = timeout_s, memory_mb, engine_timeout_s
+        self._workers = num_workers if self._plain else 0
+        self._prompt_key, self._device = prompt_key, device
+        self._batch_items, self._batch_age_s = batch_items, batch_age_s
+        self._pace: dict[str, float] = {}  # seconds per sample, lately
+        self._seats: list[RewardWorkerHandle] = []
+        self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
+        self._tasks: list[asyncio.Task] = []
+
+    @classmethod
+    def of(cls, reward: RewardConfig, trust_remote_code: bool = False, **more: Any) -> RewardPool:
+        """As a configuration says; `more`: what is not of the group `reward`."""
+        return cls(
+            list(reward.functions),
+            list(reward.weights),
+            reward.model_path,
+            reward.num_workers,
+            reward.timeout_s,
+            reward.memory_mb,
+            device=reward.device,
+            batch_items=reward.batch_items,
+            batch_age_s=reward.batch_age_s,
+            backend=reward.model_backend,
+            dtype=reward.model_dtype,
+            engine_kwargs=reward.engine_kwargs,
+            trust_remote_code=trust_remote_code,
+            **more,
+        )
+
+    def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
+        """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
+
+        To be asked with those of the data, before anything starts.
+        """
+        if missing := unscored(self.entries, [prompt.data_source for prompt in prompts]):
+            raise RewardError(
+                f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
+                + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+                + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
+            )
+        problems = [problem for entry in self.entries if (problem := self._lacking(entry, prompts, max_failure_rate))]
+        if problems:
+            raise RewardError("\n".join(problems))
+
+    def _lacking(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
+        """What an entry's function is not given by too many of its rows."""
+        function, rows = self._functions[entry.name], [each for each in prompts if covers(entry, each.data_source)]
+        lacking = [(row, names) for row in rows if (names := function.missing(row.columns.keys() - {self._prompt_key}))]
+        if len(lacking) <= max_failure_rate * len(rows):
+            return None
+        row, names = lacking[0]
+        return (
+            f"reward function {entry.name}: its parameter {', '.join(map(repr, names))} is no column of {len(lacking)} "
+            f"of {len(rows)} rows; row {row.index} has {', '.join(sorted(row.columns))}. Rename the parameter or the "
+            "column, give it a default, or set it in the entry's kwargs."
+        )
+
+    async def start(self, slots: Slots | None = None) -> None:
+        """Start all processes; EngineError with the user's traceback if one can't be.
+
+        `slots`: whose GPUs models may share. Without any they run on the CPU.
+        """
+        shared = asyncio.Queue(2 * max(self._workers, 1))
+        self._queues = dict.fromkeys(self._plain, shared)
+        for names in self._models.values():
+            self._queues |= dict.fromkeys(names, Batches(self._batch_items, self._batch_age_s))
+        self._seats = [self._function_seat(i, shared) for i in range(self._workers)]
+        self._seats += [self._model_seat(i, model, slots) for i, model in enumerate(self._models)]
+        try:
+            await asyncio.gather(*(seat.start() for seat in self._seats))
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks = [asyncio.create_task(seat.serve(), name=seat.where) for seat in self._seats]
+
+    async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]:
+        """One result for each sample, in order."""
+        if not self._tasks:
+            raise EngineError("the reward pool has no processes: score() belongs between start() and close()")
+        items = [item_of_sample(sample, self._prompt_key) for sample in samples]
+        known: list[Outcomes] = [{} for _ in items]
+        for wave in waves(self.entries):
+            asked = [
+                asyncio.ensure_future(self._ask(entry, items, wanted(entry, items, known), known)) for entry in wave
+            ]
+            try:
+                await asyncio.gather(*asked)
+            finally:
+                for one in asked:
+                    one.cancel()
+        return [compose(self.entries, item.data_source, found) for item, found in zip(items, known, strict=True)]
+
+    async def _ask(
+        self, entry: RewardEntry, items: list[Item], positions: list[int], known: Sequence[Outcomes]
+    ) -> None:
+        """Write what `entry` says of the items at these positions into `known`."""
+        calls = []
+        try:
+            for call in self._calls(entry, items, positions):
+                calls.append(call)
+                await self._put(self._queues[entry.name], call)
+            await asyncio.gather(*(call.answer for call in calls))
+        finally:
+            for call in calls:
+                call.answer.cancel()
+        for call in calls:
+            for position, outcome in zip(call.positions, call.answer.result(), strict=True):
+                known[position][entry.name] = outcome
+
+    async def drain(self) -> list[Span]:
+        """The spans of all seats since the last drain: `reward` for each call, `restart` for each process replaced."""
+        return sorted((span for seat in self._seats for span in seat.recorder.drain()), key=lambda span: span.start)
+
+    async def close(self) -> None:
+        """Kill all processes; a `score` under way gets an EngineError."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for seat in self._seats:
+            await seat.close()
+        self._sweep()
+
+    async def _put(self, queue: asyncio.Queue[Call] | Batches, call: Call) -> None:
+        if self._tasks:
+            await queue.put(call)
+        else:
+            call.fail(closed())
+        if not self._tasks:  # closed while this waited for room: nobody else will look into the queue again
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Fail all that waits, which also makes room for whoever waits to put more in, to find the pool closed."""
+        for queue in self._queues.values():
+            while not queue.empty():
+                queue.get_nowait().fail(closed())
+
+    def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
+        """Calls of one entry, each cut when there is room for it, by what is known then of the function's pace.
+
+        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all; models'
+        are put together again, by `Batches`.
+        """
+        function, limit = self._functions[entry.name], self._limit(entry)
+        if function.is_model:  # by length, so that a batch's items pad each other little
+            positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
+        start = 0
+        while start < len(positions):
+            chosen = positions[start : start + self._size(function, len(positions))]
+            start += len(chosen)
+            told = limit if function.is_model else self._timeout_s
+            call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.batched)
+            call.answer.add_done_callback(lambda _, call=call: self._learn(call))
+            yield call
+
+    def _size(self, function: RewardFunction, most: int) -> int:
+        if function.is_model:
+            return 1
+        if function.batched:
+            return most
+        return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
+
+    def _learn(self, call: Call) -> None:
+        """A function's pace: of its latest call, but never more than twice as fast as it was believed to be.
+
+        So a call has at most twice the samples of the one before, should the next ones be slow. A call that had to be
+        repeated says nothing.
+        """
+        if call.seconds:
+            pace = call.seconds / len(call.items)
+            self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
+
+    def _limit(self, entry: RewardEntry) -> float:
+        """Seconds after which a call's process is killed."""
+        function = self._functions[entry.name]
+        if function.is_model:
+            return self._engine_timeout_s
+        return self._timeout_s + (ASYNC_GRACE_S if function.is_async else 0.0)
+
+    def _function_seat(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
+        # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
+        # On the driver's node: there the functions' files have been found.
+        beside = NodeAffinitySchedulingStrategy(here(), soft=False)
+        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
+        sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
+        create = partial(actor.remote, where, sources, self._timeout_s, self._memory_mb)
+        return RewardWorkerHandle(where, queue, create, self._engine_timeout_s)
+
+    def _model_seat(self, index: int, model: str, slots: Slots | None) -> RewardWorkerHandle:
+        names, where = self._models[model], f"reward/{model.removeprefix('reward_')}"
+        on = reward_device(self._device, slots.device if slots else "cpu")
+        options = reward_options(index, len(self._models), slots, on, environment(on)) | {"max_restarts": 0}
+        actor = ray.remote(RewardWorker).options(**options)
+        create = partial(actor.remote, where, [pack(self._functions[name]) for name in names], self._engine_timeout_s)
+        return RewardWorkerHandle(where, self._queues[names[0]], create, self._engine_timeout_s)
+
+
+def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunction]) -> dict[str, list[str]]:
+    """Model -> names of its entries: the labels of reward.model_path share one."""
+    models: dict[str, list[str]] = {}
+    for entry in entries:
+        if functions[entry.name].is_model:
+            models.setdefault(MODEL_PART if is_model(entry.path) else entry.name, []).append(entry.name)
+    return models
+
+
+def _check_numbers(num_workers: int, timeout_s: float) -> None:
+    if num_workers < 1:
+        raise RewardError(f"reward.num_workers is {num_workers}; it has to be at least 1")
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise RewardError(f"reward.timeout_s is {timeout_s}; it has to be a finite number of seconds above 0")

@@ -1,0 +1,92 @@
+"""The queue in front of a model: samples of any `score`s, taken together by size and by age.
+
+Role: a reward model is fast only on many samples at once, and samples finish one by one. `RewardPool` puts a call for
+each sample; the model's seat takes one call for all that it gets at a time.
+
+    score() --put, waits while full--> [call, call, ...] --`size` of them, or the first is `age_s` old--> seat
+    score() <--its own future----------------------------- answers handed out -------------------------- seat
+
+Invariants: what waits is taken in order, and nobody waits longer than `age_s` for company once the model is free; who
+is scored with whom changes no reward, as a model's score of a sample depends on that sample alone; a call that is taken
+is answered, also when the seat is closed while it waits for more. Calls for several labels of a
+model are taken label by label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlfuse.rewards.workers.handle import Call, closed
+
+WAITING = 2
+"""Batches that may wait before `put` does: the next is complete when the model is done with the present one."""
+
+
+class Batches:
+    """Used as the queue of a seat."""
+
+    def __init__(self, size: int, age_s: float):
+        self._size, self._age_s = size, age_s
+        self._waiting: asyncio.Queue[tuple[float, Call]] = asyncio.Queue(WAITING * size)
+        self._taken: list[Call] = []
+
+    async def put(self, call: Call) -> None:
+        """Waits for room."""
+        await self._waiting.put((asyncio.get_running_loop().time(), call))
+
+    async def get(self) -> Call:
+        """One call for all that wait, for as many as make a batch: waits for the first, then at most its age."""
+        while not (calls := [call for call in self._taken if not call.answer.done()]):  # the others were given up
+            self._taken = await self._take()
+        self._taken = [call for call in calls if call.name != calls[0].name]
+        return together([call for call in calls if call.name == calls[0].name])
+
+    async def _take(self) -> list[Call]:
+        since, first = await self._waiting.get()
+        calls = [first]
+        try:
+            async with asyncio.timeout_at(since + self._age_s):
+                while len(calls) < self._size:
+                    calls.append((await self._waiting.get())[1])
+        except TimeoutError:
+            pass
+        except BaseException:
+            for call in calls:
+                call.fail(closed())
+            raise
+        return calls
+
+    def empty(self) -> bool:
+        return not self._taken and self._waiting.empty()
+
+    def get_nowait(self) -> Call:
+        return self._taken.pop() if self._taken else self._waiting.get_nowait()[1]
+
+
+def together(calls: Sequence[Call]) -> Call:
+    """One call for all of them, of one label of a model; its answer becomes theirs; given up when all of them are."""
+    first = calls[0]
+    items = [item for call in calls for item in call.items]
+    positions = [position for call in calls for position in call.positions]
+    whole = Call(first.name, items, positions, first.limit_s, first.told_s, first.batched)
+
+    def hand_out(answer: asyncio.Future) -> None:
+        if answer.cancelled():
+            return
+        error, start = answer.exception(), 0
+        for call in calls:
+            if error is not None:
+                call.fail(error)
+            elif not call.answer.done():
+                call.answer.set_result(answer.result()[start : start + len(call.items)])
+            start += len(call.items)
+
+    def give_up(_: asyncio.Future) -> None:
+        if all(call.answer.done() for call in calls):
+            whole.answer.cancel()
+
+    whole.answer.add_done_callback(hand_out)
+    for call in calls:
+        call.answer.add_done_callback(give_up)
+    return whole

@@ -1,0 +1,93 @@
+"""The process that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
+
+Role: `RewardWorker` is the class of a Ray actor with no CPU of its own; `RewardPool` creates several and feeds each one
+call at a time. It waits for nothing but the user's function, and is killed from outside when that takes too long.
+Invariants:
+- methods are ordinary ones: Ray then runs them on the main thread with no event loop around, so that a function may use
+  `signal.alarm` or `asyncio.run`;
+- nothing a user's code raises leaves as an exception, which Ray would wrap in its own: `start` gives a message, `score`
+  gives failures;
+- what the functions' code allocates beyond `memory_mb` raises MemoryError in it, or ends the process where native code
+  does not look: either way it fails the sample, not the machine.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.children import restore_child_signals
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.functions import RewardFunction, load_function
+from rlfuse.rewards.api.items import Item, Outcome
+from rlfuse.rewards.api.results import headline, user_traceback
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What another process makes a reward function of."""
+
+    name: str
+    place: str | bytes
+    """Its place in a file or module, its URL, or the callable by value."""
+    kwargs: dict[str, Any]
+    answer_only: bool
+
+
+class RewardWorker:
+    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`."""
+
+    def __init__(self, where: str, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
+        watchdog.register(where)
+        self._sources, self._timeout_s, self._memory_mb = sources, timeout_s, memory_mb
+        self._functions: dict[str, RewardFunction] = {}
+        restore_child_signals()
+
+    def start(self) -> str | None:
+        """Load all functions and start what is a model; the reason in words if that failed."""
+        try:
+            self._functions = {source.name: unpack(source) for source in self._sources}
+            for function in self._functions.values():
+                if function.start is not None:
+                    function.start()
+        except RewardError as error:
+            return str(error)
+        except BaseException as error:
+            return f"{headline(error)}\n{user_traceback(error)}"
+        if self._memory_mb is not None:
+            limit_memory(self._memory_mb)
+        return None
+
+    def score(self, name: str, items: Sequence[Item]) -> list[Outcome]:
+        """One outcome for each item, in order."""
+        return self._functions[name].score(items, self._timeout_s)
+
+
+def limit_memory(more_mb: int) -> None:
+    """Let this process allocate so many MiB beyond what it holds.
+
+    Of the kernel's limits this is the one on private data (RLIMIT_DATA): the address space, Ray's mapped object store
+    included, says nothing about memory used. Linux only.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + more_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def pack(function: RewardFunction) -> Source:
+    """What another process loads the function from."""
+    place = function.source if isinstance(function.source, str) else cloudpickle.dumps(function.source)
+    return Source(function.name, place, function.kwargs or function.made_by, function.answer_only)
+
+
+def unpack(source: Source) -> RewardFunction:
+    """The function, under its name."""
+    place = cloudpickle.loads(source.place) if isinstance(source.place, bytes) else source.place
+    return replace(load_function(place, source.kwargs), name=source.name, answer_only=source.answer_only)

@@ -1,0 +1,272 @@
+"""Whether a job may begin, and where: the name of its run, the checkpoint to go on from, what differs from before.
+
+Role: `accept` is asked by `rlfuse.train` before torch and Ray are imported, and by `rlfuse.run.job` for whoever calls a
+run directly. A run folder's own `config.yaml` is compared with the job's; `config.changes` says what each difference
+means, `inputs` what became of files that settings name, `refusals` has the words. Invariants: only reads, but for an
+empty folder that keeps a new name, which goes with the process if nothing came of the job; so a job that is refused has
+touched nothing. A run that goes on elsewhere is joined by nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlfuse.config.changes import Change, Effect, differences
+from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden
+from rlfuse.errors import ConfigError, UserError
+from rlfuse.run import inputs, refusals
+from rlfuse.run_folder import checkpoints, status
+from rlfuse.run_folder.reader import RunFolder
+
+SILENT_S = 20.0
+"""A run of another host that writes nothing for so long, where it would every second, is dead: its process can't be
+looked for. A job that a scheduler starts again elsewhere waits this long at the most."""
+WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", "trainer.default_local_dir",
+         "trainer.resume_mode")  # fmt: skip
+"""What says where a run is; a folder that was moved is the same run."""
+LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
+
+
+class RunRefused(UserError):
+    """The run folder is another run's, or one that goes on; the message has the commands for what can be done."""
+
+
+class NothingToDo(Exception):
+    """The run is as long as it is to be; the message says so, and how to go on all the same."""
+
+    def __init__(self, folder: Path, text: str):
+        super().__init__(text)
+        self.folder = folder
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A job that may begin."""
+
+    config: Config
+    """With a name; model folders are absolute paths."""
+    checkpoint: Path | None
+    changes: tuple[Change, ...]
+    """Of settings, since the run that the checkpoint is of."""
+    told: str
+    """A table of the changes, or why there is none, for a person; empty where nothing changed."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """The digests of what it is made of, by `inputs`."""
+
+
+def accept(config: Config) -> Accepted:
+    """Raises RunRefused for what can't go on so, NothingToDo for a run that is finished, ConfigError as it is named.
+
+    ConfigError also for several nodes without a cluster, which `rlfuse plan` and `rlfuse submit` don't mind.
+    """
+    if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
+        raise ConfigError(
+            [
+                f"trainer.nnodes={count}: a run's own Ray is of this machine alone. Start a cluster (ray start --head "
+                "here, ray start --address=HEAD:6379 on the others, or jobs/several_nodes.*) and set "
+                "cluster.ray_address=auto, or send the job there by rlfuse submit"
+            ]
+        )
+    given, config = config.trainer.experiment_name, named(with_local_paths(config), _keep)
+    folder, mode = config.run_folder, config.trainer.resume_mode
+    refuse_running(folder)
+    checkpoint = checkpoints.find(folder, mode)
+    of = checkpoint.parent if checkpoint else folder
+    step = checkpoints.read_state(checkpoint)["step"] if checkpoint else None
+    before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
+    found = differences(before, _resolved(config)) if before else []
+    changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
+    all_changes = (*changes, *inputs.edited(had, now))
+    if mode == "auto" and _finished(folder):
+        _judge_finished(config, checkpoint, all_changes, given is None)
+    elif (checkpoint is None or of.resolve() != folder.resolve()) and _has_rows(folder):
+        raise RunRefused(refusals.used(config))
+    if checkpoint is None:
+        return Accepted(config, None, (), "", now)
+    if any(change.effect is Effect.FIXED for change in changes):
+        raise RunRefused(refusals.differs(config, checkpoint, all_changes, before))
+    total = config.trainer.total_training_steps
+    if total is not None and step > total:
+        raise NothingToDo(folder, refusals.long_enough(config, step, total))
+    if given is None and of == folder:  # said here, as the run has its name from now on
+        print(
+            f"{folder} is the last run of this configuration: it goes on (trainer.resume_mode=disable starts another)"
+        )
+    told = [refusals.accepted(config, checkpoint, all_changes), "" if before else refusals.not_compared(checkpoint)]
+    return Accepted(config, checkpoint, changes, "\n".join(filter(None, told)), now)
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
+    """`config` with a name, if it has none: under resume_mode=auto of the last run of this configuration, else new.
+
+    `keep`: takes a folder for a new run; False if somebody has it already.
+    """
+    if config.trainer.experiment_name is not None:
+        return config
+
+    def called(name: str) -> Config:
+        return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, experiment_name=name))
+
+    project = called("-").run_folder.parent
+    if config.trainer.resume_mode == "auto":
+        wanted = _resolved(with_local_paths(config))
+        for folder, before in _newest_first(project):
+            if all(change.effect is Effect.BESIDE for change in differences(before, wanted)):
+                if _runs_elsewhere(folder) or (_has_rows(folder) and not _goes_on(folder)):
+                    break
+                return called(folder.name)
+    algorithm = "ppo" if config.uses_critic else config.algorithm.adv_estimator
+    what = "reward_model" if config.trainer.task == "reward_model" else algorithm
+    stem = re.sub(r"[^\w.+-]+", "_", config.trainer.job_name or "run")
+    first = "-".join([*dict.fromkeys([stem, what]), time.strftime("%Y%m%d-%H%M%S")])
+    return called(next(name for name in refusals.numbered(first) if keep(project / name)))
+
+
+def _keep(folder: Path) -> bool:
+    """Make the folder, for which nobody else can then have the name."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            [f"trainer.default_local_dir: {folder} can't be made ({error.strerror}); set it to a folder of yours"]
+        ) from error
+    atexit.register(_drop, folder)
+    return True
+
+
+def _drop(folder: Path) -> None:
+    with suppress(OSError):  # not empty: a run came of it
+        folder.rmdir()
+
+
+def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Runs of a project whose configuration can be read."""
+    written = sorted(project.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in written:
+        if before := _config_of(path.parent):
+            yield path.parent, before
+
+
+# What a folder holds -------------------------------------------------------------------------------------------------
+
+
+def refuse_running(folder: Path) -> None:
+    """RunRefused if another process has this run under way."""
+    if _runs_elsewhere(folder):
+        raise RunRefused(refusals.goes_on(folder, status.read(folder)))
+
+
+def _runs_elsewhere(folder: Path) -> bool:
+    state = status.read(folder)
+    if state is None or state.now != "running":
+        return False
+    if state.host == socket.gethostname():
+        return state.pid != os.getpid()
+    seen, until = status.last_sign(folder), time.time() + SILENT_S
+    while seen + SILENT_S > time.time() and time.time() < until:
+        time.sleep(SILENT_S / 20)
+        if status.last_sign(folder) > seen:
+            return True
+    return False
+
+
+def _finished(folder: Path) -> bool:
+    """Whether its last start came to its end."""
+    state = status.read(folder)
+    return state.state == "finished" if state else (folder / "summary.json").exists()
+
+
+def _goes_on(folder: Path) -> bool:
+    return _finished(folder) or bool(checkpoints.complete(folder))
+
+
+def _has_rows(folder: Path) -> bool:
+    rows = folder / "metrics.jsonl"
+    return rows.exists() and rows.stat().st_size > 0
+
+
+def _config_of(folder: Path) -> dict[str, Any] | None:
+    """Its `config.yaml`; None where there is none, or one that is damaged: nothing can be compared then."""
+    try:
+        found = yaml.load((folder / "config.yaml").read_text(), _LOADER)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _config_after(folder: Path, step: int | None) -> dict[str, Any] | None:
+    """Its configuration as it was after this step: changes that were accepted later are abandoned with their steps."""
+    found = _config_of(folder)
+    return RunFolder(folder, found).phases(step + 1)[-1][1] if found and step is not None else found
+
+
+def _resolved(config: Config) -> dict[str, Any]:
+    """As it stands in `config.yaml`."""
+    return hidden(dataclasses.asdict(config))
+
+
+def with_local_paths(config: Config) -> Config:
+    """Model folders as absolute paths: workers may have another working directory. Hub names stay as they are."""
+
+    def local(path: str | None) -> str | None:
+        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=local(config.model.path)),
+        critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
+        ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
+        reward=dataclasses.replace(
+            config.reward,
+            model_path=local(config.reward.model_path),
+            functions=with_judges_at(config.reward.functions, local),
+        ),
+    )
+
+
+def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[Change], unnamed: bool) -> None:
+    """Returns only if the finished run is to be longer from now on, and can be."""
+    steps = checkpoints.read_state(checkpoint)["step"] if checkpoint else _steps(config.run_folder)
+    if checkpoint is not None and _longer(config, {change.key: change.was for change in changes}, steps):
+        return
+    learned = [each for each in changes if each.effect is not Effect.BESIDE and each.key not in LENGTH]
+    if not learned:
+        raise NothingToDo(config.run_folder, refusals.finished(config, steps, unnamed))
+    raise RunRefused(refusals.too_late(config, checkpoint, changes, steps))
+
+
+def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
+    """Whether a finished run of so many steps has some left; by epochs the data alone can tell, so it may turn out."""
+    trainer = config.trainer
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps > steps
+    return LENGTH[0] in was or trainer.total_epochs > was.get(LENGTH[1], trainer.total_epochs)
+
+
+def _steps(folder: Path) -> int:
+    """That a finished run without a checkpoint took."""
+    try:
+        return int(json.loads((folder / "summary.json").read_text())["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0

@@ -1,0 +1,165 @@
+"""What a job answers with: engines, rewards and clips, made from its configuration.
+
+Role: `rlfuse.run.build` has them beside its trainer, `rlfuse.evaluation` without one. Nothing is started here but by
+`start_engine`, which waits for one engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.cluster import cuda, placement
+from rlfuse.config.schema import Config
+from rlfuse.data.clips import ClipReader
+from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.trainer import determinism
+from rlfuse.engines.trainer.vision_tower import TowerSettings
+from rlfuse.engines.weights.sync import resolve_transfer
+from rlfuse.errors import ConfigError, VideoError
+from rlfuse.events import Recorder
+from rlfuse.fusion.costs import Costs
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.simulate.learning import CALL_S
+from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_rank import EncoderSettings
+from rlfuse.video.encoding import SequenceParallelEncoder
+from rlfuse.video.step_clips import StepClips
+from rlfuse.video.store import CacheSettings
+from rlfuse.video.video_model import VideoModel
+
+
+def with_transfer(config: Config, device: str) -> Config:
+    """With the one way that weights take in this run, for both ends of it."""
+    stages = config.training.pipeline_parallel_size
+    transfer = resolve_transfer(config.rollout.weight_transfer, device, stages)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, weight_transfer=transfer))
+
+
+def rollout_handles(
+    config: Config, slots: placement.Slots, recorder: Recorder, say: Callable[[str], None]
+) -> list[RolloutHandle]:
+    """One actor per engine, on the first slot of its tensor-parallel group."""
+    width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
+    environment = rollout_env(slots.device, config.rollout.weight_transfer)
+    environment |= determinism.environment(config, slots.device)
+
+    def create(first: int) -> ray.actor.ActorHandle:
+        options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}
+        return ray.remote(RolloutWorker).options(**options).remote(first // width)
+
+    return [
+        RolloutHandle(
+            partial(create, first),
+            f"rollout/{first // width}",
+            cluster.timeout_s,
+            cluster.heartbeat_s,
+            cluster.max_restarts,
+            beside=slots.device == "cpu",
+            recorder=recorder,
+            say=say,
+        )
+        for first in range(0, slots.count, width)
+    ]
+
+
+async def start_engine(handle: RolloutHandle, config: Config, slots: placement.Slots, index: int) -> dict[str, Any]:
+    """The engine with this number stands when this returns; its facts, as `RolloutHandle.start` returns them."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    core = slots.cores[index] if slots.cores else None
+    speculation = config.fusion.tail_speculation
+    return await handle.start(config.model, config.rollout, longest, slots.device, speculation, core)
+
+
+def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: placement.Slots) -> Costs:
+    """What policies go by until the run has measured its own; `facts`: of each engine."""
+    return Costs(
+        kv_bytes_per_token=facts[0]["kv_bytes_per_token"],
+        link_bytes_per_s=_link_speed(config, slots.device),
+        max_sequences=config.rollout.max_num_seqs,
+        kv_tokens=min(fact["kv_tokens"] for fact in facts),
+        max_tokens=config.data.max_response_length,
+        score_call_s=CALL_S,
+        train_call_s=CALL_S,
+    )
+
+
+def _link_speed(config: Config, device: str) -> float:
+    """Bytes per second between engines of one host; 0: KV caches do not travel."""
+    if config.trainer.nnodes > 1:
+        return 0.0
+    speed = placement.shared_memory_speed()
+    return speed if device == "cpu" else speed / 2  # from and to the device besides: a guess, not measured
+
+
+def reward_pool(config: Config) -> RewardPool:
+    """The job's rewards; none of their processes runs yet."""
+    return RewardPool.of(
+        config.reward,
+        config.model.trust_remote_code,
+        engine_timeout_s=config.cluster.timeout_s,
+        prompt_key=config.data.prompt_key,
+    )
+
+
+def video_model_of(config: Config) -> VideoModel | None:
+    """The model, if it is shown clips. Raises ConfigError for one that can't be."""
+    try:
+        model = VideoModel.at(config.model.path, config.model.trust_remote_code)
+    except VideoError as error:
+        raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
+    if model is None and not config.video.freeze_tower:
+        raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
+    return model
+
+
+def clip_reader(config: Config, tokenizer: PreTrainedTokenizerBase, model: VideoModel | None) -> ClipReader | None:
+    """What plans the clips of rows; None for a model of text."""
+    workers = config.video.decode_workers * config.slots
+    return model and ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers)
+
+
+def with_served_models(config: Config, folder: Path) -> Config:
+    """Paths of what engines and trainers load of video models: where it stands alone, the text part."""
+
+    def served(path: str | None, name: str) -> str | None:
+        whole = VideoModel.at(path) if path else None
+        return whole.served(folder / "text_parts" / name) if whole else path
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=served(config.model.path, "model")),
+        critic=dataclasses.replace(config.critic, path=served(config.critic.path, "critic")),
+        ref=dataclasses.replace(config.ref, path=served(config.ref.path, "ref")),
+    )
+
+
+def tower_settings(config: Config, model: VideoModel, device: str) -> TowerSettings:
+    """How the tower runs, wherever it does, and how its frames are decoded."""
+    video = config.video
+    encoder = EncoderSettings(model.folder, device, config.model.dtype, decode_timeout_s=2 * video.decode_timeout_s)
+    return TowerSettings(encoder, DecodePool(video.decode_workers, video.decode_timeout_s))
+
+
+def step_clips(config: Config, towers: TowerSettings, slots: placement.Slots, say: Callable[[str], None]) -> StepClips:
+    """Encoder ranks on the slots, with decoders of their own."""
+    video, cpu = config.video, slots.device == "cpu"
+    ranks = video.encoder_ranks or slots.count
+    encoder = SequenceParallelEncoder(
+        towers.encoder,
+        CacheSettings(video.cache_mb << 20, video.disk_cache),
+        towers.pool.decode,
+        [Place(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
+        config.cluster.timeout_s,
+        placement.worker_environment(slots.device) if cpu else {},
+    )
+    return StepClips(encoder, video.max_failure_rate, say)

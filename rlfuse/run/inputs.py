@@ -1,0 +1,99 @@
+"""What a run is made of beside its settings: the user's own files of rewards, and models, known by what is in them.
+
+Role: `rlfuse.run.acceptance` compares what a job names with what the run had that it goes on with, and `rlfuse.run.job`
+appends what is new to the run folder's `inputs.jsonl`, a row for each input: after which step, which, its digest. So a
+reward that was edited in place is a change, and a model that was moved is none. Invariants: reads files, never runs
+them; what can't be read is left out. Of a model only config.json, the names and sizes of its weights and the end of
+each file are read. What a reward's file imports is not looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rlfuse.config.changes import Change, Effect, rule
+from rlfuse.config.facts import reward_file
+from rlfuse.config.rewards import names_code, read_entries
+from rlfuse.config.schema import Config
+from rlfuse.files import RowFile, read_rows
+
+FILE = "inputs.jsonl"
+MODELS = ("model.path", "critic.path", "ref.path")
+MOVED = "moved, or copied: the same config.json and weights of the same sizes"
+END = 1 << 16
+"""Bytes of each file of weights: models of one family, trained further, have the same sizes."""
+SHOWN = 12
+"""Characters of a digest."""
+
+
+def digests(config: Config) -> dict[str, str]:
+    """The digest of each input that is here: of rewards by the file as it is named, of models by their key."""
+    entries, _ = read_entries(config.reward.functions)
+    named = [entry.path for entry in entries if isinstance(entry.path, str) and names_code(entry.path)]
+    found = dict[str, str]()
+    for file in filter(None, map(reward_file, named)):
+        with suppress(OSError):
+            found[file] = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+    paths = (config.model.path, config.critic.path, config.ref.path)
+    models = zip(MODELS, map(of_model, paths), strict=True)
+    return found | {key: digest for key, digest in models if digest is not None}
+
+
+def of_model(path: str | None) -> str | None:
+    """The digest of a model's folder; None of a hub name, and where there are no weights."""
+    if not path:
+        return None
+    folder = Path(path)
+    try:
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        weights = sorted(folder.glob("*.safetensors"))
+        for file in weights:
+            with file.open("rb") as content:
+                size = content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - END))
+                digest.update(f"{file.name} {size} ".encode() + content.read())
+    except OSError:
+        return None
+    return digest.hexdigest() if weights else None
+
+
+def known(folder: Path, step: int | None) -> dict[str, str]:
+    """The digests of what the run of this folder had after this step; None: after its last."""
+    rows = (row for row in read_rows(folder / FILE) if step is None or row["step"] <= step)
+    return {row["input"]: row["sha256"] for row in rows}
+
+
+def note(folder: Path, step: int, now: Mapping[str, str]) -> None:
+    """Append what is new after this step; rows of steps behind it, which are abandoned, go."""
+    if not now and not (folder / FILE).exists():
+        return
+    with closing(RowFile(folder / FILE, keep=lambda row: row["step"] <= step)) as file:
+        before = known(folder, step)
+        new = {name: digest for name, digest in now.items() if before.get(name) != digest}
+        file.append({"step": step, "input": name, "sha256": digest} for name, digest in new.items())
+
+
+def judged(changes: Sequence[Change], before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Changes of settings; that of a model's path by what is there."""
+
+    def same(change: Change) -> bool:
+        was = before.get(change.key) or of_model(change.was if isinstance(change.was, str) else None)
+        return was is not None and was == now.get(change.key)
+
+    moved = {change.key for change in changes if change.key in MODELS and same(change)}
+    return [replace(c, effect=Effect.BESIDE, reason=MOVED) if c.key in moved else c for c in changes]
+
+
+def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Files of rewards with the same name and another text, as changes that are told like those of settings."""
+    effect, reason = rule("reward.functions")
+    return [
+        Change(name, before[name][:SHOWN], digest[:SHOWN], effect, f"edited: {reason}")
+        for name, digest in now.items()
+        if name not in MODELS and before.get(name, digest) != digest
+    ]

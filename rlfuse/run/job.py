@@ -1,0 +1,189 @@
+"""What every job has around it: a folder, a checkpoint to go on from, a journal, and an end that cleans up.
+
+Role: `rlfuse.run.build` (reinforcement learning) and `rlfuse.run.reward_model` (reward models) get a `Job` from
+`rlfuse.run.restarts` and carry their work out by `Job.carry_out`. Nothing here starts an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlfuse.cluster import placement
+from rlfuse.cluster.stopping import Stopped
+from rlfuse.cluster.watchdog import watching
+from rlfuse.config.changes import Change
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden
+from rlfuse.errors import WorkerLost
+from rlfuse.events import Span
+from rlfuse.files import RowFile, write_whole
+from rlfuse.observe.journal import Journal
+from rlfuse.run import inputs
+from rlfuse.run.acceptance import NothingToDo, accept, refuse_running
+from rlfuse.run.refusals import long_enough
+from rlfuse.run_folder import checkpoints, status
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked configuration and where it runs."""
+
+    config: Config
+    """Model folders are absolute paths."""
+    folder: Path
+    checkpoint: Path | None
+    """Where to go on from."""
+    state: dict[str, Any]
+    """What that checkpoint holds beside the models; `step` always."""
+    started: float
+    faults: Counter[str] = field(default_factory=Counter)
+    """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
+    restart: Span | None = None
+    """From the loss of a worker to this attempt, if it is not the first."""
+    resumed_after: int = 0
+    """The step at which this process went on, whatever it lost since."""
+    changes: tuple[Change, ...] = ()
+    """Of settings, since the run that the checkpoint is of."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """What else the run is made of, by `rlfuse.run.inputs`."""
+
+    def journal(self, total_steps: int) -> Journal:
+        """The run folder's, with `config.yaml` beside it; before this the job has touched nothing.
+
+        NothingToDo where no step is left; RunRefused if another process has begun the run since it was accepted.
+        """
+        step, state = self.state["step"], status.read(self.folder)
+        if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
+            raise NothingToDo(self.folder, long_enough(self.config, step, total_steps))
+        resolved = hidden(dataclasses.asdict(self.config))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(self.folder):
+            refuse_running(self.folder)
+            trainer = self.config.trainer
+            status.begin(self.folder, f"{trainer.project_name}/{trainer.experiment_name}", self.started, total_steps)
+        _note_changes(self.folder, self.state["step"], self.changes)
+        inputs.note(self.folder, self.state["step"], self.inputs)
+        write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        journal = Journal(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
+        if self.restart is not None:
+            self.restart.end = time.time()
+            journal.recorder.add(self.restart)
+        if abandoned := checkpoints.later(self.folder, self.state["step"]):
+            names, go = ", ".join(path.name for path in abandoned), "goes" if len(abandoned) == 1 else "go"
+            journal.say(
+                f"{names} in {self.folder} {go} once a checkpoint is whole: the run goes on after step "
+                f"{self.state['step']}. Move what you want to keep to another folder."
+            )
+        return journal
+
+    def carry_out(self, work: Coroutine[Any, Any, None], journal: Journal) -> float:
+        """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start.
+
+        Stopped if Ctrl-C or SIGTERM ended it.
+        """
+        error: BaseException | None = None
+        try:
+            with watching(self.folder, journal.recorder, journal.say):
+                asyncio.run(journal.stopping.listen_during(work))
+        except BaseException as caught:
+            error = _one(caught)
+            raise error from error.__cause__
+        finally:
+            ended = _state(error)
+            with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
+                ending.callback(journal.close, error)
+                ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
+            if error is not None and not isinstance(error, WorkerLost):  # else `recovery` says how it goes on
+                print(how_to_resume(self), flush=True)
+                if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
+                    print(f"logs: {self.folder / 'logs'}", flush=True)
+        return time.time() - self.started
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process looks whether this run goes on, or says that it does: of two only one begins it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # file systems of networks may have no locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
+    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step.
+
+    Those of steps behind it, which the run abandons as it goes back, go.
+    """
+    path = folder / "changes.jsonl"
+    if not changes and not path.exists():
+        return
+    with closing(RowFile(path, keep=lambda row: row["step"] <= step)) as file:
+        file.append({"step": step, "key": each.key, "was": each.was, "is": each.now} for each in changes)
+
+
+@contextmanager
+def noting_the_end(folder: Path) -> Iterator[None]:
+    """Around all attempts of a run and its summary: if it began in this process, its status says how it ended."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        begun = status.read(folder)
+        if begun is not None and (begun.pid, begun.host, begun.state) == (os.getpid(), socket.gethostname(), "running"):
+            status.end(folder, _state(error), "" if error is None else str(error))
+
+
+def _state(error: BaseException | None) -> str:
+    """For `status`, of a run that ended so."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, Stopped | KeyboardInterrupt | asyncio.CancelledError) else "failed"
+
+
+def open_job(config: Config) -> Job:
+    """What `rlfuse.run.acceptance.accept` makes of it, ready to begin; raises what that raises."""
+    accepted = accept(config)
+    if accepted.told:
+        print(accepted.told, flush=True)
+    state = checkpoints.read_state(accepted.checkpoint) if accepted.checkpoint else {"step": 0}
+    started = time.time()
+    config = accepted.config
+    more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
+    return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
+
+
+def _one(error: BaseException) -> BaseException:
+    """The first error of a group: the others are its echo in workers that waited for the same thing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def how_to_resume(job: Job) -> str:
+    """What the person at the terminal can do next."""
+    whole, auto = checkpoints.complete(job.folder), "trainer.resume_mode=auto"
+    if not whole:
+        return f"No checkpoint was written (trainer.save_freq); what was logged is in {job.folder}"
+    if job.config.trainer.resume_mode == "auto":
+        return f"The last checkpoint is {whole[-1]}; the same command goes on from there ({auto})"
+    named = f"trainer.experiment_name={job.config.trainer.experiment_name}"
+    return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"

@@ -1,0 +1,131 @@
+"""What crashed and killed runs left: found for `rlfuse runs clean`, and removed when the person agrees.
+
+    in run folders      checkpoints that never got whole, files half written, text parts of video models, slates of
+                        the watchdog
+    on this machine     folders of dead processes (`scratch`), semaphores and messages that no process has open,
+                        torch's locks of compilers that are gone
+
+Role: called by `run.listing`. A run's next start removes what it finds of its own kind by itself; this is for those
+that never start again. Invariants: never anything of a run that lives or may live on another host, of a living process,
+or of another user; never a complete checkpoint, a log, or what a run recorded. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rlfuse.cluster import scratch
+from rlfuse.run_folder import status
+from rlfuse.run_folder.checkpoints import MARKER
+
+PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
+ASIDE = re.compile(r"\..+\.part")
+"""What `files.write_whole` writes before it renames."""
+SETTLED_S = 60.0
+"""Older than this, what no process has open is nobody's: a process that starts has not opened it yet. And a run whose
+process is gone has crashed when it was silent for longer."""
+UNKNOWN_S = 3600.0
+"""The same of a run that says nothing of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something to remove."""
+
+    path: Path
+    why: str
+    bytes: int
+    alike: str = ""
+    """The names of those that are told together, `sem.mp-*`; empty: it is told by itself."""
+
+    @classmethod
+    def of(cls, path: Path, why: str, alike: str = "") -> Leftover:
+        return cls(path, why, sum(map(_size, (path, *path.rglob("*")))), alike)
+
+
+def everywhere(runs: Iterable[Path]) -> list[Leftover]:
+    """In these runs' folders, and outside them on this host."""
+    return [*(each for run in runs for each in of_run(run)), *of_machine()]
+
+
+def of_run(folder: Path) -> Iterator[Leftover]:
+    """In a run's folder, unless it goes on: what its next start would remove or make again."""
+    if may_live(folder):
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or path.lstat().st_uid != os.getuid():
+            continue
+        if PARTIAL.fullmatch(path.name) and not (path / MARKER).exists():
+            yield Leftover.of(path, "a checkpoint that never got whole")
+        elif ASIDE.fullmatch(path.name):
+            yield Leftover.of(path, "half written")
+        elif path.name == "text_parts":
+            yield Leftover.of(path, "copied from the model, and copied again when needed")
+    if (slates := folder / "stacks" / "processes").is_dir():
+        yield Leftover.of(slates, "where processes stood that have ended")
+
+
+def may_live(folder: Path) -> bool:
+    """Whether its run goes on here, or may do so elsewhere, or nobody can tell."""
+    found = status.read(folder)
+    if found is not None and found.now != "crashed":
+        return found.now == "running"
+    # Another container of this host's name has processes that can't be seen here; what wrote no status has a long step.
+    silent = SETTLED_S if found is not None else UNKNOWN_S
+    newest = max((file.stat().st_mtime for file in folder.iterdir() if file.is_file()), default=0.0)
+    damaged = found is None and (folder / status.FILE).exists()
+    return damaged or time.time() - newest < silent
+
+
+def of_machine() -> Iterator[Leftover]:
+    """Outside run folders, on this host."""
+    for kind in scratch.KINDS:
+        for folder in scratch.left(kind):
+            yield Leftover.of(folder, "its process has ended")
+    for folder in scratch.left(scratch.RUN, scratch.temporary_root()):
+        yield Leftover.of(folder, "its driver has ended")
+    for path in unheld():  # there may be hundreds
+        alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"
+        yield Leftover.of(path, "no process of this machine has it open", alike)
+    from rlfuse.engines.trainer.deepspeed_ops import left_over  # imports Ray, which only this needs
+
+    for lock in left_over():
+        yield Leftover.of(lock, "whoever compiled there has ended")
+
+
+def unheld() -> Iterator[Path]:
+    """Files of libraries in shared memory that no process has open."""
+    held = scratch.held_by(psutil.process_iter())
+    for path in sorted({*scratch.libraries_files()} - held):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > SETTLED_S:
+                yield path
+
+
+def remove(path: Path) -> bool:
+    """Whether it is gone."""
+    prefix = next((kind for kind in (*scratch.KINDS, scratch.RUN) if path.name.startswith(kind)), None)
+    if prefix is not None:
+        scratch.sweep(path.name, path.parent)  # only if its process is dead still; with what it owns
+    elif path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+    return not path.exists()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file."""
+    with suppress(OSError):  # gone meanwhile
+        return path.lstat().st_size if path.is_file() else 0
+    return 0

@@ -1,0 +1,89 @@
+"""A run that outlives its workers: when one is lost without which the step can't end, it goes on from a checkpoint.
+
+Role: `recovered` makes the attempts of `rlfuse.run.build` and `rlfuse.run.reward_model`; each has Ray, engines and
+journal of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
+attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration, of the user's code or of a
+start; an attempt that got no further than the one before is the last. Steps after the checkpoint are logged again, as
+when an interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden_text
+from rlfuse.errors import EngineError, WorkerLost
+from rlfuse.events import Span
+from rlfuse.observe.journal import Journal
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.run.acceptance import NothingToDo
+from rlfuse.run.job import Job, how_to_resume, noting_the_end, open_job
+from rlfuse.run_folder import checkpoints
+
+
+def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
+    """What `attempt` returns, which is made again whenever a worker was lost. Raises what it raises.
+
+    Of a run that is as long as it is to be its folder, and a line that says so.
+    """
+    try:
+        job = open_job(config)
+        with noting_the_end(job.folder):
+            return _recovered(job, attempt)
+    except NothingToDo as end:
+        print(end, flush=True)
+        return end.folder
+
+
+def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
+    reached: list[int] = []
+    while True:
+        try:
+            return attempt(job)
+        except WorkerLost as error:
+            reached.append(_last_step(job.folder))
+            if why := futile(reached, job.config.cluster.max_restarts):
+                print(how_to_resume(job), flush=True)
+                raise EngineError(f"{error}\n{why}") from error
+            job = again(job, error)
+            where = f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
+            count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
+            print(hidden_text(f"lost: {error}\nThe run goes on {where} ({count})."), flush=True)
+
+
+@contextmanager
+def starting(journal: Journal) -> Iterator[None]:
+    """The start of workers: one that is lost here would be so again."""
+    with journal.recorder.span("start", cause="run"):
+        try:
+            yield
+        except WorkerLost as error:
+            raise EngineError(str(error)) from error
+
+
+def futile(reached: list[int], limit: int) -> str | None:
+    """Why another attempt is not made, if so. `reached`: the last step that was done, at each loss so far."""
+    made = len(reached) - 1
+    if made >= limit:
+        return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
+    if made and max(reached[:-1]) >= reached[-1]:
+        return f"No restart: the last of {made} completed no step that was not completed before it."
+    return None
+
+
+def again(job: Job, error: WorkerLost) -> Job:
+    """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
+    written = [path for path in checkpoints.complete(job.folder) if checkpoints.written(path) >= job.started]
+    checkpoint = written[-1] if written else job.checkpoint
+    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    restart = Span("restart", "driver", time.time(), cause=str(error))
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, restart=restart, changes=())
+
+
+def _last_step(folder: Path) -> int:
+    return max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)

@@ -1,0 +1,172 @@
+"""A sweep: what its runs are called, and the table at its end.
+
+Role: `rlfuse.train` makes a `Sweep` of a command line with `--multirun` and notes in it how each job ended; after the
+last it is told. Names say what differs between the jobs, not what they share, and two jobs never have the same: a
+second start of the same sweep finds the runs of the first. Jobs that a launcher carries off into processes of its own
+come into no table. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+from omegaconf import DictConfig, OmegaConf
+
+from rlfuse.errors import RunError
+from rlfuse.run_folder.reader import open_run
+
+GROUP = "WANDB_RUN_GROUP"
+"""wandb's own variable: runs of a sweep stand together there, and in `status.json`."""
+LONGEST_NAME, LONGEST_VALUE = 120, 32
+COLUMNS = 240
+"""Of the table: a narrow terminal breaks the folders, which stand last, and nothing else."""
+
+
+def varied(words: list[str], params: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What has several values in a sweep -> these, as far as they are known before; no names, which runs have anyway.
+
+    `words`: its command line; `params`: hydra.sweeper.params.
+    """
+    found = {}
+    for word in [*words, *(f"{name}={value}" for name, value in params.items() if isinstance(value, str))]:
+        override = OverridesParser.create().parse_override(word)
+        if override.is_sweep_override() and override.key_or_group != "trainer.experiment_name":
+            known = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+            found[override.key_or_group] = [*override.sweep_string_iterator()] if known else []
+    return found | {name: [] for name, value in params.items() if not isinstance(value, str)}
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One job of a sweep."""
+
+    name: str
+    settings: dict[str, str]
+    """What varies -> its value here."""
+    folder: Path | None = None
+    """None before the configuration was found right."""
+    state: str = "failed"
+    error: str = ""
+    """Its first line."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Of the run's summary; empty for one that did not come to its end."""
+        try:
+            return open_run(self.folder).summary() if self.folder and self.state == "finished" else {}
+        except RunError:
+            return {}
+
+
+@dataclass(slots=True)
+class Sweep:
+    """The jobs of one command line."""
+
+    words: list[str]
+    """For Hydra."""
+    jobs: list[Trial] = field(default_factory=list)
+    group_before: str | None = field(default_factory=lambda: os.environ.get(GROUP))
+
+    def begin(self, stem: str, overrides: list[str], sweeper: DictConfig) -> Trial:
+        """The next job. `stem`: what all are called after; `overrides`: the job's own, as Hydra gives them."""
+        os.environ.setdefault(GROUP, stem)
+        several = varied(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
+        parsed = [OverridesParser.create().parse_override(word) for word in overrides]
+        values = {each.key_or_group: each.get_value_string() for each in parsed if each.key_or_group in several}
+        self.jobs.append(Trial(sweep_name(stem, values, several), values))
+        return self.jobs[-1]
+
+    def end(self, out: TextIO | None = None) -> None:
+        """Tell how the jobs ended."""
+        if self.group_before is None:
+            os.environ.pop(GROUP, None)
+        if self.jobs:
+            tell(self.jobs, out or sys.stdout)
+
+
+def sweep_name(stem: str, values: Mapping[str, str], several: Mapping[str, list[str]]) -> str:
+    """A folder of its own for each job of a sweep; two in one folder would resume each other's checkpoints."""
+    short = {name: _short(name) for name in several}
+    parts = [stem]
+    for name, value in values.items():
+        alone = [*short.values()].count(short[name]) == 1
+        parts.append(f"{_plain(short[name] if alone else name)}={_label(value, several[name])}")
+    full = "-".join(parts)
+    return full if len(full) <= LONGEST_NAME else f"{full[: LONGEST_NAME - 9]}-{_digest(full)}"
+
+
+def _short(name: str) -> str:
+    """Group and leaf tell most keys apart: actor.lr."""
+    group, _, below = name.partition(".")
+    return f"{group}.{below.rpartition('.')[2]}" if below else name.rpartition("/")[2]
+
+
+def _label(value: str, others: list[str]) -> str:
+    """A value as part of a folder's name, unlike that of any other value."""
+    plain = _plain(value)
+    if any(_plain(other) == plain for other in others if other != value):
+        plain = f"{plain}-{_digest(value)}"
+    return plain if len(plain) <= LONGEST_VALUE else f"{plain[: LONGEST_VALUE - 9]}-{_digest(value)}"
+
+
+def _plain(value: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", value).strip("_")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def tell(jobs: list[Trial], out: TextIO) -> None:
+    """A line for each job, the best first by validation where there is one; why jobs failed; what to type next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    numbers = {job: job.numbers() for job in jobs}
+
+    def rank(job: Trial) -> tuple[float, float]:
+        found = numbers[job]
+        return tuple(-(found.get(key) if found.get(key) is not None else float("-inf")) for key in RANKED)
+
+    console = Console(file=out, width=COLUMNS, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = list(dict.fromkeys(name for job in jobs for name in job.settings))
+    for heading in ("job", *map(_short, names), "state", "reward", "held out", "seconds", "folder"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("held out", "seconds") else "left")
+    for job in sorted(jobs, key=rank):
+        found = numbers[job]
+        reward = f"{_figure(found.get('reward_first'))} -> {_figure(found.get('reward_last'))}" if found else "-"
+        settings = [job.settings.get(name, "-") for name in names]
+        figures = (_figure(found.get("val_after")), f"{found['seconds']:.0f}" if "seconds" in found else "-")
+        where = _shown(job.folder) if job.folder and job.folder.exists() else "-"
+        table.add_row(str(jobs.index(job)), *settings, job.state, reward, *figures, where)
+    print(file=out)
+    console.print(table, soft_wrap=True)
+    for job in jobs:
+        if job.error:
+            print(f"job {jobs.index(job)} {job.state}: {job.error}", file=out)
+    begun = [job.folder for job in sorted(jobs, key=rank) if job.state != "refused" and job.folder]
+    if runs := [_shown(folder) for folder in begun if folder.exists()]:
+        print(f"side by side  {shlex.join(['rlfuse', 'report', *dict.fromkeys(runs)])}", file=out)
+
+
+RANKED = ("val_after", "reward_last")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _shown(folder: Path) -> str:
+    """Below the working folder from there, as one would type it."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,0 +1,109 @@
+"""A run folder, read back: what `rlfuse trace` and `rlfuse report` show.
+
+Role: finished runs, interrupted ones and those still going on alike, so everything but the configuration may be missing
+and a last line may be half written. Invariant: events are streamed, a run of thousands of steps is never held whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlfuse.errors import RunError
+from rlfuse.events import Span, span_of
+from rlfuse.files import read_rows
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def slots(self) -> int:
+        return self.config["trainer"]["nnodes"] * self.config["trainer"]["n_gpus_per_node"]
+
+    @property
+    def width(self) -> int:
+        """Slots that share a rollout engine."""
+        return self.config["rollout"]["tensor_model_parallel_size"]
+
+    def rows(self) -> list[dict[str, float]]:
+        """Of `metrics.jsonl`, oldest first."""
+        return list(read_rows(self.path / "metrics.jsonl"))
+
+    def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
+        """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.
+
+        `config` is what the run was last started with, which no step may have followed yet.
+        """
+        changes = list(read_rows(self.path / "changes.jsonl"))
+        starts = sorted({1, *(change["step"] + 1 for change in changes if change["step"] < steps)})
+        return [(start, self._config_at(start, changes)) for start in starts]
+
+    def _config_at(self, step: int, changes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        config = deepcopy(self.config)
+        for change in reversed(changes):
+            if change["step"] >= step:
+                *groups, leaf = change["key"].split(".")
+                reduce(lambda inside, group: inside.setdefault(group, {}), groups, config)[leaf] = change["was"]
+        return config
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Of `samples.jsonl`, oldest first."""
+        yield from read_rows(self.path / "samples.jsonl")
+
+    def validated(self) -> Iterator[dict[str, Any]]:
+        """Of `validation.jsonl`, oldest first."""
+        yield from read_rows(self.path / "validation.jsonl")
+
+    def summary(self) -> dict[str, Any]:
+        """Of `summary.json`; empty while the run goes on."""
+        path = self.path / "summary.json"
+        try:
+            return dict(json.loads(path.read_text())) if path.exists() else {}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RunError(f"{path}: {error}; remove it, the run's rows and events are read without it") from error
+
+    def spans(self, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[Span]:
+        """Of `events.jsonl`; `wanted` judges lines before they are parsed, which takes most of the time."""
+        for fields in read_rows(self.path / "events.jsonl", wanted):
+            yield span_of(fields)
+
+    def steps(self) -> dict[int, Span]:
+        """Step -> the driver's span of it; of a step that ran again after a resume, the last."""
+        found = (span for span in self.spans(lambda line: '"kind":"step"' in line) if span.where == "driver")
+        return {span.step: span for span in found}
+
+
+def open_run(path: Path) -> RunFolder:
+    """Raises RunError where the folder holds no run, or its configuration can't be read."""
+    try:
+        run = RunFolder(path, yaml.safe_load((path / "config.yaml").read_text()))
+        _ = run.slots, run.width  # what every reader asks for
+    except OSError as error:
+        near = sorted(child.parent.name for child in path.glob("*/config.yaml"))[:5] if path.is_dir() else []
+        meant = f"; runs below it: {', '.join(near)}" if near else ""
+        raise RunError(
+            f"{path}: no run folder ({error.strerror}: config.yaml); give the folder that a run's last lines name, "
+            f"{{default_local_dir}}/{{project_name}}/{{experiment_name}}{meant}"
+        ) from error
+    except (ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        raise RunError(
+            f"{path / 'config.yaml'}: {error!r}, so it is cut short or no run's; take it from a run with the same "
+            "settings, or resume the run, which writes it again"
+        ) from error
+    return run

@@ -1,0 +1,219 @@
+"""One board carried out: the policy is asked, what it decides is started, what comes of it is written on the board.
+
+Role: the controller runs one `Execution` per step, and one to validate. Decisions are pure, the effects are here, and
+they reach engines only through protocols: the simulator's serve as well.
+
+    Board -- snapshot --> policy -- decisions --> generate | move | switch | score | accumulate | train | step
+      ^                                               |
+      +------ finished, parted, scored, stepped ------+     each wakes the loop
+
+Waits: for any task to report, or a pulse (so that policies see time pass). A failing task cancels the others and ends
+the step with its own error; only a lost rollout engine is gone on without. Its slot has no engine until weights are
+pushed, but for the last one: that is replaced in the step, with the weights that the step's other samples are of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+
+from rlfuse.engines.colocation import to_engine, to_ranks
+from rlfuse.engines.scoring import keep, model_of, score
+from rlfuse.errors import EngineLost, WorkerLost
+from rlfuse.events import Recorder
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
+from rlfuse.protocols import Engines, Sampling
+from rlfuse.samples import Partial, Sample
+
+PULSE_S = 0.25
+PULSE_SHARE = 0.05
+"""Of the time since something last happened: the pulse is no shorter, nor shorter than a decoding step. A simulated
+wait of days would else be looked at every quarter of a second."""
+
+
+class Execution:
+    """`run` until the board is done. `scored`: called each time samples gained scores, to prepare what is complete.
+
+    `row_tensors`: model -> the per-token arrays that its loss reads; `note` takes an optimizer step's metrics.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        engines: Engines,
+        policy: Policy,
+        step: int,
+        sampling: Sampling,
+        recorder: Recorder,
+        scored: Callable[[], None],
+        row_tensors: dict[str, tuple[str, ...]] | None = None,
+        note: Callable[[dict[str, float]], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.board, self.engines, self.policy, self.step, self.sampling = board, engines, policy, step, sampling
+        self.recorder, self.scored, self.row_tensors, self.note = recorder, scored, row_tensors or {}, note
+        self.clock = clock
+        self._changed, self._happened = asyncio.Event(), 0.0
+        self._restarting = False
+
+    async def run(self) -> None:
+        """Ask the policy, start what it decides, wait until something changed; until the board is done."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while not self.board.done:
+                self._changed.clear()
+                if not self._restarting and (slot := self.board.slot_table.stranded) is not None:
+                    self._restarting = True
+                    self.board.slot_table.occupy(slot)
+                    self._tasks.create_task(self._restart_engine(slot))
+                decisions = self.policy(self.board.snapshot(self.clock()))
+                for decision in decisions:
+                    self._start(decision)
+                if not decisions and self.board.quiet:
+                    raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
+                await self._change()
+
+    async def _change(self) -> None:
+        """Something happened, or the pulse."""
+        loop = asyncio.get_running_loop()
+        self._happened = self._happened or loop.time()
+        idle, step = loop.time() - self._happened, self.board.slot_table.costs.step_base_s
+        pulse = loop.call_later(max(PULSE_S, step, PULSE_SHARE * idle), self._changed.set)
+        await self._changed.wait()
+        pulse.cancel()
+        if loop.time() < pulse.when():
+            self._happened = loop.time()
+
+    def _start(self, decision: Decision) -> None:
+        names: Sequence[str] = ()
+        if isinstance(decision, Generate):
+            names = self.board.slot_table.names(decision.groups)
+        self.board.start(decision, self.clock())
+        if isinstance(decision, Generate):
+            partials = {name: self.board.partials.pop(name) for name in names if name in self.board.partials}
+            self._tasks.create_task(self._generate(decision.slot, names, partials))
+        elif isinstance(decision, Move):
+            self._tasks.create_task(self._move(decision))
+        elif isinstance(decision, Switch):
+            self._tasks.create_task(self._switch(decision))
+        elif isinstance(decision, Score):
+            self._tasks.create_task(self._score(decision))
+        elif isinstance(decision, Accumulate):
+            self._tasks.create_task(self._accumulate(decision))
+        elif isinstance(decision, Train):
+            self._tasks.create_task(self._train(decision))
+        else:
+            self._tasks.create_task(self._step(decision))
+
+    # Generation ------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, slot: int, names: Sequence[str], partials: dict[str, Partial]) -> None:
+        samples = self._samples(names)
+        with self.recorder.span("gen", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
+            try:
+                async for name, result in self.engines.rollout[slot].generate(samples, self.sampling, partials):
+                    if isinstance(result, Partial):
+                        self._parted(name, result)
+                    else:
+                        self.board.finished(name, result, self.clock())
+                        self._let_go()
+                    self._changed.set()
+            except EngineLost:
+                self.board.lost(slot, self.clock())
+        self._changed.set()
+
+    async def _restart_engine(self, slot: int) -> None:
+        """Nobody is left to generate: another engine on this slot."""
+        if (actor := self.board.mini_batches.get("actor")) and actor.at:
+            raise WorkerLost(
+                "The last rollout engine was lost when the step had updated the actor already: another one can't have "
+                "the weights that the step's samples are drawn from."
+            )
+        with self.recorder.span("renew", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
+            await self.engines.weights.restart_engine(slot)
+        self.board.slot_table.revive(slot)
+        self._restarting = False
+        self._changed.set()
+
+    def _parted(self, name: str, partial: Partial) -> None:
+        """A sample left its engine: it goes on where it was told to."""
+        now = self.clock()
+        target = self.board.parted(name, partial, now)
+        if target is not None:
+            self._tasks.create_task(self._generate(target, (name,), {name: self.board.landed(name, target, now)}))
+
+    def _let_go(self) -> None:
+        """Enough is finished: what the step does not need leaves its engines, and the board keeps what it has."""
+        for slot, names in self.board.take_surplus():
+            self._tasks.create_task(self._evict(slot, names, "tokens"))
+
+    async def _evict(self, slot: int, names: Sequence[str], carry: str) -> None:
+        with suppress(EngineLost):  # then its samples' own `_generate` says so
+            await self.engines.rollout[slot].evict(names, carry)
+
+    async def _move(self, decision: Move) -> None:
+        with self.recorder.span("move", step=self.step, cause=self.board.purpose, samples=decision.samples) as span:
+            span.attributes |= {"source": decision.source, "target": decision.target, "carry": decision.carry}
+            await self._evict(decision.source, decision.samples, decision.carry)
+
+    async def _switch(self, decision: Switch) -> None:
+        slot, attributes = decision.slot, {"slot": decision.slot, "to": decision.role}
+        give = to_ranks if decision.role == "trainer" else to_engine
+        with self.recorder.span("switch", step=self.step, cause=self.board.purpose, attributes=attributes):
+            await give(self.engines.rollout[slot], self.engines.trainer, slot)
+        self.board.switched(slot, decision.role)
+        self._changed.set()
+
+    # Scoring and training --------------------------------------------------------------------------------------------
+
+    async def _score(self, decision: Score) -> None:
+        await self._spanned(decision.kind, decision, score(self.engines, decision, self._samples(decision.samples)))
+        self.board.scored(decision, self.clock())
+        if decision.kind in self.board.needed:
+            self.scored()
+        self._changed.set()
+
+    async def _accumulate(self, decision: Accumulate) -> None:
+        rows = [sample.row(*self.row_tensors[decision.model]) for sample in self._samples(decision.samples)]
+        work = self.engines.trainer.accumulate(decision.model, rows, decision.slot)
+        await self._spanned(f"update_{decision.model}", decision, work)
+        self.board.accumulated(decision)
+        self._changed.set()
+
+    async def _train(self, decision: Train) -> None:
+        rows = {
+            model: [sample.row(*self.row_tensors[model]) for sample in self._samples(names)]
+            for model, names in decision.samples.items()
+        }
+        passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
+        scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
+        with ExitStack() as spans:
+            for model, names in decision.samples.items():
+                spans.enter_context(
+                    self.recorder.span(f"update_{model}", step=self.step, cause=self.board.purpose, samples=names)
+                )
+            metrics, scores = await self.engines.trainer.train(rows, scored)
+        self.note(metrics)
+        for kind, samples in passes.items():
+            keep(kind, samples, scores[model_of(kind)])
+        self.board.trained(decision, self.clock())
+        self._changed.set()
+
+    async def _step(self, decision: Step) -> None:
+        samples = self._samples(self.board.mini_batches[decision.model].names)
+        with self.recorder.span(f"update_{decision.model}", step=self.step, cause="scored", attributes={"step": True}):
+            lengths = [len(sample.response.token_ids) for sample in samples]
+            self.note(await self.engines.trainer.step(decision.model, lengths))
+        self.board.stepped(decision)
+        self._changed.set()
+
+    async def _spanned(self, kind: str, decision: Score | Accumulate, work: Awaitable[None]) -> None:
+        where = {} if decision.slot is None else {"slot": decision.slot}
+        cause = self.board.purpose
+        with self.recorder.span(kind, step=self.step, cause=cause, samples=decision.samples, attributes=where):
+            await work
+
+    def _samples(self, names: Sequence[str]) -> list[Sample]:
+        return [self.board.samples[name] for name in names]

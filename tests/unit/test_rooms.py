@@ -1,0 +1,105 @@
+"""The house's order: who may import whom, no circles, and files and functions that fit on a few screens."""
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlfuse"
+ROOMS = [line.split() for line in """
+    errors files events samples protocols progress
+    config
+    algorithms
+    cluster
+    rewards.api rewards.sandbox rewards.thoughts
+    video
+    data
+    fusion
+    engines
+    rewards
+    run_folder
+    observe
+    step
+    simulate
+    planning
+    run
+    report
+    evaluation
+    notebook
+    tasks
+    doctor
+    train cli
+""".strip().splitlines()]  # fmt: skip
+"""From the ground up; those on one line may import one another. A room imports from its own line and those above it."""
+RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
+LINES, FUNCTION = 400, 50
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def room_of(module: str) -> str:
+    """The innermost room of the list."""
+    parts = module.split(".")[1:]
+    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in RANK)
+
+
+def imports(module: str, nodes) -> set[str]:
+    """Modules of rlfuse that these statements import."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlfuse":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "rlfuse"}
+    return found - {"rlfuse", module}
+
+
+def test_no_import_runs_back_up():
+    """Not even inside a function, or for type checking."""
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in sorted(imports(module, ast.walk(tree(module))))
+        if module != "rlfuse" and RANK[room_of(module)] < RANK[room_of(other)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_of_the_list_is_there():
+    assert {room_of(module) for module in MODULES if module != "rlfuse"} == set(RANK)
+
+
+def test_modules_import_in_no_circle():
+    graph = {module: imports(module, ast.walk(tree(module))) for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import in a circle: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("folder", ["rlfuse", "tests"])
+def test_files_and_functions_are_short(folder):
+    long = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        if (lines := text.count("\n")) > LINES:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if function and (length := node.end_lineno - node.lineno + 1) > FUNCTION:
+                long.append(f"{path.relative_to(ROOT)}: {node.name} has {length} lines")
+    assert not long, "\n".join(long)

@@ -50,6 +50,9 @@ VALUES: dict[str, str] = {
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in VALUES.items()}
 """The names alone."""
 
+OPEN = ("fusion.policy",)
+"""Keys whose value may also be a function of the user's own, `path/file.py:name`."""
+
 WHY_NOT = {
     ("rollout.weight_transfer", "nccl"): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"
 }
@@ -89,6 +92,12 @@ RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in name
 """Valid values of numbers, in the words of the message; `in_range` reads the same words."""
 
 COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", operator.le))
+
+
+def names_function(value: object) -> bool:
+    """Whether it is written as `path/file.py:name`."""
+    file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return file.endswith(".py") and name.isidentifier()
 
 
 def in_range(value: float, words: str) -> bool:

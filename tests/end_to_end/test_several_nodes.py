@@ -76,8 +76,8 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
     run = tmp_path / "runs" / "rlfuse" / "two_nodes"
     wait_for_step(run, 2, process)
     here, there = (inhabitants(raylet) for raylet in raylets)
-    assert there == ["WeightStaging", "RolloutWorker", "TrainerRank"]
-    assert here == ["WeightStaging", "RewardWorker", "RolloutWorker", "TrainerRank"], (
+    assert there == ["RolloutWorker", "TrainerRank", "WeightStaging"]
+    assert here == ["RewardWorker", "RolloutWorker", "TrainerRank", "WeightStaging"], (
         "reward functions are beside the driver"
     )
 
@@ -90,7 +90,7 @@ def test_two_nodes_share_a_job_which_goes_on_when_a_lost_one_is_replaced(cluster
         assert time.monotonic() < until, "the run did not go on"
         time.sleep(0.2)
     wait_for_step(run, again[0]["step"] + 1, process)
-    assert inhabitants(successor) == ["WeightStaging", "RolloutWorker", "TrainerRank"]
+    assert inhabitants(successor) == ["RolloutWorker", "TrainerRank", "WeightStaging"]
     process.send_signal(signal.SIGINT)
     text = finish(process, expected=130, timeout=60)
     assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)

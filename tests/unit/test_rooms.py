@@ -35,7 +35,8 @@ ROOMS = [line.split() for line in """
 """.strip().splitlines()]  # fmt: skip
 """From the ground up; those on one line may import one another. A room imports from its own line and those above it."""
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
-LINES, FUNCTION = 400, 50
+LINES, FUNCTION = 400, {"rlfuse": 50, "tests": 60}
+"""Of a file, and of a function; that of a test may hold a table."""
 
 
 def module_of(path: Path) -> str:
@@ -100,6 +101,6 @@ def test_files_and_functions_are_short(folder):
             long.append(f"{path.relative_to(ROOT)}: {lines} lines")
         for node in ast.walk(ast.parse(text)):
             function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if function and (length := node.end_lineno - node.lineno + 1) > FUNCTION:
+            if function and (length := node.end_lineno - node.lineno + 1) > FUNCTION[folder]:
                 long.append(f"{path.relative_to(ROOT)}: {node.name} has {length} lines")
     assert not long, "\n".join(long)

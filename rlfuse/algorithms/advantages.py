@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ESTIMATORS = ("gae", "grpo", "gdpo", "rloo", "reinforce_plus_plus")
-WHITENED = ("gae", "gdpo", "reinforce_plus_plus")
-"""Their advantages are normalised over the whole batch, with `whiten`; the others' depend on the group alone."""
+from rlfuse.algorithms.registry import Registry, call, parameters
+
+ESTIMATORS = Registry("algorithm.adv_estimator")
+"""What each asks of a job, and which are to be whitened, stands in `config.estimators`."""
 
 
 def advantages_and_returns(
@@ -31,37 +32,36 @@ def advantages_and_returns(
     dimensions: tuple[Tensor, Tensor] | None = None,
     n: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), each [B, T], by the estimator's name; those of WHITENED are still to be whitened.
+    """(advantages, returns), each [B, T], by the estimator's name; those that are whitened are still to be.
 
-    `values` [B, T] is read by gae only, `groups` [B] int by grpo, gdpo and rloo only; for these three a response's
-    score is the sum of its token rewards, and returns are the advantages. gdpo reads `dimensions` instead: (scores
-    [B, K] of K rewards, weights [K]); without them the score is the only one. `n`: responses that were drawn for each
-    prompt, of which a group may have fewer (rewards fail). Nothing here looks beyond a row's group, so a group's
-    numbers are the same whether it is worked out alone or in a batch.
+    An estimator is given by name what it has parameters for: beside what is given here `scores` [B] float64, the sums
+    of token rewards, and `dimensions` as (scores [B, K] of K rewards, NaN where one does not apply) and `weights` [K];
+    without `dimensions` the score is the only one. It returns the two, or advantages that are the returns, too. `n`:
+    responses that were drawn for each prompt, of which a group may have fewer (rewards fail). Nothing here looks beyond
+    a row's group, so a group's numbers are the same whether it is worked out alone or in a batch.
     """
-    _check_estimator(estimator)
-    if estimator == "gae":
-        if values is None:
-            raise ValueError(
-                "algorithm.adv_estimator=gae needs values, received None: run the critic before advantages."
-            )
-        return gae(token_rewards, values, mask, gamma, lam)
-    if estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus(token_rewards, mask, gamma)
-    if groups is None:
+    function = ESTIMATORS.find(estimator)
+    asked = parameters(function)
+    if "values" in asked and values is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={estimator} needs values, received None: run the critic before advantages."
+        )
+    if "groups" in asked and groups is None:
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs groups, received None: pass each row's group number."
         )
     # Token after token: the order of a plain sum, and so its last bit, depends on the width that rows are padded to.
     scores = _response_part(token_rewards, mask).double().cumsum(-1)[:, -1]
-    if estimator == "gdpo":
-        columns, weights = dimensions or (scores[:, None], torch.ones(1))
-        advantages = gdpo(columns, weights, groups, mask, by_std, n)
-    else:
-        advantages = grpo(scores, groups, mask, by_std, n) if estimator == "grpo" else rloo(scores, groups, mask, n)
-    return advantages, advantages
+    columns, weights = dimensions or (scores[:, None], torch.ones(1))
+    given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
+    given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
+    found = call(function, given)
+    matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
+    advantages, returns = (_response_part(ESTIMATORS.expect(estimator, each, mask), mask).float() for each in matrices)
+    return advantages, returns
 
 
+@ESTIMATORS.built_in()
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438), not whitened.
 
@@ -79,6 +79,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     return _response_part(advantages, mask), _response_part(advantages + values, mask)
 
 
+@ESTIMATORS.built_in()
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, by_std: bool, n: int = 1) -> Tensor:
     """Group-relative advantages (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300), [B, T].
 
@@ -90,6 +91,7 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, by_std: bool, n: int = 1)
     return _over_tokens(_centred(scores, groups, by_std, n), mask)
 
 
+@ESTIMATORS.built_in()
 def gdpo(dimensions: Tensor, weights: Tensor, groups: Tensor, mask: Tensor, by_std: bool, n: int = 1) -> Tensor:
     """Group reward-decoupled advantages (Liu et al. 2026, GDPO, arXiv 2601.05242), [B, T].
 
@@ -105,6 +107,7 @@ def gdpo(dimensions: Tensor, weights: Tensor, groups: Tensor, mask: Tensor, by_s
     return _over_tokens(total, mask)
 
 
+@ESTIMATORS.built_in()
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     """Leave-one-out advantages (Ahmadian et al. 2024, arXiv 2402.14740), [B, T].
 
@@ -116,6 +119,7 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     return _over_tokens(_centred(scores, groups, False, n) * size / (size - 1).clamp(min=1), mask)
 
 
+@ESTIMATORS.built_in()
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu 2025, arXiv 2501.03262): (advantages, returns), each [B, T], not whitened.
 
@@ -160,11 +164,6 @@ def place_at_end(scores: Tensor, mask: Tensor) -> Tensor:
     last = torch.where(mask.bool(), positions, -1).amax(-1, keepdim=True)
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return rewards.scatter_(1, last, scores.float().unsqueeze(-1))
-
-
-def _check_estimator(estimator: str) -> None:
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"algorithm.adv_estimator={estimator!r} is not known; use one of {', '.join(ESTIMATORS)}.")
 
 
 def _response_part(x: Tensor, mask: Tensor) -> Tensor:

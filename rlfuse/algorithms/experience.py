@@ -15,10 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlfuse.algorithms.advantages import WHITENED, advantages_and_returns, place_at_end, whiten
+from rlfuse.algorithms import registry
+from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
 from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate, penalised
 from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
+from rlfuse.config.own_functions import traits_of
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
 from rlfuse.samples import Group, Reward, Sample
@@ -32,6 +34,8 @@ class Experience:
 
     def __init__(self, config: Config, entries: Sequence[RewardEntry] = ()):
         self.config = config
+        registry.forget()  # a notebook's files may be others by now
+        self.traits = traits_of(config.algorithm.adv_estimator)
         self.weights = {entry.name: entry.weight for entry in entries if not entry.gate}
         self.normaliser = Normaliser(entry.name for entry in entries if entry.normalise)
         ctrl = config.algorithm.kl_ctrl
@@ -77,7 +81,7 @@ class Experience:
         nothing in a step whose own rewards are the first that running normalisation can go by.
         """
         late = self.config.algorithm.filter_groups.max_num_gen_batches > 0 or self.normaliser.fresh
-        return not late and (model == "critic" or self.config.algorithm.adv_estimator not in WHITENED)
+        return not late and (model == "critic" or not self.traits.whitens)
 
     def why_late(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
@@ -136,7 +140,7 @@ class Experience:
             algorithm.gamma,
             algorithm.lam,
             algorithm.norm_adv_by_std_in_grpo,
-            self._dimensions(samples) if self.weights and algorithm.adv_estimator == "gdpo" else None,
+            self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
         )
         _spread(samples, mask, token_rewards=token_rewards, advantages=advantages, returns=returns)
@@ -148,9 +152,9 @@ class Experience:
         metrics = self.normaliser.learn([sample.reward for sample in samples])
         if first:  # nothing was trained on yet (`early`), so that these rewards can be normalised by themselves
             self.prepare(groups)
-        mask, estimator = _mask(samples), self.config.algorithm.adv_estimator
-        if estimator in WHITENED:
-            white = whiten(_matrix(samples, "advantages", mask), mask, by_response=estimator == "gdpo")
+        mask, over = _mask(samples), self.traits.whitens
+        if over:
+            white = whiten(_matrix(samples, "advantages", mask), mask, by_response=over == "responses")
             _spread(samples, mask, advantages=white)
         if not self.config.algorithm.use_kl_in_reward:
             return metrics

@@ -13,10 +13,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+from rlfuse.algorithms.registry import Registry, call
+
+KL_KINDS = Registry("algorithm.kl_penalty")
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str | None = None) -> Tensor:
     """Per-token estimate in nats of KL(policy || reference) from tokens that the policy sampled; same shape out.
 
     From Schulman's note "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html), r = reference / policy:
@@ -26,19 +28,33 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     As a *loss* the gradients differ from this: on the policy's own samples that of k2 is the KL's, that of k1 has
     expectation zero, that of k3 belongs to the reverse direction. k1 is for rewards.
     """
-    log_ratio = ref_log_probs - log_probs
-    if kind in ("k1", "kl"):
-        return -log_ratio
-    if kind == "abs":
-        return log_ratio.abs()
-    if kind in ("k2", "mse"):
-        return 0.5 * log_ratio.square()
-    if kind in ("k3", "low_var_kl"):
-        log_ratio = log_ratio.clamp(-20.0, 20.0)
-        return (torch.expm1(log_ratio) - log_ratio).clamp(-10.0, 10.0)
-    raise ValueError(
-        f"KL estimator {kind!r} (kl_penalty, kl_loss_type) is not known; use one of {', '.join(KL_KINDS)}."
-    )
+    found = call(KL_KINDS.find(kind, key), {"log_probs": log_probs, "ref_log_probs": ref_log_probs})
+    return KL_KINDS.expect(kind, found, log_probs, key)
+
+
+@KL_KINDS.built_in("k1", "kl")
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """-log r."""
+    return -(ref_log_probs - log_probs)
+
+
+@KL_KINDS.built_in("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log r|."""
+    return (ref_log_probs - log_probs).abs()
+
+
+@KL_KINDS.built_in("k2", "mse")
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(log r)^2 / 2."""
+    return 0.5 * (ref_log_probs - log_probs).square()
+
+
+@KL_KINDS.built_in("k3", "low_var_kl")
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """r - 1 - log r."""
+    log_ratio = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(-10.0, 10.0)
 
 
 def penalised(token_rewards: Tensor, kl: Tensor, coef: float | Tensor) -> Tensor:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlfuse.algorithms.registry import Registry, call
+
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSS_MODES = ("vanilla", "gspo")
+LOSS_MODES = Registry("actor.loss_mode")
 _CHUNK_ELEMENTS = 1 << 24  # vocabulary rows are upcast in pieces of at most this many numbers (64 MiB in float32)
 
 
@@ -65,37 +67,65 @@ def policy_loss(
     mode: str = "vanilla",
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss per token [B, T], and detached sums over tokens of `pg_clipfrac`, `pg_clipfrac_lower` and `ppo_kl`.
+    """Loss per token [B, T], and detached sums over tokens: `ppo_kl`, k1's estimate of KL(old || new), and the mode's.
 
-    vanilla: PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347) with separate ranges below and above 1
-    (DAPO, Yu et al. 2025, arXiv 2503.14476); for negative advantages the loss is at most `clip_c` times -advantage
-    (dual clip, Ye et al. 2020, arXiv 1912.09729; None turns it off).
-    gspo: the same clip around the ratio of whole responses (Zheng et al. 2025, arXiv 2507.18071); it has no dual clip,
-    so `clip_c` is not read. See `_gspo_log_ratio`; aggregate it with seq-mean-token-mean.
-    `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
-    `ppo_kl` is the k1 estimate of KL(old || new).
+    The mode's function is given by name what it has parameters for, all 0 beyond the response, and returns the loss, or
+    (loss, sums). `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
     """
-    if mode not in LOSS_MODES:
-        raise ValueError(f"actor.loss_mode={mode!r} is not known; use one of {', '.join(LOSS_MODES)}.")
-    token_log_ratio = _response_part(log_probs - old_log_probs, mask)
-    log_ratio = _gspo_log_ratio(token_log_ratio, mask) if mode == "gspo" else token_log_ratio
-    ratio = log_ratio.clamp(-20.0, 20.0).exp()
-    advantages = _response_part(advantages, mask)
-    free = -advantages * ratio
-    loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
-    clipped, clipped_lower = loss > free, torch.zeros_like(free, dtype=torch.bool)
-    if clip_c is not None and mode == "vanilla":
+    function = LOSS_MODES.find(mode)
+    new, old, advantages = (_response_part(each, mask) for each in (log_probs, old_log_probs, advantages))
+    given = {"log_probs": new, "old_log_probs": old, "advantages": advantages, "mask": mask}
+    found = call(function, given | {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c})
+    loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    loss = LOSS_MODES.expect(mode, loss, log_probs)
+    if is_weights is not None:
+        loss = loss * _response_part(is_weights.detach(), mask)
+    kl = -(new - old).detach().clamp(-20.0, 20.0).sum()
+    return loss, {name: each.detach().float() for name, each in sums.items()} | {"ppo_kl": kl}
+
+
+@LOSS_MODES.built_in()
+def vanilla(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347), loss per token [B, T] and sums.
+
+    It has separate ranges below and above 1 (DAPO, Yu et al. 2025, arXiv 2503.14476); for negative advantages the loss
+    is at most `clip_c` times -advantage (dual clip, Ye et al. 2020, arXiv 1912.09729; None turns it off).
+    """
+    loss, clipped = _clipped(log_probs - old_log_probs, advantages, clip_low, clip_high)
+    clipped_lower = torch.zeros_like(clipped)
+    if clip_c is not None:
         ceiling = -advantages * clip_c
         clipped_lower = (advantages < 0) & (loss > ceiling)
         loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
-    if is_weights is not None:
-        loss = loss * _response_part(is_weights.detach(), mask)
-    diagnostics = {
-        "pg_clipfrac": clipped.sum().float(),
-        "pg_clipfrac_lower": clipped_lower.sum().float(),
-        "ppo_kl": -token_log_ratio.detach().clamp(-20.0, 20.0).sum(),
-    }
-    return loss, diagnostics
+    return loss, {"pg_clipfrac": clipped.sum(), "pg_clipfrac_lower": clipped_lower.sum()}
+
+
+@LOSS_MODES.built_in()
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clip around the ratio of whole responses (Zheng et al. 2025, arXiv 2507.18071), as `vanilla` returns it.
+
+    It has no dual clip. See `_gspo_log_ratio`; aggregate it with seq-mean-token-mean.
+    """
+    log_ratio = _gspo_log_ratio(log_probs - old_log_probs, mask)
+    loss, clipped = _clipped(log_ratio, advantages, clip_low, clip_high)
+    return loss, {"pg_clipfrac": clipped.sum(), "pg_clipfrac_lower": torch.zeros_like(clipped).sum()}
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The loss per token, and where the clip decides."""
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    free = -advantages * ratio
+    loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
+    return loss, loss > free
 
 
 def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def actor_objective(
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * total(entropy)
     if settings.use_kl_loss:
-        kl = kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type)
+        kl = kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type, "actor.kl_loss_type")
         loss = loss + total(tensors.get("kl_coefs", settings.kl_loss_coef) * kl)
         sums["kl_loss"] = total(kl.detach())
     return loss, sums

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.own_functions import traits_of
+from rlfuse.errors import ConfigError
 
 
 class Effect(Enum):
@@ -135,8 +137,16 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 def _judged(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Effect, str]:
     """As `rule`, where the values matter too."""
-    of_critic = key == "algorithm.adv_estimator" and "gae" in (before[key], after[key])
+    of_critic = key == "algorithm.adv_estimator" and _trains_critic(before[key]) != _trains_critic(after[key])
     return WHERE_VALUES_DECIDE[key] if of_critic or (key in _LAYOUT and _loads(before, after)) else rule(key)
+
+
+def _trains_critic(estimator: str) -> bool:
+    """Whether a run with it has a critic; of one in a file that is gone, not that anybody knows of."""
+    try:
+        return traits_of(estimator).needs_critic
+    except ConfigError:
+        return False
 
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 
 from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.prepared import command_for
@@ -112,15 +113,22 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def _traits(config: Config, facts: Facts) -> Traits | None:
+    """Of the estimator of advantages; None of one that can't be used, or is on another machine."""
+    return ESTIMATORS.get(config.algorithm.adv_estimator, facts.estimator)
+
+
 def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.rollout.n
-    if estimator in ("grpo", "gdpo", "rloo") and n == 1:
+    traits = _traits(config, facts)
+    yield from facts.function_problems
+    if traits and traits.needs_groups and n == 1:
         valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
         yield _problem(config, "rollout.n", valid, "set rollout.n=8, or algorithm=ppo")
     if config.algorithm.filter_groups.max_num_gen_batches > 0 and n == 1:
         valid = "must be 0 with rollout.n=1, where every group's rewards are equal"
         yield _problem(config, "algorithm.filter_groups.max_num_gen_batches", valid, "set rollout.n=8, or 0 here")
-    if config.trainer.critic_warmup > 0 and not config.uses_critic:
+    if config.trainer.critic_warmup > 0 and traits and not traits.needs_critic:
         valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
         yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
     if config.algorithm.kl_ctrl.target_kl is not None and not config.algorithm.use_kl_in_reward:
@@ -314,8 +322,9 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
     if by_source and config.algorithm.kl_ctrl.target_kl is not None:
         valid = "steers one coefficient, but algorithm.kl_coef_by_source gives several"
         yield _problem(config, "algorithm.kl_ctrl.target_kl", valid, "set it to null, or leave the sources out")
-    if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
-        valid = "algorithm.adv_estimator=gdpo normalises reward functions, to which the KL per token does not belong"
+    if (traits := _traits(config, facts)) and traits.each_reward and config.algorithm.use_kl_in_reward:
+        valid = f"algorithm.adv_estimator={config.algorithm.adv_estimator} normalises reward functions, to which the "
+        valid += "KL per token does not belong"
         yield _problem(config, "algorithm.use_kl_in_reward", valid, "set actor.use_kl_loss=true and false here")
 
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import operator
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config import own_functions
+from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import names_function
+from rlfuse.errors import ConfigError
 
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
     "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
@@ -40,6 +45,10 @@ class Facts:
     """Whether the model has a visual part."""
     model_problems: dict[str, str] = field(default_factory=dict)
     """key (`model.path`, ...) -> why its model can't be read."""
+    estimator: Traits | None = None
+    """Of the estimator of advantages, where it is a user's own that can be used."""
+    function_problems: tuple[str, ...] = ()
+    """What is wrong with the user's own functions among the algorithms, in whole messages."""
     missing: frozenset[str] = frozenset()
     """Paths named by the configuration that do not exist, as they were given."""
     unknown_modules: frozenset[str] = frozenset()
@@ -59,6 +68,7 @@ class Facts:
 def read_facts(config: Config) -> Facts:
     """Look at what `config` names."""
     _of_hub.cache_clear()  # a notebook's hub may be reached by now
+    own_functions.forget()  # and its files be others
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code)
     for key, path in (
@@ -73,6 +83,7 @@ def read_facts(config: Config) -> Facts:
     return Facts(
         **_of_model(model),
         model_problems=problems,
+        **_of_own_functions(config),
         missing=frozenset(path for path in _named_paths(config) if not os.path.exists(os.path.expanduser(path))),
         unknown_modules=frozenset(_unknown_modules(_functions(config))),
         cuda=on_gpus(config),
@@ -81,6 +92,19 @@ def read_facts(config: Config) -> Facts:
         nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
     )
+
+
+def _of_own_functions(config: Config) -> dict[str, Any]:
+    """Fields of `Facts`, from the files of a user's own algorithms."""
+    problems, found = [], {}
+    for key in own_functions.PARAMETERS:
+        value = operator.attrgetter(key)(config)
+        if names_function(value):
+            try:
+                found[key] = own_functions.read(key, value)
+            except ConfigError as error:
+                problems += error.problems
+    return {"estimator": found.get("algorithm.adv_estimator"), "function_problems": tuple(problems)}
 
 
 def on_gpus(config: Config) -> bool | None:

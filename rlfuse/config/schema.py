@@ -1,9 +1,9 @@
 """The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
 
 Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
-`checks.py` compares fields with each other before any process starts. Pure data: imports nothing of the project
-but the groups that have files of their own. A docstring that ends with a colon goes on with the key's values, which
-valid_values.py lists, wherever it is printed.
+`checks.py` compares fields with each other before any process starts. Data: imports nothing of the project but the
+groups that have files of their own, and what an estimator of advantages needs. A docstring that ends with a colon goes
+on with the key's values, which valid_values.py lists, wherever it is printed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from omegaconf import MISSING
 
 from rlfuse.config.alerting import AlertsConfig
 from rlfuse.config.clusters import ClusterConfig
+from rlfuse.config.own_functions import traits_of
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.trainer import TrainerConfig
 
@@ -144,7 +145,7 @@ class AlgorithmConfig:
     """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo | reinforce_plus_plus | dapo | gspo."""
 
     adv_estimator: str = "gae"
-    """Estimator of advantages:"""
+    """Estimator of advantages, or your own, `path/file.py:name`:"""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
@@ -154,7 +155,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the per-token reward."""
     kl_penalty: str = "k1"
-    """Estimator of the KL in the reward:"""
+    """Estimator of the KL in the reward, or your own, `path/file.py:name`:"""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     kl_coef_by_source: dict[str, float] = field(default_factory=dict)
     """data_source (or a pattern with `*`) -> the coefficient for its samples, in place of both kl_ctrl.kl_coef and
@@ -210,7 +211,7 @@ class ActorConfig:
     clip_ratio_c: float | None = 3.0
     """Dual clip for negative advantages (Ye et al. 2020); null turns it off."""
     loss_mode: str = "vanilla"
-    """PPO's ratio:"""
+    """PPO's ratio, or a loss of your own, `path/file.py:name`:"""
     loss_agg_mode: str = "token-mean"
     """How the losses of a batch's tokens become one:"""
     entropy_coeff: float = 0.0
@@ -220,7 +221,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "k3"
-    """Estimator of the KL in the loss:"""
+    """Estimator of the KL in the loss, or your own, `path/file.py:name`:"""
 
 
 @dataclass
@@ -233,7 +234,7 @@ class CriticOptim:
 
 @dataclass
 class CriticConfig:
-    """The value model; used when algorithm.adv_estimator=gae. What is not here is as in `actor`."""
+    """The value model; used by estimators of advantages that need one, as gae. What is not here is as in `actor`."""
 
     path: str | None = None
     """Its starting weights, of any family; null takes model.path. A value head there (`score`, or as TRL and verl call
@@ -358,7 +359,7 @@ class Config:
 
     @property
     def uses_critic(self) -> bool:
-        return self.algorithm.adv_estimator == "gae"
+        return traits_of(self.algorithm.adv_estimator).needs_critic
 
     @property
     def uses_reference(self) -> bool:

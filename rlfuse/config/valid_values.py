@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import operator
 
+from rlfuse.config.estimators import in_words
+
 _KL_ESTIMATORS = "k1 | kl (the same) | k2 | mse (the same) | k3 | low_var_kl (the same) | abs"
 # A table, as OmegaConf takes no `Literal` as the type of a field.
 VALUES: dict[str, str] = {
@@ -22,8 +24,7 @@ VALUES: dict[str, str] = {
     "reward.model_backend": "hf (transformers) | vllm (its pooling)",
     "reward.model_dtype": "float32 | bfloat16 | float16",
     "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",
-    "algorithm.adv_estimator": "gae | grpo | gdpo (normalises each reward function by itself) | rloo | "
-    "reinforce_plus_plus",
+    "algorithm.adv_estimator": in_words(),
     "algorithm.kl_penalty": _KL_ESTIMATORS,
     "algorithm.old_log_probs": "trainer (one more forward pass) | engine",
     "actor.grad_accum_dtype": "float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then "
@@ -50,7 +51,7 @@ VALUES: dict[str, str] = {
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in VALUES.items()}
 """The names alone."""
 
-OPEN = ("fusion.policy",)
+OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "actor.kl_loss_type", "fusion.policy")
 """Keys whose value may also be a function of the user's own, `path/file.py:name`."""
 
 WHY_NOT = {

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from rlfuse.config.changes import Change, Effect, differences
+from rlfuse.config.own_functions import placed
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
@@ -134,7 +135,8 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
                 if _runs_elsewhere(folder) or (_has_rows(folder) and not _goes_on(folder)):
                     break
                 return called(folder.name)
-    algorithm = "ppo" if config.uses_critic else config.algorithm.adv_estimator
+    estimator = config.algorithm.adv_estimator
+    algorithm = "ppo" if estimator == "gae" else estimator.rpartition(":")[2]
     what = "reward_model" if config.trainer.task == "reward_model" else algorithm
     stem = re.sub(r"[^\w.+-]+", "_", config.trainer.job_name or "run")
     first = "-".join([*dict.fromkeys([stem, what]), time.strftime("%Y%m%d-%H%M%S")])
@@ -227,7 +229,11 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 
 def with_local_paths(config: Config) -> Config:
-    """Model folders as absolute paths: workers may have another working directory. Hub names stay as they are."""
+    """Folders of models and files of algorithms as absolute paths: workers may have another working directory.
+
+    Hub names stay as they are.
+    """
+    algorithm, actor = config.algorithm, config.actor
 
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
@@ -237,6 +243,10 @@ def with_local_paths(config: Config) -> Config:
         model=dataclasses.replace(config.model, path=local(config.model.path)),
         critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
         ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
+        algorithm=dataclasses.replace(
+            algorithm, adv_estimator=placed(algorithm.adv_estimator), kl_penalty=placed(algorithm.kl_penalty)
+        ),
+        actor=dataclasses.replace(actor, loss_mode=placed(actor.loss_mode), kl_loss_type=placed(actor.kl_loss_type)),
         reward=dataclasses.replace(
             config.reward,
             model_path=local(config.reward.model_path),

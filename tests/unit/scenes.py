@@ -87,7 +87,7 @@ def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
         siblings=draw(st.integers(1, 3)),
         mini_batch=draw(st.integers(1, batch)),
         epochs=draw(st.integers(1, 2)),
-        estimator=draw(st.sampled_from(ESTIMATORS)),
+        estimator=draw(st.sampled_from(tuple(ESTIMATORS))),
         reference=draw(st.booleans()),
         old_log_probs=old_log_probs,
         data=data,

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from rlfuse.algorithms.advantages import ESTIMATORS, WHITENED
+from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
+from rlfuse.config.estimators import ESTIMATORS as TRAITS
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
@@ -165,10 +166,11 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
     before = copy.deepcopy(tensors(batch))
     experience.complete(batch)
     changed = {name for a, b in zip(before, tensors(batch), strict=True) for name in a if (a[name] != b[name]).any()}
-    assert changed == ({"advantages"} if estimator in WHITENED else set())
-    assert experience.early("actor") == (estimator not in WHITENED) and experience.early("critic")
-    if estimator in WHITENED:
-        counted = [each["advantages"][:1] if estimator == "gdpo" else each["advantages"] for each in tensors(batch)]
+    over = TRAITS[estimator].whitens
+    assert changed == ({"advantages"} if over else set())
+    assert experience.early("actor") == (not over) and experience.early("critic")
+    if over:
+        counted = [each["advantages"][:1] if over == "responses" else each["advantages"] for each in tensors(batch)]
         advantages = np.concatenate(counted)
         assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
 

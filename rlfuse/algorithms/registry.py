@@ -1,0 +1,107 @@
+"""Algorithms' functions by name: built-in ones, registered where they stand, and a user's own, `path/file.py:name`.
+
+Role: `advantages`, `losses` and `kl` each have a registry; the controller's process and trainer ranks look functions up
+there. Every function is given by name what it asks for. Invariants: a file is executed once in a process, until
+`forget`, whatever becomes of it meanwhile; its folder is appended to `sys.path`, so that it may import its neighbours
+and shadows nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from rlfuse.config.estimators import Traits
+from rlfuse.config.own_functions import read, split
+from rlfuse.config.valid_values import names_function
+from rlfuse.errors import ConfigError
+
+Function = Callable[..., Any]
+
+
+def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
+    """State the traits of an estimator of your own (`config.estimators.Traits`); one without any needs no decorator."""
+    Traits(**traits)  # type: ignore[arg-type]
+    return lambda function: function
+
+
+class Registry(dict[str, Function]):
+    """The built-in functions that a key may name; `find` has a user's own, too."""
+
+    def __init__(self, key: str):
+        super().__init__()
+        self.key = key
+
+    def built_in(self, *names: str) -> Callable[[Function], Function]:
+        """Register a function under these names, or its own."""
+
+        def register(function: Function) -> Function:
+            self.update(dict.fromkeys(names or (function.__name__,), function))
+            return function
+
+        return register
+
+    def find(self, name: str, key: str | None = None) -> Function:
+        """The function; ValueError for a name that is unknown, ConfigError for a user's own that can't be used.
+
+        `key`: which names it, where several have the same functions.
+        """
+        key = key or self.key
+        if name in self:
+            return self[name]
+        if not names_function(name):
+            raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(self)}, or path/file.py:name.")
+        read(key, name)
+        path, function = split(name)
+        try:
+            return getattr(_module(path), function)
+        except Exception as error:
+            wrong = f"its file can't be executed: {type(error).__name__}: {error}"
+            raise ConfigError([f"{key}={name}: {wrong}; correct the file"]) from error
+
+    def expect(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
+        """What a function returned, if it is a matrix as `like`; ConfigError otherwise."""
+        if isinstance(found, Tensor) and found.shape == like.shape:
+            return found
+        given = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        wanted = f"a tensor of the shape of its matrices, {list(like.shape)}"
+        raise ConfigError([f"{key or self.key}={name}: returned {given}; has to return {wanted}: correct the function"])
+
+
+def call(function: Function, given: Mapping[str, Any]) -> Any:
+    """What a function makes of those of `given` that it has parameters for."""
+    return function(**{name: given[name] for name in parameters(function) if name in given})
+
+
+@cache
+def parameters(function: Function) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def forget() -> None:
+    """Files that were executed: what is in them now is what is found from now on."""
+    _module.cache_clear()
+
+
+@cache
+def _module(path: Path) -> ModuleType:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = ModuleType(f"{path.stem}_{sha256(bytes(path)).hexdigest()[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module

@@ -1,0 +1,47 @@
+"""Advantage estimators as the rest of a job sees them: what each asks of it, and what is done with its advantages.
+
+Role: the schema, the checks and `algorithms.experience` go by these traits and by no name. Those of the built-in
+estimators stand here and nowhere else; a user's own states them in its decorator (`own_functions`). Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Of one estimator."""
+
+    needs_groups: bool = False
+    """It compares the responses to a prompt, so there have to be two or more."""
+    needs_critic: bool = False
+    """It reads `values`, so a critic is trained."""
+    each_reward: bool = False
+    """It reads `dimensions` and `weights`, the reward functions one by one, in place of their sum."""
+    whitens: str = ""
+    """Its advantages are normalised over the whole batch, so the actor waits for the last sample: over `tokens`, of
+    which long responses have more, or over `responses`, each with one advantage for all its tokens."""
+
+    def __post_init__(self) -> None:
+        if self.whitens not in ("", "tokens", "responses"):
+            raise ValueError(f"whitens={self.whitens!r} has to be 'tokens' or 'responses'")
+        for name in ("needs_groups", "needs_critic", "each_reward"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} has to be True or False")
+
+
+ESTIMATORS = {
+    "gae": Traits(needs_critic=True, whitens="tokens"),
+    "grpo": Traits(needs_groups=True),
+    "gdpo": Traits(needs_groups=True, each_reward=True, whitens="responses"),
+    "rloo": Traits(needs_groups=True),
+    "reinforce_plus_plus": Traits(whitens="tokens"),
+}
+"""The built-in ones, which `algorithms.advantages` computes."""
+
+
+def in_words() -> str:
+    """Their names, and what these mean where the names do not say it."""
+    note = " (normalises each reward function by itself)"
+    return " | ".join(name + note * traits.each_reward for name, traits in ESTIMATORS.items())

@@ -1,0 +1,132 @@
+"""A user's own functions among the algorithms, `path/file.py:name`: read, never run.
+
+Role: `facts` and the schema ask here what a configuration names, `algorithms.registry` what it may load. All is taken
+from the syntax tree of the file: the function, its parameters, which it is given by name, and the traits that
+`@advantage_estimator(...)` states. Invariants: what is wrong is a ConfigError with key, value, what is valid and a
+remedy; a file is read once, until `forget`, so that traits stay what they were if somebody edits it during the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from rlfuse.config.estimators import ESTIMATORS, Traits
+from rlfuse.config.valid_values import names_function
+from rlfuse.errors import ConfigError
+
+DECORATOR = "advantage_estimator"
+_OF_KL = ("log_probs", "ref_log_probs")
+PARAMETERS = {
+    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
+                                "gamma", "lam", "by_std", "n"),
+    "algorithm.kl_penalty": _OF_KL,
+    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
+    "actor.kl_loss_type": _OF_KL,
+}  # fmt: skip
+"""Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
+_TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
+"""Parameters that are there for estimators with this trait only."""
+
+
+def traits_of(estimator: str) -> Traits:
+    """Of a built-in estimator or a user's own; of a name that is neither, which the checks refuse, none at all.
+
+    Raises ConfigError for a user's own that can't be read.
+    """
+    if names_function(estimator):
+        return read("algorithm.adv_estimator", estimator)
+    return ESTIMATORS.get(estimator, Traits())
+
+
+def split(value: str) -> tuple[Path, str]:
+    """`path/file.py:name` as an absolute path and a name."""
+    file, _, name = value.rpartition(":")
+    return Path(file).expanduser().absolute(), name
+
+
+def placed(value: str) -> str:
+    """The same function by an absolute path: workers may have another working directory. Other names stay the same."""
+    return "{}:{}".format(*split(value)) if names_function(value) else value
+
+
+def forget() -> None:
+    """What was read: the files may be others by now."""
+    read.cache_clear()
+
+
+@cache
+def read(key: str, value: str) -> Traits:
+    """The traits of a function that is as the key needs it; ConfigError for another."""
+    path, name = split(value)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError:
+        raise _problem(key, value, f"there is no file {path}", "correct the path") from None
+    except (SyntaxError, ValueError) as error:
+        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        known = ", ".join(each for each in functions if not each.startswith("_")) or "none"
+        raise _problem(key, value, f"the file has no function `{name}`; its functions: {known}", "name one of them")
+    if absent := [each for each in _imported(tree) if not _is_there(each, path.parent)]:
+        raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
+    return _judged(key, value, functions[name])
+
+
+def _judged(key: str, value: str, function: ast.FunctionDef) -> Traits:
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    needed = [each.arg for each in positional[: len(positional) - len(arguments.defaults)]]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    needed += [each.arg for each, default in pairs if default is None]
+    given = PARAMETERS[key]
+    if unknown := [each for each in needed if each not in given or each in (a.arg for a in arguments.posonlyargs)]:
+        wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are given by name"
+        raise _problem(key, value, wrong, "rename it, or give it a default")
+    try:
+        traits = _stated(function) if key == "algorithm.adv_estimator" else Traits()
+    except (TypeError, ValueError) as error:
+        says = str(error).removeprefix("Traits.__init__() ")
+        valid = f"traits are {', '.join(Traits.__dataclass_fields__)}, written out as True, False or a text"
+        raise _problem(key, value, f"@{DECORATOR}: {says}; {valid}", "correct it") from error
+    for parameter, trait in _TRAIT_OF.items() if key == "algorithm.adv_estimator" else ():
+        if parameter in needed and not getattr(traits, trait):
+            wrong = f"its parameter `{parameter}` is only there for estimators with {trait}=True"
+            raise _problem(key, value, wrong, f"put @{DECORATOR}({trait}=True) above it")
+    return traits
+
+
+def _stated(function: ast.FunctionDef) -> Traits:
+    """The traits in its decorator; without one it has none."""
+    for each in function.decorator_list:
+        named = each.func if isinstance(each, ast.Call) else each
+        if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
+            continue
+        if not isinstance(each, ast.Call) or each.args:
+            raise ValueError(f"takes traits by name, as @{DECORATOR}(needs_groups=True)")
+        return Traits(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords})
+    return Traits()
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    """Packages that the file imports at its top, in order."""
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module.split(".")[0])
+    return found
+
+
+def _is_there(package: str, folder: Path) -> bool:
+    beside = (folder / f"{package}.py").exists() or (folder / package).is_dir()
+    return beside or importlib.util.find_spec(package) is not None
+
+
+def _problem(key: str, value: str, valid: str, remedy: str) -> ConfigError:
+    return ConfigError([f"{key}={value}: {valid}; {remedy}"])

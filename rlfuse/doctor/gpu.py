@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlfuse.cluster.finding import Finding
+from rlfuse.doctor.finding import Finding
 
 REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in the checkout"
 ANSWER_S, SLOW_S = 60.0, 4.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rlfuse.cluster.finding import Finding
+from rlfuse.doctor.finding import Finding
 
 LIMIT_S, GRACE_S = 120.0, 5.0
 UNEVEN = 0.7

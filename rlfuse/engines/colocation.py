@@ -1,6 +1,6 @@
 """Whose turn a slot's device is: its rollout engine's or its trainer ranks', who share it.
 
-Role: every change of hands, for the execution of a step, the push of weights, and checkpoints.
+Role: every change of hands, for the executor of a step, the push of weights, and checkpoints.
 
     generate               score, train, save, load          push of weights              generate
     engine awake    -->    engine asleep, ranks there  -->   and the engine's weights --> ranks away, then the KV cache

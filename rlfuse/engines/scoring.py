@@ -1,6 +1,6 @@
 """One kind of scoring, whoever does it: rewards by the reward workers, the per-token passes by the trainer.
 
-Role: called by the execution with finished samples; the results are written to them.
+Role: called by the executor with finished samples; the results are written to them.
 """
 
 from __future__ import annotations

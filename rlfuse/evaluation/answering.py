@@ -1,10 +1,10 @@
 """Responses of a model to prompts, and their rewards: engines and reward workers without a trainer.
 
 Role: `command` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
-can be without Ray. The board, its execution and the engines are those of a run's validation, so that the same model
+can be without Ray. The board, its executor and the engines are those of a run's validation, so that the same model
 gives the same answers. Leaves Ray and stops every process on any end.
 
-    Ray, slots -> towers | engines | reward workers -> Board -> Execution -> samples --> Responses, every half second
+    Ray, slots -> towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every half second
 
 Waits: for the start of everything, bounded by cluster.timeout_s, then for the board. An engine that is lost is not
 replaced, the others take its samples over; the last one ends the command. What was written stays.
@@ -55,7 +55,7 @@ from rlfuse.run.inference import (
     with_transfer,
 )
 from rlfuse.samples import Group, Prompt
-from rlfuse.step.executor import Execution
+from rlfuse.step.executor import Executor
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
@@ -175,7 +175,7 @@ async def carry_out(
     kinds = ("reward",) if engines.reward else ()
     board = Board(groups, slot_table, kinds, purpose=PURPOSE, now=time.monotonic())
     step, sampling = groups[0].samples[0].step, validation(config)
-    execution = Execution(board, engines, stream, step, sampling, recorder, lambda: None)
+    execution = Executor(board, engines, stream, step, sampling, recorder, lambda: None)
     with shown.generating(responses.total, responses.written):
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,12 +1,12 @@
 """The algorithm: one RLHF step as the controller runs it, on real engines and simulated ones alike.
 
-Role: `run` takes the job from its first step to its last: prompts become a board of samples, an `Execution` generates,
+Role: `run` takes the job from its first step to its last: prompts become a board of samples, an `Executor` generates,
 scores and trains on them in the order the fusion policy decides, and the new weights go to the engines. Which samples,
 which mini-batches and which numbers is settled here; when each piece of work runs is not.
 
-    prompts -> groups -> Board -> Execution (policy, engines) -> weights to the engines -> checkpoint, metrics
+    prompts -> groups -> Board -> Executor (policy, engines) -> weights to the engines -> checkpoint, metrics
 
-Waits: for executions and weight pushes, both bounded by the engines' own limits.
+Waits: for executors and weight pushes, both bounded by the engines' own limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlfuse.observe.journal import Journal, due
 from rlfuse.progress import timed
 from rlfuse.protocols import Engines, Sampling
 from rlfuse.samples import Group, Prompt, make_groups
-from rlfuse.step.executor import Execution
+from rlfuse.step.executor import Executor
 
 
 class Controller:
@@ -99,7 +99,7 @@ class Controller:
             deferred=self.experience.deferred,
             now=self.clock(),
         )
-        await self.execution(board, step, self.sampling, self.prepare, tensors).run()
+        await self.executor(board, step, self.sampling, self.prepare, tensors).run()
         if kept := board.kept():
             self.journal.note(self.experience.mismatch(kept))
         self.selection.leave(*board.left())
@@ -134,7 +134,7 @@ class Controller:
             groups = await self.shown(groups, step, "testing")
             board = Board(groups, self.slot_table(), ("reward",), purpose="testing", now=self.clock())
             with self.recorder.span("testing", step=step):
-                await self.execution(board, step, self.validation, self.settle, {}).run()
+                await self.executor(board, step, self.validation, self.settle, {}).run()
             self.journal.validated(step, board)
             await self.release("testing")
 
@@ -207,11 +207,11 @@ class Controller:
         """All slots, generating."""
         return SlotTable(len(self.engines.rollout), self.tuning.costs)
 
-    def execution(self, board: Board, step: int, sampling: Sampling, scored: Callable, tensors: dict) -> Execution:
+    def executor(self, board: Board, step: int, sampling: Sampling, scored: Callable, tensors: dict) -> Executor:
         """What carries this board out; `scored(board, step)` is called whenever samples gained scores."""
         journal, ready = self.journal, lambda: scored(board, step)
         journal.watch(board)
-        return Execution(
+        return Executor(
             board, self.engines, self.policy, step, sampling, self.recorder, ready, tensors, journal.note, self.clock
         )
 

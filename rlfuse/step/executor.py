@@ -1,6 +1,6 @@
 """One board carried out: the policy is asked, what it decides is started, what comes of it is written on the board.
 
-Role: the controller runs one `Execution` per step, and one to validate. Decisions are pure, the effects are here, and
+Role: the controller runs one `Executor` per step, and one to validate. Decisions are pure, the effects are here, and
 they reach engines only through protocols: the simulator's serve as well.
 
     Board -- snapshot --> policy -- decisions --> generate | move | switch | score | accumulate | train | step
@@ -34,7 +34,7 @@ PULSE_SHARE = 0.05
 wait of days would else be looked at every quarter of a second."""
 
 
-class Execution:
+class Executor:
     """`run` until the board is done. `scored`: called each time samples gained scores, to prepare what is complete.
 
     `row_tensors`: model -> the per-token arrays that its loss reads; `note` takes an optimizer step's metrics.

@@ -5,9 +5,9 @@ import tomllib
 import pytest
 
 from rlfuse import cli
-from rlfuse.cluster.finding import Finding
 from rlfuse.doctor import command as doctor
 from rlfuse.doctor.command import GIB, MIB, PYPROJECT
+from rlfuse.doctor.finding import Finding
 
 PROJECT = {
     "requires-python": ">=3.11,<3.13",

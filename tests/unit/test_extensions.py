@@ -9,7 +9,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops as extensions
+from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.deepspeed_ops import load
 
 
@@ -33,7 +33,7 @@ def killed_while_it_compiles(lock):
     assert os.read(reading, 1) == b"x"
     assert load(int, patience_s=0) == (
         f"DeepSpeed's operations are being compiled or loaded by process {child} of {socket.gethostname()} "
-        f"({lock.parent.parent / extensions.LOCK})"
+        f"({lock.parent.parent / deepspeed_ops.LOCK})"
     )
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlfuse import files as json_lines
+from rlfuse import files
 from rlfuse.errors import FAILED, NotWritten, RunError
 from rlfuse.files import RowFile, read_rows
 from rlfuse.observe.tracking import StepFile
@@ -54,7 +54,7 @@ def test_damage_before_the_last_row_names_file_and_line(tmp_path, line):
 
 
 def test_a_last_row_whose_writer_goes_on_meanwhile_is_no_damage(tmp_path, monkeypatch):
-    path, decoded = tmp_path / "events.jsonl", json_lines._decoded
+    path, decoded = tmp_path / "events.jsonl", files._decoded
     path.write_text(LINES[0] + LINES[1][:7])
 
     def slow(line, wanted):
@@ -63,7 +63,7 @@ def test_a_last_row_whose_writer_goes_on_meanwhile_is_no_damage(tmp_path, monkey
                 writer.write(LINES[1][7:] + LINES[2])
         return decoded(line, wanted)
 
-    monkeypatch.setattr(json_lines, "_decoded", slow)
+    monkeypatch.setattr(files, "_decoded", slow)
     with pytest.warns(UserWarning, match="was cut short"):
         assert list(read_rows(path)) == ROWS[:1]
     assert list(read_rows(path)) == ROWS

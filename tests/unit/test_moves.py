@@ -17,8 +17,7 @@ from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.pipeline import splitting, states
 from rlfuse.engines.pipeline.splitting import Tape, split_linears
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.trainer import offloading
-from rlfuse.engines.trainer import optimizer as optimizing
+from rlfuse.engines.trainer import offloading, optimizer
 from rlfuse.engines.trainer.base_rank import Rank
 from rlfuse.engines.trainer.moves import gradient_bytes
 from rlfuse.engines.trainer.offloading import to_device, to_host
@@ -34,13 +33,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def group():
     """A process group of this process alone, for DeepSpeed; buckets that some parameters fit into and some do not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizing, "REDUCED", 300)
+        patch.setattr(optimizer, "REDUCED", 300)
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        optimizing.deepspeed.init_distributed("gloo", verbose=False)
+        optimizer.deepspeed.init_distributed("gloo", verbose=False)
         yield
-        optimizing.deepspeed.comm.destroy_process_group()
+        optimizer.deepspeed.comm.destroy_process_group()
 
 
 def engine(stage, dtype, **actor):

@@ -46,7 +46,7 @@ Work = Mapping[str, tuple[list[list[list[int]]], Sequence[Row]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Execution:
+class Executor:
     """What came of a schedule."""
 
     scores: dict[str, list[np.ndarray]]
@@ -103,7 +103,7 @@ class PipelineGroup:
         rows: Mapping[str, Sequence[Row]],
         scored: Mapping[str, Sequence[Row]] | None = None,
         planned: Sequence[Sequence[tuple[float, float]]] = (),
-    ) -> Execution:
+    ) -> Executor:
         """Carry out a schedule that trains each model on its `rows` and scores its rows in `scored`.
 
         Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
@@ -155,7 +155,7 @@ class PipelineGroup:
 
     async def _run(
         self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()
-    ) -> Execution:
+    ) -> Executor:
         batches: dict[str, list[list[MicroBatch]]] = {}
         first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
         for name, (plan, rows) in (*trained.items(), *scored.items()):
@@ -173,7 +173,7 @@ class PipelineGroup:
                 bin = scored[name][0][rank // self.layout[name].stages][number - first[name]]
                 for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
                     scores[name][index] = array
-        return Execution(scores, [timed for _, timed in answers])
+        return Executor(scores, [timed for _, timed in answers])
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.

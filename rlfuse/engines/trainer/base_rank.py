@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops as extensions
+from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.determinism import hold
 from rlfuse.engines.trainer.offloading import to_device, to_host
 from rlfuse.errors import EngineError
@@ -76,13 +76,13 @@ class Rank:
         return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
 
     def load_extensions(self) -> str | None:
-        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it, as `extensions.load`.
+        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it, as `deepspeed_ops.load`.
 
         DeepSpeed finds them loaded when it asks for them itself.
         """
         wanted = {"ShareMemCommBuilder": self.device == "cpu", "CPUAdamBuilder": self.config.actor.offload_optimizer}
         builders = [get_accelerator().create_op_builder(name) for name, needed in wanted.items() if needed]
-        return extensions.load(lambda: [each.load() for each in builders]) if builders else None
+        return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
 
     def meeting_place(self) -> tuple[str, int]:
         """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""

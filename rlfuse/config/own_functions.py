@@ -54,13 +54,16 @@ def placed(value: str) -> str:
 
 def forget() -> None:
     """What was read: the files may be others by now."""
-    read.cache_clear()
+    _read.cache_clear()
+
+
+def read(key: str, value: str) -> Traits:
+    """The traits of a function that is as the key needs it; ConfigError for another."""
+    return _read(key, value, *split(value))
 
 
 @cache
-def read(key: str, value: str) -> Traits:
-    """The traits of a function that is as the key needs it; ConfigError for another."""
-    path, name = split(value)
+def _read(key: str, value: str, path: Path, name: str) -> Traits:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError:

@@ -1,0 +1,257 @@
+"""A user's own estimator, loss and KL: the page's example by hand, and what is told of files that can't be used."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from test_experience import groups
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlfuse.algorithms.advantages import ESTIMATORS
+from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.kl import KL_KINDS
+from rlfuse.algorithms.losses import LOSS_MODES
+from rlfuse.algorithms.registry import Registry, parameters
+from rlfuse.config import estimators
+from rlfuse.config.changes import Effect, differences
+from rlfuse.config.checks import check, value_of
+from rlfuse.config.facts import read_facts
+from rlfuse.config.own_functions import PARAMETERS, traits_of
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.attention import lay_out
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.errors import ConfigError
+from rlfuse.run.acceptance import named, with_local_paths
+from rlfuse.samples import Row
+
+PAGE = Path(__file__).parents[2] / "rlfuse/algorithms/README.md"
+ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.loss_mode"
+CRITIC = """
+from rlfuse.algorithms import registry
+@registry.advantage_estimator(needs_critic=True, whitens="tokens")
+def above_value(scores, values, mask, scale=2.0):
+    return scale * (scores[:, None] - values) * mask
+def late(log_probs): return torch.ones(3)
+"""
+
+
+def block(language):
+    return re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
+def config(*settings):
+    made = OmegaConf.structured(Config)
+    wanted = {"model.path": "m", "data.train_files": ["a"], "reward.functions": ["a.py:f"], "rollout.n": 2}
+    for key, value in [*wanted.items(), *(each.split("=") for each in settings)]:
+        OmegaConf.update(made, key, value)
+    return OmegaConf.to_object(made)
+
+
+def told(*settings):
+    """What the checks say of the keys that may name functions, and of `rollout.n`."""
+    found = config(*settings)
+    problems = check(found, read_facts(found))
+    return [
+        each for each in problems if each.startswith((*(f"{key}=" for key in PARAMETERS), "rollout.n=", "trainer.cri"))
+    ]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The page's job, in a folder where its file is; nothing is wrong with it."""
+    (tmp_path / "mine.py").write_text(block("python"))
+    monkeypatch.chdir(tmp_path)
+    named_there = yaml.safe_load(block("yaml"))
+    settings = [f"{group}.{key}={value}" for group, keys in named_there.items() for key, value in keys.items()]
+    assert not told(*settings)
+    return settings
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda text: Path("mine.py").write_text(text)
+
+
+def test_the_pages_estimator_and_kl_by_hand(example):
+    experience = Experience(config(*example, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.2"))
+    batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
+    experience.prepare(batch)
+    # The reference is 0.5 nats away from the policy on each token: 0.5^2 / 2 of KL, 0.025 of the reward.
+    scores = [[1.0 - 3 * 0.025, -2 * 0.025], [0.5 - 0.025, 2.0 - 4 * 0.025]]
+    found = [[sample.tensors["advantages"] for sample in group.samples] for group in batch]
+    for (first, second), (one, other) in zip(found, scores, strict=True):
+        np.testing.assert_allclose(first, one - other, atol=1e-6)
+        np.testing.assert_allclose(second, other - one, atol=1e-6)
+    assert experience.early("actor") and "values" not in experience.kinds
+    assert [len(each) for pair in found for each in pair] == [3, 2, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    small = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    return lay_out(Qwen2ForCausalLM(Qwen2Config(vocab_size=40, num_hidden_layers=2, **small)))
+
+
+def rows(model, settings):
+    """Two, on which the policy has moved by up to 0.6 since; the reference is 0.3, 1.3 or 2.3 away."""
+    ids, rng, made = np.arange(3, 20, dtype=np.int32), np.random.default_rng(0), []
+    for prompt, response in ((9, 3), (4, 5)):
+        row = Row(ids[:prompt], ids[:response], {})
+        with torch.no_grad():
+            now = log_probs(settings, model, collate([row], True))[0].numpy()
+        row.tensors["old_log_probs"] = (now + rng.uniform(-0.6, 0.6, response)).astype("f4")
+        row.tensors["ref_log_probs"] = (now + 0.3 + np.arange(response) % 3).astype("f4")
+        row.tensors["advantages"] = rng.normal(size=response).astype("f4")
+        row.tensors["now"] = now
+        made.append(row)
+    return made
+
+
+def test_the_pages_loss_and_kl_by_hand_through_the_trainers_pass(example, model):
+    settings = config(*example, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "actor.clip_ratio=0.3")
+    batch = collate(rows(model, settings), True)
+    loss, sums = actor_loss(settings, model, batch)
+    loss.backward()
+    wanted = kl = stopped = ppo_kl = 0.0
+    for row in rows(model, settings):
+        for now, old, ref, advantage in zip(
+            *(row.tensors[name].tolist() for name in ("now", "old_log_probs", "ref_log_probs", "advantages")),
+            strict=True,
+        ):
+            ratio, apart = math.exp(now - old), abs(now - ref)
+            stops = advantage > 0 and ratio > 1.3
+            stopped, ppo_kl = stopped + stops, ppo_kl + old - now
+            wanted += 0.0 if stops else -advantage * ratio
+            kl += apart**2 / 2 if apart < 1 else apart - 0.5
+    assert 0 < stopped < 8
+    assert sums["stopped"].item() == stopped and sums["ppo_kl"].item() == pytest.approx(ppo_kl, abs=1e-5)
+    assert sums["pg_loss"].item() == pytest.approx(wanted, rel=1e-5) and sums["kl_loss"].item() == pytest.approx(
+        kl, rel=1e-5
+    )
+    assert loss.item() == pytest.approx(wanted + 0.1 * kl, rel=1e-5)
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+
+
+def test_traits_decide_about_critic_groups_and_whitening(write):
+    write(CRITIC)
+    found = config(f"{ESTIMATOR}=mine.py:above_value")
+    assert found.uses_critic and not told(f"{ESTIMATOR}=mine.py:above_value", "trainer.critic_warmup=3", "rollout.n=1")
+    experience, batch = Experience(found), groups([[1.0], [0.0]], [[3], [2]])
+    assert "values" in experience.kinds and experience.early("critic") and not experience.early("actor")
+    assert "adv_estimator=mine.py:above_value normalises" in experience.why_late()
+    experience.prepare(batch)
+    np.testing.assert_array_equal(batch[0].samples[0].tensors["returns"], [2.0] * 3)
+    experience.complete(batch)
+    white = np.concatenate([group.samples[0].tensors["advantages"] for group in batch])
+    assert white.mean() == pytest.approx(0, abs=1e-6) and white.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_up(example):
+    (first, second) = told(*example, "rollout.n=1", "trainer.critic_warmup=2")
+    assert first.startswith("rollout.n=1: must be 2 or more with algorithm.adv_estimator=mine.py:best_of_others")
+    assert second.startswith("trainer.critic_warmup=2: must be 0 with algorithm.adv_estimator=mine.py:best_of_others")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (f"{ESTIMATOR}=other.py:f", "there is no file .*other.py; correct the path"),
+        (f"{ESTIMATOR}=mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
+        (f"{LOSS}=mine.py:f", "parameter `scores` is not one of log_probs, old_.*; rename it, or give it a default"),
+        ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are given"),
+        ("actor.kl_loss_type=mine.py:g", "parameter `mask` is not one of"),
+        (f"{ESTIMATOR}=mine.py:k", r"`values` is only there for estimators with needs_critic=True; put @adv"),
+        (f"{ESTIMATOR}=mine.py", "is not one of gae, .*, or path/file.py:name for your own"),
+        (f"{LOSS}=broken.py:f", "line 2: .*; correct the file"),
+        (f"{LOSS}=lacking.py:f", "Python finds no package `unheard_of`; install it"),
+        (
+            f"{ESTIMATOR}=traits.py:unknown",
+            "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_c",
+        ),
+        (f"{ESTIMATOR}=traits.py:wrong", "whitens=True has to be 'tokens' or 'responses'"),
+        (f"{ESTIMATOR}=traits.py:computed", "traits are .*, written out"),
+        (f"{ESTIMATOR}=traits.py:bare", r"takes traits by name, as @advantage_estimator\(needs_groups=True\)"),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says):
+    write("print('never run')\ndef f(scores, mask): ...\ndef g(log_probs, mask): ...\ndef k(values, mask): ...\n")
+    Path("broken.py").write_text("def f(\n  x y): pass\n")
+    Path("lacking.py").write_text("import math, unheard_of\nimport broken\ndef f(log_probs): ...\n")
+    stated = {
+        "unknown": "(needs_group=True)",
+        "wrong": "(whitens=True)",
+        "computed": "(needs_groups=bool(1))",
+        "bare": "",
+    }
+    Path("traits.py").write_text("".join(f"@advantage_estimator{t}\ndef {n}(scores): ...\n" for n, t in stated.items()))
+    (problem,) = told(setting)
+    assert problem.startswith(f"{setting}: ") and re.search(says, problem), problem
+
+
+def test_what_is_wrong_in_several_files_is_told_at_once_and_nothing_is_run(write, capsys):
+    write("print('run')\ndef f(): ...\n")
+    assert len(told(f"{ESTIMATOR}=mine.py:a", f"{LOSS}=mine.py:b", "actor.kl_loss_type=mine.py:c")) == 3
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("returned", ["scores", "[1.0]", "(mask, None)"])
+def test_what_is_no_matrix_is_told_with_key_and_shape(write, returned):
+    write(f"def f(scores, mask): return {returned}")
+    with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*has to return .*\[2, 3\]"):
+        Experience(config(f"{ESTIMATOR}=mine.py:f")).prepare(groups([[1.0], [0.0]], [[3], [2]]))
+
+
+def test_a_file_that_fails_is_told_with_its_error(write):
+    write("def f(log_probs): ...\n1 / 0\n")
+    with pytest.raises(ConfigError, match=r"loss_mode=mine\.py:f: its file can't be executed: ZeroDivisionError"):
+        LOSS_MODES.find("mine.py:f")
+
+
+def test_a_run_keeps_its_functions_when_the_file_is_edited(write):
+    write("def f(mask): return 1.0 * mask")
+    batch, running = groups([[1.0]], [[3]]), Experience(config(f"{ESTIMATOR}=mine.py:f"))
+    running.prepare(batch)
+    write("def f(mask): return 2.0 * mask")
+    running.prepare(batch)
+    assert batch[0].samples[0].tensors["advantages"].tolist() == [1.0] * 3
+    Experience(running.config).prepare(batch)
+    assert batch[0].samples[0].tensors["advantages"].tolist() == [2.0] * 3
+
+
+def test_workers_with_another_working_directory_find_the_files(example, tmp_path_factory, monkeypatch):
+    local = with_local_paths(config(*example, "trainer.resume_mode=disable"))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert all(Path(value_of(local, key).partition(":")[0]).is_absolute() for key in PARAMETERS)
+    assert traits_of(local.algorithm.adv_estimator).needs_groups
+    assert LOSS_MODES.find(local.actor.loss_mode).__name__ == "one_sided"
+    assert re.fullmatch(r"run-best_of_others-[\d-]+", named(local).trainer.experiment_name)
+
+
+def test_a_change_from_or_to_an_estimator_with_a_critic_is_fixed(write):
+    write(CRITIC + "def plain(mask): ...\n")
+    effects = {}
+    for was, now in (("gae", "mine.py:above_value"), ("gae", "mine.py:plain"), ("grpo", "mine.py:plain"),
+                     ("mine.py:above_value", "grpo")):  # fmt: skip
+        (change,) = differences(*({"algorithm": {"adv_estimator": each}} for each in (was, now)))
+        effects[was, now] = change.effect
+    assert list(effects.values()) == [Effect.EXPERIMENT, Effect.FIXED, Effect.EXPERIMENT, Effect.FIXED]
+
+
+@pytest.mark.parametrize("registry", [ESTIMATORS, LOSS_MODES, KL_KINDS], ids=lambda registry: registry.key)
+def test_built_in_functions_ask_for_what_a_users_own_may_ask_for(registry: Registry):
+    for name, function in registry.items():
+        assert set(parameters(function)) <= set(PARAMETERS[registry.key]), name
+    if registry is ESTIMATORS:
+        assert ESTIMATORS.keys() == estimators.ESTIMATORS.keys()
+        for name, traits in estimators.ESTIMATORS.items():
+            asked = set(parameters(ESTIMATORS[name]))
+            assert (traits.needs_critic, traits.needs_groups) == ("values" in asked, "groups" in asked), name
+            assert traits.each_reward == ("dimensions" in asked), name

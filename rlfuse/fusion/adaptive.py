@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from rlfuse.fusion.consolidation import consolidate, destinations, loaded, moves
 from rlfuse.fusion.decisions import Decision, Generate, InFlight, Move, Slot, Snapshot
+from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.sharing import (
     REWARD,
     Room,
@@ -41,6 +42,7 @@ MARGIN = 1.3
 """Samples are admitted as if they would be so many times longer than expected: some will be."""
 
 
+@fusion_policy(tuned=TUNABLE, trains_early=True)
 def adaptive(view: Snapshot) -> list[Decision]:
     """Admit, release, score, train: whatever pays now."""
     placed = place(view)

@@ -1,7 +1,7 @@
 """When each piece of work runs: the fusion policies, pure functions of a snapshot.
 
 Role: `fusion=<name>` picks one; the controller calls it whenever something happened. All are exact: they decide when
-and where, never what.
+and where, never what. A user's own are found by `own_policies`.
 - `serial`: generation, each kind of scoring, training, one stage after the other, as other systems do;
 - `stream`: a slot that has nothing left to generate scores what is finished, while others still generate;
 - `rlhfuse`: as `stream`; and when few samples are left, they are consolidated on few slots, once (RLHFuse, NSDI '25);
@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rlfuse.config.valid_values import CHOICES
 from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.consolidation import consolidate
 from rlfuse.fusion.decisions import Decision, Policy, Snapshot
+from rlfuse.fusion.registry import REGISTERED, fusion_policy
 from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewards, steps, switch_idle_slots_to_trainer
 
 
+@fusion_policy()
 def serial(view: Snapshot) -> list[Decision]:
     """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
     if (view.waiting and not paused(view)) or view.flying:
@@ -39,6 +42,7 @@ def in_order(view: Snapshot) -> Snapshot:
     return replace(view, unscored=sort(view.unscored), ready=sort(view.ready), free=sorted(view.free))
 
 
+@fusion_policy()
 def stream(view: Snapshot) -> list[Decision]:
     """Rewards at once; passes on slots that ran empty; then training."""
     placed = admit(view)
@@ -50,6 +54,7 @@ def stream(view: Snapshot) -> list[Decision]:
     )
 
 
+@fusion_policy(tuned=("threshold", "stretch"))
 def rlhfuse(view: Snapshot) -> list[Decision]:
     """`stream`, with one consolidation of the tail."""
     return consolidate(view) + stream(view)
@@ -62,4 +67,6 @@ def learn(view: Snapshot) -> list[Decision]:
     return gradients(view) or steps(view)
 
 
-POLICIES: dict[str, Policy] = {"serial": serial, "stream": stream, "rlhfuse": rlhfuse, "adaptive": adaptive}
+_BUILT_IN = {each.__name__: each for each in REGISTERED if each.__module__ in (__name__, adaptive.__module__)}
+POLICIES: dict[str, Policy] = {name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=CHOICES["fusion.policy"].index)}
+"""Those that are registered here and in `adaptive`, in the order in which people are told of them."""

@@ -41,7 +41,8 @@ from rlfuse.errors import ConfigError
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.own_policies import find, found
+from rlfuse.fusion.registry import traits_of
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.journal import Journal
@@ -85,6 +86,8 @@ def run(config: Config, drive: Drive = Controller.run) -> Path:
 def _attempt(job: Job, drive: Drive) -> Path:
     config, trainer = job.config, job.config.trainer
     mistakes = Mistakes()
+    with mistakes.noted():
+        find(config.fusion.policy)
     with mistakes.noted():
         reward = reward_pool(config)
     with mistakes.noted(), part("data", quiet="console" not in trainer.logger):
@@ -202,7 +205,8 @@ async def _controller(
     if job.checkpoint is not None:
         for name, part in kept.items():
             part.load_state_dict(job.state[name])
-    if fusion.policy == "adaptive" and (why := experience.why_late()):
+    policy = found(fusion.policy)
+    if traits_of(policy).trains_early and (why := experience.why_late()):
         journal.say(why)
 
     async def save(folder: Path) -> None:
@@ -216,7 +220,6 @@ async def _controller(
 
     recorded = [*engines.rollout, trainer, engines.reward, *([engines.clips] if engines.clips else [])]
     journal.attach(recorded, save, state, facts)
-    policy = POLICIES[fusion.policy]
     controller = Controller(
         config, engines, policy, experience, prompts, work.held_out, journal, selection, tuning, work.total
     )

@@ -6,9 +6,8 @@ Role: the command line of the simulator: reads, runs, prints a table, writes JSO
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ import numpy as np
 from rlfuse.config.input_files import WorkloadError, publish, schema_of
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.own_policies import find, found
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, simulate
-from rlfuse.simulate.tuning import TUNED, tune
+from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
 REPLAYED = 8
@@ -30,7 +31,7 @@ REPLAYED = 8
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises WorkloadError."""
+    """Do what the arguments say. Raises WorkloadError, and PolicyError."""
     arguments = _parser().parse_args(argv)
     if arguments.schema or arguments.example:
         data = schema_of(Workload) if arguments.schema else EXAMPLE
@@ -40,10 +41,7 @@ def main(argv: Sequence[str]) -> None:
     if (arguments.workload is None) == (arguments.run is None):
         raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
     for policy in arguments.policy or ():
-        if policy not in POLICIES:
-            near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
-            meant = f"did you mean {near[0]}?" if near else f"policies: {', '.join(POLICIES)}"
-            raise WorkloadError(f"--policy {policy}: unknown policy; {meant}")
+        find(policy, f"--policy {policy}")
     for path in (arguments.out, arguments.picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
@@ -59,12 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlfuse simulate", description="What fusion policies make of a workload.")
     parser.add_argument("workload", nargs="?", type=Path, metavar="WORKLOAD.json", help="machine, costs and samples")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="replay the steps of a recorded run")
-    parser.add_argument(
-        "--policy", nargs="+", action="extend", metavar="P", help=f"{', '.join(POLICIES)}; default: all"
-    )
-    parser.add_argument(
-        "--threshold", type=float, metavar="R", help="of rlhfuse and adaptive; default: tuned by simulation"
-    )
+    names = f"{', '.join(POLICIES)} (default: these), or path/file.py:name for your own"
+    parser.add_argument("--policy", nargs="+", action="extend", metavar="P", help=names)
+    tuned = " and ".join(name for name, policy in POLICIES.items() if "threshold" in traits_of(policy).tuned)
+    parser.add_argument("--threshold", type=float, metavar="R", help=f"of {tuned}; default: tuned by simulation")
     parser.add_argument("--out", type=Path, metavar="RESULT.json", help="one object for one policy, a list for several")
     parser.add_argument(
         "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
@@ -79,8 +75,8 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
     results = []
     for policy in policies:
         settings = tune(workload, policy) if threshold is None else Settings(threshold=threshold)
-        if policy in TUNED and threshold is None:
-            chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in TUNED[policy])
+        if (tuned := traits_of(found(policy)).tuned) and threshold is None:
+            chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in tuned)
             print(f"{policy}: {chosen} (best on other draws of the lengths)")
         results.append(simulate(workload, policy, settings))
     return results
@@ -107,17 +103,23 @@ def _compare(arguments: argparse.Namespace) -> None:
 def table(workload: Workload, results: Sequence[Result]) -> str:
     """Times of each policy, over serial where that was run, and over the bound."""
     serial = next((result for result in results if result.policy == "serial"), None)
-    head = f"{'policy':<10}{'generation':>12}{'+ scoring':>12}{'step':>12}"
+    width = _width(result.policy for result in results)
+    head = f"{'policy':<{width}}{'generation':>12}{'+ scoring':>12}{'step':>12}"
     head += f"{'over serial':>13}{'over bound':>12}{'busy':>7}{'moved':>8}"
     lines = [f"{workload.samples:,} samples on {workload.slots:,} slots", head]
     for result in results:
         gain = f"{serial.step_s / result.step_s:.2f}x" if serial else "-"
         lines.append(
-            f"{result.policy:<10}{result.generation_s:>10.2f} s{result.generation_and_scoring_s:>10.2f} s"
+            f"{result.policy:<{width}}{result.generation_s:>10.2f} s{result.generation_and_scoring_s:>10.2f} s"
             f"{result.step_s:>10.2f} s{gain:>13}{result.step_s / result.oracle_s:>11.3f}x{result.busy_share:>7.0%}"
             f"{result.moved_samples:>8}"
         )
     return "\n".join([*lines, f"no schedule takes less than {results[0].oracle_s:.2f} s: {results[0].bound_by}"])
+
+
+def _width(policies: Iterable[str]) -> int:
+    """Of a column for their names."""
+    return max(10, *(len(policy) + 2 for policy in policies))
 
 
 def _timeline(run: Simulated) -> Any:
@@ -172,13 +174,14 @@ def accuracy_table(fitted: Fit) -> str:
 
 def replay_table(recording: Recording, rows: Sequence[dict[str, Any]]) -> str:
     """Simulated against measured, step by step, and over all of them."""
-    lines = [f"{'step':>5}  {'policy':<10}{'measured':>12}{'simulated':>12}{'error':>9}{'bound':>12}"]
+    width = _width(row["policy"] for row in rows)
+    lines = [f"{'step':>5}  {'policy':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}{'bound':>12}"]
     for row in rows:
         measured, simulated = row["measured_s"], row["step_s"]
         seen = f"{measured:>10.3f} s" if measured else f"{'-':>12}"
         error = f"{simulated / measured - 1:>+9.1%}" if measured else f"{'-':>9}"
         lines.append(
-            f"{row['step']:>5}  {row['policy']:<10}{seen}{simulated:>10.3f} s{error}{row['oracle_s']:>10.3f} s"
+            f"{row['step']:>5}  {row['policy']:<{width}}{seen}{simulated:>10.3f} s{error}{row['oracle_s']:>10.3f} s"
         )
     pairs = [(row["measured_s"], row["step_s"]) for row in rows if row["measured_s"]]
     if pairs:

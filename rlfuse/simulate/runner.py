@@ -23,9 +23,9 @@ import numpy as np
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.own_policies import PolicyError, find
 from rlfuse.fusion.selection import Selection, label
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
@@ -77,9 +77,12 @@ class Simulated:
     spans: list[Span]
 
 
-def simulate(workload: Workload, policy: str, settings: Settings | None = None) -> Simulated:
-    """Run one step. `settings`: as tuned. Raises WorkloadError for a step without end, and SimulationError where an
-    invariant of the machine breaks."""
+def simulate(workload: Workload, policy: str | Policy, settings: Settings | None = None) -> Simulated:
+    """Run one step under a policy or the one of that name. `settings`: as tuned.
+
+    Raises WorkloadError for a step without end, PolicyError for a policy that can't be used, and SimulationError where
+    an invariant of the machine breaks.
+    """
     began = time.process_time()
     bound = lower_bound(workload)
     if bound.seconds > LONGEST_S:
@@ -87,12 +90,23 @@ def simulate(workload: Workload, policy: str, settings: Settings | None = None) 
             f"the step takes {bound.seconds:.3g} s at least (bound by {bound.bound_by}): at most {LONGEST_S:,} s: "
             "raise rates (tokens_per_s, slot_speed) or lower times (..._s)"
         )
-    machine = Machine(workload)
+    machine, policy = Machine(workload), find(policy) if isinstance(policy, str) else policy
     with _no_collection():
-        spans = run_virtual(machine.run(policy, settings or Settings()))
+        spans = _spans(machine, policy, settings or Settings())
     machine.audit(spans)
     cpu_s = time.process_time() - began
-    return Simulated(_result(workload, policy, machine, bound, spans, cpu_s), spans)
+    return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
+
+
+def _spans(machine: Machine, policy: Policy, settings: Settings) -> list[Span]:
+    """Of the step. A policy's mistake is raised as it is, without the group of the tasks that it ended."""
+    try:
+        return run_virtual(machine.run(policy, settings))
+    except BaseExceptionGroup as group:
+        mistakes = group.subgroup(PolicyError)
+        while isinstance(mistakes, BaseExceptionGroup):
+            mistakes = mistakes.exceptions[0]
+        raise mistakes or group from None
 
 
 @contextmanager
@@ -149,7 +163,7 @@ class Machine:
     def _length_of(self, sample: Sample) -> int:
         return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
 
-    async def run(self, policy: str, settings: Settings) -> list[Span]:
+    async def run(self, policy: Policy, settings: Settings) -> list[Span]:
         """One step; its spans."""
         loop = asyncio.get_running_loop()
         journal = _Journal([*self.rollouts, self.trainer])
@@ -157,9 +171,9 @@ class Machine:
             loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
         controller = Controller(
-            self._config(policy),
+            self._config(policy.__name__),
             self.engines,
-            POLICIES[policy],
+            policy,
             _Experience(self.workload),
             prompts,
             (),

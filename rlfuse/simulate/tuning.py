@@ -1,4 +1,4 @@
-"""What `rlhfuse` and `adaptive` are set to, found by simulation: when to consolidate, whether to admit by length.
+"""What policies with a threshold are set to, found by simulation: when to consolidate, whether to admit by length.
 
 Role: `tune` is called by `rlfuse simulate` and by `learning`, between the steps of a real run, as lengths drift.
 RLHFuse (arXiv 2409.13221) finds its threshold in the same way: simulate the recorded lengths with the measured costs,
@@ -15,13 +15,13 @@ from statistics import fmean
 import numpy as np
 
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.own_policies import found
+from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-TUNED = {"rlhfuse": ("threshold", "stretch"), "adaptive": ("threshold", "stretch", "guarded", "ordered")}
-"""Policy -> the settings it reads."""
 MOST_SLOTS, MOST_SAMPLES = 16, 2048
 """Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
 takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""
@@ -39,19 +39,19 @@ def tune(workload: Workload, policy: str, given: Settings | None = None, seed: i
     What is simulated are other draws of its lengths, from `seed` on: settings are for steps to come. `given`: what the
     configuration decides, lockstep above all; it is simulated, and is part of what is returned.
     """
-    given = given or Settings()
-    if policy not in TUNED:
+    given, function = given or Settings(), found(policy)
+    if not (tuned := traits_of(function).tuned):
         return given
     draws = _draws(workload, seed)
 
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
-        found = fmean(simulate(draw, policy, settings).result.step_s for draw in draws)
-        return round(found * (1 + RISK * (settings.stretch - 1)), 6)
+        mean = fmean(simulate(draw, function, settings).result.step_s for draw in draws)
+        return round(mean * (1 + RISK * (settings.stretch - 1)), 6)
 
-    known = "ordered" in TUNED[policy] and workload.length_history_sigma is not None
+    known = "ordered" in tuned and workload.length_history_sigma is not None
     tried = [replace(given, threshold=below, stretch=by, guarded=True, ordered=known) for below, by in CONSOLIDATIONS]
-    if policy == "adaptive":
+    if "guarded" in tuned:
         tried += [replace(each, guarded=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)
     return min((best, replace(best, ordered=False)), key=seconds) if known else best

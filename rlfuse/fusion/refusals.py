@@ -1,0 +1,197 @@
+"""Why a decision can't be carried out: each is held against the snapshot that it was made for. Pure.
+
+Role: `own_policies` reads what a user's policy decides with `check` before anything of it begins, so that a mistake is
+told in the words of decisions, not by an engine in the middle of a call. The built-in policies are held against the
+same rules by property tests. Invariant: what is accepted, the board and the engines can do. More samples than an engine
+has room for are no mistake: it queues them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import get_args
+
+from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Score, Slot, Snapshot, Step, Switch, Train
+
+SHOWN = 8
+"""Names of what is valid that a message gives."""
+
+
+class Refused(Exception):
+    """Says why, and what would be valid."""
+
+
+def check(view: Snapshot, decisions: Sequence[Decision]) -> None:
+    """Raise Refused, with the decision in front, for the first that can't be carried out together with the others."""
+    reading = _Reading(view)
+    for decision in decisions:
+        try:
+            reading.take(decision)
+        except (Refused, TypeError, AttributeError) as why:  # the latter of fields that are of another type
+            raise Refused(f"{_short(repr(decision))} can't be carried out: {why}") from None
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first of them, for a message."""
+    names = [str(name) for name in islice(iter(names), SHOWN + 1)]
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "") if names else "none"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:150]} ... {text[-40:]}"
+
+
+class _Reading:
+    """What the decisions that were read have taken already."""
+
+    def __init__(self, view: Snapshot):
+        self.view = view
+        self.working: set[int] = set()
+        """Slots that switch, score or train."""
+        self.filled: set[int] = set()
+        """Slots that get samples to generate."""
+        self.groups: set[int] = set()
+        self.names: set[tuple[str, str]] = set()
+
+    def take(self, decision: Decision) -> None:
+        """Count it in. Raises Refused."""
+        if isinstance(decision, Generate):
+            self._generates(decision.slot)
+            self._among("group", decision.groups, self.view.waiting, self.groups)
+        elif isinstance(decision, Move):
+            self._move(decision)
+        elif isinstance(decision, Switch):
+            self._switch(decision)
+        elif isinstance(decision, Score):
+            self._score(decision)
+        elif isinstance(decision, Accumulate):
+            self._accumulate(decision)
+        elif isinstance(decision, Train):
+            self._train(decision)
+        elif isinstance(decision, Step):
+            if decision.model not in (able := self.view.steppable):
+                raise Refused(f"{decision.model!r} has no step to take now; models that have: {listed(able)}")
+            self._all_work()
+        else:
+            kinds = ", ".join(kind.__name__ for kind in get_args(Decision))
+            raise Refused(f"a {type(decision).__name__} is no decision; those are {kinds}")
+
+    # Slots -----------------------------------------------------------------------------------------------------------
+
+    def _slot(self, slot: int) -> Slot:
+        count = len(self.view.slots)
+        if not isinstance(slot, int) or not 0 <= slot < count:
+            raise Refused(f"there is no slot {slot}; slots are 0 to {count - 1}")
+        return self.view.slots[slot]
+
+    def _generates(self, slot: int) -> Slot:
+        """It can get samples."""
+        place = self._slot(slot)
+        if not _can_generate(place):
+            able = listed(each.index for each in self.view.slots if _can_generate(each))
+            raise Refused(f"slot {slot} doesn't generate now; slots that do: {able}")
+        if slot in self.working:
+            raise Refused(f"slot {slot} was given other work in the same list")
+        self.filled.add(slot)
+        return place
+
+    def _works(self, slot: int, able: Collection[int], what: str) -> None:
+        """It does nothing yet, and begins something now."""
+        self._slot(slot)
+        if slot not in able:
+            raise Refused(f"slot {slot} is no {what}; slots that are: {listed(able)}")
+        if slot in self.working or slot in self.filled:
+            raise Refused(f"slot {slot} was given other work in the same list")
+        self.working.add(slot)
+
+    def _all_work(self) -> None:
+        for slot in range(len(self.view.slots)):
+            self._works(slot, self.view.free, "idle trainer, and all have to be")
+
+    def _ranks(self, slot: int | None, together: bool) -> None:
+        """Of one slot, or where models are sharded of all."""
+        if together and slot is not None:
+            raise Refused("models are sharded over all ranks here, which do this together: slot has to be None")
+        if together:
+            self._all_work()
+        elif slot is None:
+            raise Refused(f"it needs a slot; idle trainers: {listed(self.view.free)}")
+        else:
+            self._works(slot, self.view.free, "idle trainer")
+
+    # Samples ---------------------------------------------------------------------------------------------------------
+
+    def _among(self, what: str, given: tuple, valid: Collection, taken: set, key: str | None = None) -> None:
+        """A tuple of some of `valid`, none of them taken; `key`: what they are taken for."""
+        if not isinstance(given, tuple) or not given:
+            raise Refused(f"it needs a tuple of at least one {what}; those that can be taken: {listed(valid)}")
+        for each in given:
+            if not isinstance(each, int | str) or each not in valid:
+                raise Refused(f"{what} {each!r} doesn't wait for that; those that do: {listed(valid)}")
+            if (marked := each if key is None else (each, key)) in taken:
+                raise Refused(f"{what} {each!r} was taken twice in the same list")
+            taken.add(marked)
+
+    def _move(self, decision: Move) -> None:
+        source = self._slot(decision.source)
+        if decision.source == decision.target:
+            raise Refused("source and target are one slot")
+        if decision.carry not in ("kv", "tokens"):
+            raise Refused(f"carry={decision.carry!r}; valid: kv, tokens")
+        staying = {name for name, flight in source.flights.items() if not flight.leaving}
+        self._among("sample", decision.samples, staying, self.names, "move")
+        self._generates(decision.target)
+
+    def _switch(self, decision: Switch) -> None:
+        place, roles = self._slot(decision.slot), ("rollout", "trainer")
+        if decision.role not in roles:
+            raise Refused(f"there is no role {decision.role!r}; roles: {listed(roles)}")
+        if decision.role == place.role:
+            raise Refused(f"slot {decision.slot} has that role already")
+        if decision.role == "rollout":
+            able = [slot for slot in self.view.free if self.view.slots[slot].alive]
+            self._works(decision.slot, able, "idle trainer with an engine")
+        else:
+            self._works(decision.slot, self.view.resting, "engine without samples")
+
+    def _score(self, decision: Score) -> None:
+        kind, view = decision.kind, self.view
+        if not isinstance(kind, str) or kind not in view.unscored.keys() | view.deferred.keys():
+            raise Refused(f"there is no scoring {kind!r}; kinds: {listed(view.unscored.keys() | view.deferred.keys())}")
+        if kind != "reward":
+            self._ranks(decision.slot, view.settings.lockstep)
+        elif decision.slot is not None:
+            raise Refused("rewards are scored beside the slots: slot has to be None")
+        parts = [view.unscored.get(kind, {}), *view.deferred.get(kind, {}).values()]
+        first = decision.samples[0] if isinstance(decision.samples, tuple) and decision.samples else None
+        chosen = next((part for part in parts if first in part), parts[0])  # samples of one mini-batch
+        self._among("sample", decision.samples, chosen, self.names, kind)
+
+    def _accumulate(self, decision: Accumulate) -> None:
+        if self.view.settings.pipelined:
+            raise Refused("ranks hold stages of the models here, which train in one schedule: decide Train")
+        self._model(decision.model)
+        self._ranks(decision.slot, self.view.settings.lockstep_backward)
+        self._among("sample", decision.samples, self.view.ready[decision.model], self.names, decision.model)
+
+    def _train(self, decision: Train) -> None:
+        if not self.view.settings.pipelined:
+            raise Refused("no rank holds a stage of the models here: decide Accumulate")
+        if not decision.samples:
+            raise Refused(f"it needs samples of at least one model; models: {listed(self.view.ready)}")
+        self._all_work()
+        for model, names in decision.samples.items():
+            self._model(model)
+            self._among("sample", names, self.view.ready[model], self.names, model)
+        for kind, names in decision.passes.items():
+            later = {name for part in self.view.deferred.get(kind, {}).values() for name in part}
+            self._among("sample", names, later, self.names, kind)
+
+    def _model(self, model: str) -> None:
+        if model not in self.view.ready:
+            raise Refused(f"there is no model {model!r} to train; models: {listed(self.view.ready)}")
+
+
+def _can_generate(place: Slot) -> bool:
+    return place.role == "rollout" and place.alive and not place.busy

@@ -1,0 +1,45 @@
+"""Policies and what is told of them to those who run them: one decorator, in the module where each stands.
+
+Role: `policies.POLICIES` is made of what is registered here; `rlfuse.simulate.tuning` and `rlfuse.run.build` read the
+traits. A user's own policy may carry the decorator, too; without it, it has no traits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlfuse.fusion.decisions import Policy
+
+TUNABLE = ("threshold", "stretch", "guarded", "ordered")
+"""`Settings` that simulation can tune."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a policy needs of those who run it."""
+
+    tuned: tuple[str, ...] = ()
+    """The settings that it reads of those that are tuned by simulation."""
+    trains_early: bool = False
+    """It accumulates gradients while samples are still generated, where the algorithm allows that."""
+
+
+REGISTERED: dict[Policy, Traits] = {}
+
+
+def fusion_policy(tuned: tuple[str, ...] = (), trains_early: bool = False) -> Callable[[Policy], Policy]:
+    """Register a policy with its traits; its name is the function's."""
+    if unknown := [name for name in tuned if name not in TUNABLE]:
+        raise ValueError(f"tuned={unknown}: no settings that are tuned; those are {', '.join(TUNABLE)}")
+
+    def register(policy: Policy) -> Policy:
+        REGISTERED[policy] = Traits(tuple(tuned), trains_early)
+        return policy
+
+    return register
+
+
+def traits_of(policy: Policy) -> Traits:
+    """Those it was registered with; none, if it was not."""
+    return REGISTERED.get(getattr(policy, "function", policy), Traits())

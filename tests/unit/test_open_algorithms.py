@@ -14,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.kl import KL_KINDS
-from rlfuse.algorithms.losses import LOSS_MODES
+from rlfuse.algorithms.kl import KL_KINDS, kl_estimate
+from rlfuse.algorithms.losses import LOSS_MODES, policy_loss
 from rlfuse.algorithms.registry import Registry, parameters
 from rlfuse.config import estimators
 from rlfuse.config.changes import Effect, differences
@@ -243,6 +243,24 @@ def test_a_change_from_or_to_an_estimator_with_a_critic_is_fixed(write):
         (change,) = differences(*({"algorithm": {"adv_estimator": each}} for each in (was, now)))
         effects[was, now] = change.effect
     assert list(effects.values()) == [Effect.EXPERIMENT, Effect.FIXED, Effect.EXPERIMENT, Effect.FIXED]
+
+
+def test_every_parameter_that_the_checks_accept_is_given(write):
+    lines = ["from rlfuse.algorithms.registry import advantage_estimator"]
+    for name, key, result in (
+        ("e", ESTIMATOR, "0.0 * mask"),
+        ("p", LOSS, "log_probs"),
+        ("k", KL_KINDS.key, "log_probs"),
+    ):
+        decorator = "@advantage_estimator(needs_critic=True, each_reward=True)\n" * (key == ESTIMATOR)
+        lines.append(f"{decorator}def {name}({', '.join(PARAMETERS[key])}): return {result}")
+    write("\n".join(lines))
+    named_there = (f"{ESTIMATOR}=mine.py:e", f"{LOSS}=mine.py:p", "actor.kl_loss_type=mine.py:k")
+    assert not told(*named_there)
+    Experience(config(*named_there)).prepare(groups([[1.0], [0.0]], [[3], [2]]))
+    one, mask = torch.ones(1, 2), torch.tensor([[True, False]])
+    assert policy_loss(2 * one, one, one, mask, 0.2, 0.2, None, "mine.py:p")[0].tolist() == [[2.0, 0.0]]
+    assert torch.equal(kl_estimate(2 * one, one, "mine.py:k", "actor.kl_loss_type"), 2 * one)
 
 
 @pytest.mark.parametrize("registry", [ESTIMATORS, LOSS_MODES, KL_KINDS], ids=lambda registry: registry.key)

@@ -192,7 +192,7 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
     [
         (None, "nothing.py:f", "there is no file .*nothing.py; Python files in its folder: mine.py. Correct the path"),
         ("def good(view): ...\nbad = 1", "mine.py:f", "mine.py has no function f; its functions: good"),
-        ("f = 1", "mine.py:f", "f of .*mine.py is a int, not a function; a policy is `def f.snapshot.`"),
+        ("f = 1", "mine.py:f", "f of .*mine.py is a value of type int, not a function; a policy is `def f.snapshot.`"),
         ("class f: ...", "mine.py:f", "is a class, not a function"),
         ("async def f(view): ...", "mine.py:f", "is async or a generator"),
         ("def f(): ...", "mine.py:f", r"takes \(\), which is not one snapshot"),

@@ -132,7 +132,9 @@ def _load(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:
 def _is_no_policy(policy: object) -> str:
     """Why not, by its signature."""
     if not callable(policy) or inspect.isclass(policy):
-        return f"is a {'class' if inspect.isclass(policy) else f'value of type {type(policy).__name__}'}, not a function"
+        return (
+            f"is a {'class' if inspect.isclass(policy) else f'value of type {type(policy).__name__}'}, not a function"
+        )
     if inspect.iscoroutinefunction(policy) or inspect.isgeneratorfunction(policy):
         return "is async or a generator"
     try:

@@ -1,4 +1,4 @@
-"""What goes to a cluster with a job: one YAML file and the user's reward files; never data, models or checkpoints.
+"""What goes to a cluster with a job: one YAML file and the files of the user's functions; never data or models.
 
 Role: called by `submission`. The package is the job's working folder there, which Ray deletes when the job has ended.
 So paths are made to stand: reward files travel and keep their place below the folder; data, models and the run folder
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rlfuse.config.facts import reward_file
 from rlfuse.config.rewards import names_code, with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
+from rlfuse.config.valid_values import own_functions
 from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
@@ -47,6 +48,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     problems: list[str] = []
     shared: list[str] = []
     functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
+    own = {key: _function(key, value, folder, here, problems) for key, value in own_functions(config).items()}
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
@@ -59,11 +61,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         )
     if problems:
         raise ConfigError(problems)
-    sent = dataclasses.replace(
-        config,
-        reward=dataclasses.replace(config.reward, functions=functions),
-        cluster=dataclasses.replace(config.cluster, ray_address="auto"),
-    )
+    sent = _replaced(config, {**own, "reward.functions": functions, "cluster.ray_address": "auto"})
     sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -77,16 +75,24 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
 
 
+def _replaced(config: Config, values: Mapping[str, Any]) -> Config:
+    """`values`: of keys, each of a group."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
+
+
 def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
     """An entry of reward.functions as the cluster finds its code."""
     path = given.get("path") if isinstance(given, dict) else given
     if not isinstance(path, str) or not names_code(path):
         return given
-    found = _reward(path, folder, here, problems)
+    found = _function("reward.functions", path, folder, here, problems)
     return {**given, "path": found} if isinstance(given, dict) else found
 
 
-def _reward(function: str, folder: Path, here: Path, problems: list[str]) -> str:
+def _function(key: str, function: str, folder: Path, here: Path, problems: list[str]) -> str:
     """The function as the cluster finds it; its file is copied if it is here."""
     file = reward_file(function)
     if file is None:
@@ -95,12 +101,12 @@ def _reward(function: str, folder: Path, here: Path, problems: list[str]) -> str
     if not path.is_file():
         if Path(file).is_absolute():
             return function  # the cluster's own
-        problems.append(f"reward.functions: the file `{file}` does not exist; correct the path")
+        problems.append(f"{key}: the file `{file}` does not exist; correct the path")
         return function
     inside = path.is_relative_to(here) and ".." not in path.parts
     target = path.relative_to(here) if inside else Path("rewards") / path.name
     if not inside and (folder / target).exists() and (folder / target).read_bytes() != path.read_bytes():
-        problems.append(f"reward.functions: two files are called {path.name}; rename one")
+        problems.append(f"{key}: two files are called {path.name}; rename one")
     (folder / target).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, folder / target)
     return f"{target}:{function.rpartition(':')[2]}"

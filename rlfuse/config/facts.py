@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import operator
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from rlfuse.config import own_functions
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import names_function
+from rlfuse.config.valid_values import own_functions as chosen_functions
 from rlfuse.errors import ConfigError
 
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
@@ -97,9 +96,8 @@ def read_facts(config: Config) -> Facts:
 def _of_own_functions(config: Config) -> dict[str, Any]:
     """Fields of `Facts`, from the files of a user's own algorithms."""
     problems, found = [], {}
-    for key in own_functions.PARAMETERS:
-        value = operator.attrgetter(key)(config)
-        if names_function(value):
+    for key, value in chosen_functions(config).items():
+        if key in own_functions.PARAMETERS:
             try:
                 found[key] = own_functions.read(key, value)
             except ConfigError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 from rlfuse.config.estimators import in_words
 
@@ -99,6 +100,12 @@ def names_function(value: object) -> bool:
     """Whether it is written as `path/file.py:name`."""
     file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return file.endswith(".py") and name.isidentifier()
+
+
+def own_functions(config: Any) -> dict[str, str]:
+    """Keys of a job that name a user's function, and what they name."""
+    chosen = {key: operator.attrgetter(key)(config) for key in OPEN}
+    return {key: value for key, value in chosen.items() if names_function(value)}
 
 
 def in_range(value: float, words: str) -> bool:

@@ -20,6 +20,7 @@ from rlfuse.config.changes import Change, Effect, rule
 from rlfuse.config.facts import reward_file
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import own_functions
 from rlfuse.files import RowFile, read_rows
 
 FILE = "inputs.jsonl"
@@ -32,9 +33,10 @@ SHOWN = 12
 
 
 def digests(config: Config) -> dict[str, str]:
-    """The digest of each input that is here: of rewards by the file as it is named, of models by their key."""
+    """The digest of each input that is here: of a user's functions by their file as named, of models by key."""
     entries, _ = read_entries(config.reward.functions)
     named = [entry.path for entry in entries if isinstance(entry.path, str) and names_code(entry.path)]
+    named += own_functions(config).values()
     found = dict[str, str]()
     for file in filter(None, map(reward_file, named)):
         with suppress(OSError):
@@ -90,7 +92,7 @@ def judged(changes: Sequence[Change], before: Mapping[str, str], now: Mapping[st
 
 
 def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """Files of rewards with the same name and another text, as changes that are told like those of settings."""
+    """Files of functions with the same name and another text, as changes that are told like those of settings."""
     effect, reason = rule("reward.functions")
     return [
         Change(name, before[name][:SHOWN], digest[:SHOWN], effect, f"edited: {reason}")

@@ -70,6 +70,16 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     assert accept(config).told == "", "said once"
 
 
+def test_a_loss_of_ones_own_edited_in_place_is_told_too(config, reward, tmp_path):  # noqa: F811
+    file = tmp_path / "loss.py"
+    file.write_text("def mine(log_probs, advantages, mask):\n    return log_probs\n")
+    config.actor.loss_mode = f"{file}:mine"
+    folder = begun(config, 2)
+    assert str(file) in [row["input"] for row in recorded(folder)]
+    file.write_text(file.read_text().replace("return log_probs", "return -log_probs"))
+    assert f"{file}" in accept(config).told
+
+
 def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     first, folder = reward.read_text(), begun(config, 2, 4)
     reward.write_text(first.replace("1.0", "2.0"))

@@ -62,6 +62,16 @@ def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path
     assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder)
 
 
+def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
+    (tmp_path / "package").mkdir()
+    (here / "mine" / "own.py").write_text("def loss(log_probs): ...\n\n\ndef policy(view): ...\n")
+    config = config_of("actor.loss_mode=mine/own.py:loss", "fusion.policy=mine/own.py:policy")
+    package = pack(config, tmp_path / "package", here)
+    sent = yaml.safe_load((package.folder / "job.yaml").read_text())
+    assert files(package.folder) == ["job.yaml", "mine/own.py", "mine/reward.py"]
+    assert (sent["actor"]["loss_mode"], sent["fusion"]["policy"]) == ("mine/own.py:loss", "mine/own.py:policy")
+
+
 def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (here / "model").mkdir()

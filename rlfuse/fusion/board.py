@@ -1,6 +1,6 @@
 """The board of one step: where each sample stands, from waiting to trained. Bookkeeping only, no effects.
 
-Role: the execution writes what happened, the policy reads a `Snapshot`.
+Role: the executor writes what happened, the policy reads a `Snapshot`.
 
     waiting --start(Generate)--> flying --finished--> unscored --scored--> (group complete) --prepare--> ready
        ^                          |   ^                                                                    |

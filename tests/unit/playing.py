@@ -260,9 +260,9 @@ class World:
 class Watching(Controller):
     """Shows its board."""
 
-    def execution(self, board, *arguments):
+    def executor(self, board, *arguments):
         self.board = board
-        return super().execution(board, *arguments)
+        return super().executor(board, *arguments)
 
 
 class Watched(Experience):

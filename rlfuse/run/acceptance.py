@@ -247,6 +247,7 @@ def with_local_paths(config: Config) -> Config:
             algorithm, adv_estimator=placed(algorithm.adv_estimator), kl_penalty=placed(algorithm.kl_penalty)
         ),
         actor=dataclasses.replace(actor, loss_mode=placed(actor.loss_mode), kl_loss_type=placed(actor.kl_loss_type)),
+        fusion=dataclasses.replace(config.fusion, policy=placed(config.fusion.policy)),
         reward=dataclasses.replace(
             config.reward,
             model_path=local(config.reward.model_path),

@@ -34,13 +34,13 @@ class Saboteur(Steps):
             assert await self.go_on("calm")
             await trainer.load(start)
         self.controller, self.board = controller, None
-        execution = controller.execution
+        executor = controller.executor
 
         def watched(board, number, *more):
             self.board, self.step = board, number
-            return execution(board, number, *more)
+            return executor(board, number, *more)
 
-        controller.execution = watched
+        controller.executor = watched
         plot = asyncio.create_task(self.strike())
         try:
             await Controller.run(controller, step)

@@ -27,7 +27,8 @@ from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
 """Bytes that a package may have: Ray keeps it in the memory of its head."""
-CODE = Path(__file__).resolve().parents[2]
+CODE = Path(__file__).resolve().parents[1]
+"""The package, with its presets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
-        for name in ("rlfuse", "conf"):
-            shutil.copytree(CODE / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(CODE, folder / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if size > LARGEST:
         problems.append(
@@ -65,7 +65,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    shown = [name for name in files if not name.startswith(("rlfuse/", "conf/"))]
+    shown = [name for name in files if not name.startswith("rlfuse/")]
     notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(shown)}{' and rlfuse' if with_code else ''}"]
     if shared:
         notes.append(f"every node has to see: {', '.join(dict.fromkeys(shared))}")

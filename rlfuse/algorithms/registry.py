@@ -1,30 +1,27 @@
 """Algorithms' functions by name: built-in ones, registered where they stand, and a user's own, `path/file.py:name`.
 
 Role: `advantages`, `losses` and `kl` each have a registry; the controller's process and trainer ranks look functions up
-there. Every function is given by name what it asks for. Invariants: a file is executed once in a process, until
-`forget`, whatever becomes of it meanwhile; its folder is appended to `sys.path`, so that it may import its neighbours
-and shadows nothing.
+there. Every function is given by name what it asks for. Invariant: a file is executed once in a process, until
+`forget`, whatever becomes of it meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from rlfuse.config.estimators import Traits
 from rlfuse.config.own_functions import read, split
+from rlfuse.config.own_modules import module_of
 from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
 
 Function = Callable[..., Any]
+_module = cache(module_of)
 
 
 def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
@@ -90,18 +87,3 @@ def parameters(function: Function) -> tuple[str, ...]:
 def forget() -> None:
     """Files that were executed: what is in them now is what is found from now on."""
     _module.cache_clear()
-
-
-@cache
-def _module(path: Path) -> ModuleType:
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = ModuleType(f"{path.stem}_{sha256(bytes(path)).hexdigest()[:12]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
-    return module

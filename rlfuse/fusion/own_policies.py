@@ -1,7 +1,7 @@
 """A policy by its name: a built-in one, or a function `policy(snapshot) -> list[Decision]` of a user's file.
 
 Role: `find` is called by whoever is told a name: a run before it starts anything, `rlfuse simulate`, `rlfuse plan`. A
-file is loaded as those of rewards are (`rlfuse.rewards.api.files`). What a user's policy decides is held against its
+file is loaded as those of rewards are (`config.own_modules`). What a user's policy decides is held against its
 snapshot before anything of it begins (`refusals`). Invariants: everything that can be wrong with it is a `PolicyError`
 that names the policy, what it decided and what is valid; none makes a step hang.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from rlfuse.config.own_modules import module_of
 from rlfuse.config.valid_values import names_function
 from rlfuse.errors import UserError
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.refusals import Refused, check, listed
-from rlfuse.rewards.api.files import module_of
 from rlfuse.rewards.api.results import headline, user_traceback
 
 AIMLESS = 20

@@ -25,10 +25,10 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
+from rlfuse.config.own_modules import module_of
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.observe.metrics import latency_metrics
 from rlfuse.observe.tracking import failure_row, write_failures
-from rlfuse.rewards.api.files import module_of
 from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.table import score_table

@@ -4,7 +4,7 @@ Role: the configuration checks load every function once in the driver, so that a
 starts; reward workers load them again in theirs; notebooks call `score_table` (in `table`) with no cluster.
 Invariants:
 - what is in a file now is what runs, also in a notebook after an edit; as long as it stays the same it is one module
-  (`files`), whose globals all of its functions share;
+  (`config.own_modules`), whose globals all of its functions share;
 - everything that can go wrong is a `RewardError` that names the file, the line and what to change.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlfuse.config.own_modules import module_of
 from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.files import module_of
 from rlfuse.rewards.api.remote import service
 from rlfuse.rewards.api.results import headline, user_traceback
 from rlfuse.rewards.api.shapes import RewardFunction, adapt

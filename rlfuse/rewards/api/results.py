@@ -22,10 +22,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config import own_modules
 from rlfuse.rewards.api.items import Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
-OURS = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent), inspect.__file__, "<frozen importlib")
+OURS = (
+    str(Path(__file__).parents[1]),
+    own_modules.__file__,
+    str(Path(asyncio.__file__).parent),
+    inspect.__file__,
+    "<frozen importlib",
+)
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
 TRACEBACK_LENGTH = 20_000

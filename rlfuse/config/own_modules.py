@@ -1,10 +1,10 @@
-"""Reward functions' files as modules: one for a file and process, under a name by which any process can import it.
+"""A user's own files as modules: one for a file and process, under a name by which any process can import it.
 
-Role: `module_of` is called by `functions`. A file is the module `its_name`, as Python itself would import it from its
-folder, where that name means this very file. Where it means another, the name is
-`rlfuse.rewards.api.files.its_name_HEX`: HEX is the path, read again by `Finder`, so that a process which never loaded
-the file (of `multiprocessing`, say) can unpickle what is in it. Invariants:
-- while a file's text stays the same it is executed once, however often it is asked for, and also where another reward's
+Role: `module_of` executes every file that a job brings along: of rewards, algorithms, fusion policies, metrics. A file
+is the module `its_name`, as Python itself would import it from its folder, where that name means this very file. Where
+it means another, the name is `rlfuse.config.own_modules.its_name_HEX`: HEX is the path, read again by `Finder`, so that
+a process which never loaded the file (of `multiprocessing`, say) can unpickle what is in it. Invariants:
+- while a file's text stays the same it is executed once, however often it is asked for, and also where another such
   file has imported it, or a notebook that started after it was written; once its text is another, or may be, it is
   executed afresh, in a new module: what is in it now is what runs;
 - its folder is appended to `sys.path` (never put first), so that it may import its neighbours and shadows nothing.
@@ -35,7 +35,8 @@ _started = psutil.Process().create_time() - 1  # its clock counts from a second 
 
 
 def module_of(path: Path) -> ModuleType:
-    """The module of the file at an absolute path; raises what its code does."""
+    """The module of the file at a path; raises what its code does."""
+    path = path.expanduser().resolve()
     text = path.read_bytes()
     known, before = _executed.get(path), set(sys.modules)
     if known is None and (imported := _imported(path)) is not None:
@@ -69,7 +70,7 @@ def _imported(path: Path) -> ModuleType | None:
 
 
 def _note_neighbours(folder: Path, before: set[str]) -> None:
-    """Files of the folder that the one just executed has imported: they may be named as rewards, too."""
+    """Files of the folder that the one just executed has imported: a job may name them, too."""
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).parent == folder and Path(file).suffix == ".py":

@@ -32,18 +32,18 @@ COMMANDS = {
 }
 
 MODULES = {
-    "eval": "rlfuse.evaluation.command",
+    "eval": "rlfuse.evaluation.evaluate",
     "generate": "rlfuse.evaluation.generate",
     "push": "rlfuse.evaluation.push",
     "runs": "rlfuse.run.listing",
     "watch": "rlfuse.observe.watch",
     "translate": "rlfuse.config.translate",
     "prepare": "rlfuse.tasks.prepare",
-    "plan": "rlfuse.planning.command",
-    "doctor": "rlfuse.doctor.command",
+    "plan": "rlfuse.planning.plan",
+    "doctor": "rlfuse.doctor.examine",
     "submit": "rlfuse.run.submission",
     "simulate": "rlfuse.simulate.command",
-    "report": "rlfuse.report.command",
+    "report": "rlfuse.report.page",
     "trace": "rlfuse.observe.trace",
     "reward": "rlfuse.evaluation.reward_command",
     "schedule": "rlfuse.fusion.schedules.command",

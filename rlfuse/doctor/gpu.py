@@ -1,6 +1,6 @@
 """The part of `rlfuse doctor` that looks at GPUs: driver, builds, peer access, modes, pinned memory.
 
-Role: `rlfuse.doctor.command` calls `examine_gpus`. The functions before it judge what was seen and are pure: plain data
+Role: `rlfuse.doctor.examine` calls `examine_gpus`. The functions before it judge what was seen and are pure: plain data
 in, a `Finding` out, so that they are tested where no GPU is. What runs on the devices is `self_test`'s.
 Waits for nvidia-smi at most `ANSWER_S`, and for what torch asks the driver.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlfuse.doctor.finding import Finding
+from rlfuse.doctor import Finding
 
 REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in the checkout"
 ANSWER_S, SLOW_S = 60.0, 4.0

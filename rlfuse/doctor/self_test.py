@@ -1,6 +1,6 @@
 """What `rlfuse doctor` runs where there are GPUs: the GPU path's steps in small, in processes of their own.
 
-Role: called by `rlfuse.doctor.command`. One process per GPU, two at least, go through `STEPS` side by side:
+Role: called by `rlfuse.doctor.examine`. One process per GPU, two at least, go through `STEPS` side by side:
 
     gloo      all-reduce on the host, as ranks use beside NCCL
     compute   allocation and a product of matrices in bfloat16, held against float32
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rlfuse.doctor.finding import Finding
+from rlfuse.doctor import Finding
 
 LIMIT_S, GRACE_S = 120.0, 5.0
 UNEVEN = 0.7

@@ -1,6 +1,6 @@
 """Responses of a model to prompts, and their rewards: engines and reward workers without a trainer.
 
-Role: `command` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
+Role: `evaluate` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
 can be without Ray. The board, its executor and the engines are those of a run's validation, so that the same model
 gives the same answers. Leaves Ray and stops every process on any end.
 
@@ -31,9 +31,9 @@ from rlfuse.config.sampling import validation
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.rollout.limits import unserved
+from rlfuse.engines.rollout.vllm_support import unserved
 from rlfuse.errors import ConfigError, EngineError
-from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation.display import Display
 from rlfuse.evaluation.responses import Responses
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
@@ -100,19 +100,19 @@ class _Untrained:
         raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
 
 
-def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, shown: Shown) -> None:
+def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
     """Generate what is left of `groups`, and score it; each sample is in the file once it is whole.
 
     Raises EngineError, or Stopped by Ctrl-C and SIGTERM.
     """
-    stopping = Stopping(0.0, shown.say)
+    stopping = Stopping(0.0, display.say)
     try:
         with ExitStack() as kept:
             kept.enter_context(process_logs.kept_of_failures(responses.path.absolute().with_suffix(".logs")))
             if loaded.video_model is not None:
                 folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
                 loaded = dataclasses.replace(loaded, config=with_served_models(loaded.config, folder))
-            asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, shown)))
+            asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, display)))
     except Stopped as end:
         told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
         raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
@@ -121,37 +121,37 @@ def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, shown:
     finally:
         placement.stop()
         responses.close()
-    shown.say(f"{shown.tokens:,} tokens, {shown.speed:,.0f} a second")
+    display.say(f"{display.tokens:,} tokens, {display.speed:,.0f} a second")
 
 
-async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, shown: Shown) -> None:
+async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
     cluster = dataclasses.replace(loaded.config.cluster, max_restarts=0)  # nobody could push weights to a new engine
     config, recorder = dataclasses.replace(loaded.config, cluster=cluster), Recorder("driver")
-    with shown.part("Ray"):
+    with display.part("Ray"):
         slots = await placement.start(config)
-    shown.say(slots.told)
+    display.say(slots.told)
     config = with_transfer(config, slots.device)
-    rollouts = rollout_handles(config, slots, recorder, shown.say)
+    rollouts = rollout_handles(config, slots, recorder, display.say)
     towers = tower_settings(config, loaded.video_model, slots.device) if loaded.video_model else None
-    clips = step_clips(config, towers, slots, shown.say) if towers else None
+    clips = step_clips(config, towers, slots, display.say) if towers else None
     untrained, reward = _Untrained(), loaded.reward
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         starts = [
-            _told(shown, f"engine {index + 1} of {len(rollouts)}", partial(start_engine, handle, config, slots, index))
-            for index, handle in enumerate(rollouts)
+            _as_part(display, f"engine {i + 1} of {len(rollouts)}", partial(start_engine, each, config, slots, i))
+            for i, each in enumerate(rollouts)
         ]
-        rewards = _told(shown, "rewards", partial(reward.start, slots)) if reward else _nothing
-        encoders = _told(shown, "encoder ranks", clips.start) if clips else None
+        rewards = _as_part(display, "rewards", partial(reward.start, slots)) if reward else _nothing
+        encoders = _as_part(display, "encoder ranks", clips.start) if clips else None
         ranks = partial(_nothing, (untrained, {}))
-        telling = asyncio.ensure_future(shown.tell())
+        telling = asyncio.ensure_future(display.tell())
         try:
             _, facts = await watched(start_parts(slots.device, ranks, encoders, starts, rewards), occupants)
         finally:
             telling.cancel()
         engines = Engines(rollouts, reward, untrained, untrained, clips)
         slot_table = SlotTable(len(rollouts), starting_costs(config, facts, slots))
-        await watched(carry_out(config, groups, engines, slot_table, recorder, responses, shown), occupants)
+        await watched(carry_out(config, groups, engines, slot_table, recorder, responses, display), occupants)
     finally:
         ends = [*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)]
         await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
@@ -164,11 +164,11 @@ async def carry_out(
     slot_table: SlotTable,
     recorder: Recorder,
     responses: Responses,
-    shown: Shown,
+    display: Display,
 ) -> None:
     """As `Controller.validate`, with what has come written meanwhile."""
     if engines.clips is not None:
-        with shown.part("clips encoded"):
+        with display.part("clips encoded"):
             groups = await engines.clips.show(groups, PURPOSE)
     if not groups:
         return
@@ -176,35 +176,35 @@ async def carry_out(
     board = Board(groups, slot_table, kinds, purpose=PURPOSE, now=time.monotonic())
     step, sampling = groups[0].samples[0].step, validation(config)
     execution = Executor(board, engines, stream, step, sampling, recorder, lambda: None)
-    with shown.generating(responses.total, responses.written):
+    with display.generating(responses.total, responses.written):
         try:
             async with asyncio.TaskGroup() as tasks:
-                writing = tasks.create_task(_write(engines, recorder, responses, shown))
+                writing = tasks.create_task(_write(engines, recorder, responses, display))
                 await execution.run()
                 writing.cancel()
         finally:
-            _keep(responses, shown)
+            _keep(responses, display)
 
 
-async def _write(engines: Engines, recorder: Recorder, responses: Responses, shown: Shown) -> None:
+async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
     """What has come, now and then; what everyone notes of its work is not kept."""
     recorded = [*engines.rollout, *(part for part in (engines.reward, engines.clips) if part)]
     while True:
         for _ in range(LOOKS):
             await asyncio.sleep(WRITE_S)
-            _keep(responses, shown)
+            _keep(responses, display)
         recorder.drain()
         await asyncio.gather(*(each.drain() for each in recorded))
 
 
-def _keep(responses: Responses, shown: Shown) -> None:
+def _keep(responses: Responses, display: Display) -> None:
     whole = responses.write()
-    shown.came(len(whole), sum(len(sample.response.token_ids) for sample in whole))
+    display.came(len(whole), sum(len(sample.response.token_ids) for sample in whole))
 
 
-def _told(shown: Shown, name: str, start: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+def _as_part(display: Display, name: str, start: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
     async def started() -> Any:
-        with shown.part(name):
+        with display.part(name):
             return await start()
 
     return started

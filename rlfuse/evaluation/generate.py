@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlfuse.errors import ConfigError
-from rlfuse.evaluation.job import made_from, parsed, parser, read
-from rlfuse.evaluation.progress import begin
+from rlfuse.evaluation.arguments import made_from, parsed, parser, read
+from rlfuse.evaluation.display import begin
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.files import read_rows
 from rlfuse.samples import make_groups
@@ -30,23 +30,23 @@ def main(argv: Sequence[str]) -> None:
     if out.suffix == ".parquet" and out.exists():
         raise ConfigError([f"--out {out}: is there already; choose another name, or remove it"])
     config, source = read(words, arguments.prompts or (), arguments.score)
-    shown = begin(source)
-    with shown.part("libraries"):
+    display = begin(source)
+    with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    loaded = load(config, arguments.score, shown.say)
+    loaded = load(config, arguments.score, display.say)
     groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.part.jsonl")
     responses = Responses(lines, arguments.score)
     left = responses.begin(made_from(config, source, arguments.score), groups)
     if responses.written:
-        shown.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
+        display.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
     if left:
-        answer(loaded, left, responses, shown)
+        answer(loaded, left, responses, display)
     if out.suffix == ".parquet":
         as_parquet(read_rows(lines), out)
         lines.unlink()
         responses.made_from.unlink()
-    shown.say(f"written  {out}")
+    display.say(f"written  {out}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """`rlfuse reward replay RUN_DIR reward.functions=[...]`: a finished run's samples, scored with another reward.
 
-Role: called by `command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward pool,
-in processes of their own and within the job's time limits, so what is seen here is what a job would train on. Running
-normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
+Role: called by `reward_command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward
+pool, in processes of their own and within the job's time limits, so what is seen here is what a job would train on.
+Running normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
 Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be
 scored are counted and shown with their failure, and have no number.
 """
@@ -29,7 +29,7 @@ from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.errors import RewardError
 from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
-from rlfuse.observe.tables import PART, sample_table
+from rlfuse.observe.dataframes import PART, sample_table
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.table import cells
 from rlfuse.run_folder.reader import RunFolder, open_run

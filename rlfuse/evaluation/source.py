@@ -1,6 +1,6 @@
 """Which model is evaluated, generates or is pushed: a checkpoint, a run's newest, a Hugging Face folder, a hub name.
 
-Role: `command`, `generate` and `push` ask before anything is loaded. Reads names of files, nothing else.
+Role: `evaluate`, `generate` and `push` ask before anything is loaded. Reads names of files, nothing else.
 Invariant: the checkpoint of a step has the seeds of the validation after that step, any other model those of step 0.
 """
 

@@ -14,8 +14,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rlfuse.evaluation.comparison import Comparison
+from rlfuse.observe.dataframes import metrics, time_spent
 from rlfuse.observe.idle import divide
-from rlfuse.observe.tables import metrics, time_spent
 from rlfuse.run_folder.reader import RunError, open_run
 
 BINS = 20

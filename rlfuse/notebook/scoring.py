@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from rlfuse.config.rewards import Given
-from rlfuse.observe.tables import PART
+from rlfuse.observe.dataframes import PART
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction

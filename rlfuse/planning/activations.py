@@ -16,7 +16,7 @@ from dataclasses import replace
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import balanced, parts
 from rlfuse.engines.trainer.attention import lays_out
-from rlfuse.planning.shapes import Shape
+from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work
 
 PASS_OF = {"actor": "reference", "critic": "values"}

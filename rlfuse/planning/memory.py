@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.moves import REDUCED, gradient_bytes
+from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
 from rlfuse.planning.activations import activations, stage_of
+from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
-from rlfuse.planning.shapes import Shape
 
 GIB, MIB = 1 << 30, 1 << 20
 ITEM = {"float32": 4, "bfloat16": 2}

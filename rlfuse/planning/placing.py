@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
 from rlfuse.planning.activations import stage_parts
-from rlfuse.planning.shapes import Shape
+from rlfuse.planning.model_sizes import Shape
 
 
 @dataclass(frozen=True, slots=True)

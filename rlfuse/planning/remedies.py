@@ -14,8 +14,8 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.planning.memory import MIB, Budget, Memory, memory_of, problems
+from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import GENERATING, PHASES, TRAINING
-from rlfuse.planning.shapes import Shape
 
 Setting = tuple[str, object]
 """A key and the value to give it."""

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlfuse.observe.idle import CAUSES
-from rlfuse.report.figures import COLOURS
+from rlfuse.report.charts import COLOURS
 from rlfuse.report.gather import Gathered
 from rlfuse.run_folder.status import last_sign
 

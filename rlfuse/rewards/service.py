@@ -1,7 +1,7 @@
 """`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `remote`).
 
-Role: called by `command`; `application` is the service itself. The function is loaded as in a job, so that one file
-serves a notebook, a job and other trainers.
+Role: called by `rlfuse reward`; `application` is the service itself. The function is loaded as in a job, so that one
+file serves a notebook, a job and other trainers.
 Invariants:
 - a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
   sample of the request has one, and the caller may ask again, one by one;
@@ -24,13 +24,13 @@ from typing import Any
 from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
 
-from rlfuse.cluster.children import end_with_parent, restore_child_signals
+from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Item, Outcome, item_of_row
 from rlfuse.rewards.api.results import headline
 from rlfuse.rewards.api.shapes import RewardFunction, timed_out
-from rlfuse.rewards.workers.worker import Source, limit_memory, pack, unpack
+from rlfuse.rewards.workers.reward_worker import Source, limit_memory, pack, unpack
 from rlfuse.samples import RewardFailure
 
 MOST_BYTES = 256 * 2**20

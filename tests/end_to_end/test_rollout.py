@@ -33,7 +33,7 @@ from rlfuse.engines.weights import staging as weight_staging
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.evaluation.answering import carry_out
-from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation.display import Display
 from rlfuse.evaluation.responses import Responses
 from rlfuse.events import Recorder
 from rlfuse.files import read_rows
@@ -167,14 +167,14 @@ async def test_prompts_are_answered_into_a_file_that_was_cut_short(engine, tmp_p
         prompts = [group[0].prompt for group in (samples[:2], samples[2:4], samples[4:])[:most]]
         groups = make_groups(prompts, 2, 0, 0)
         responses = Responses(path, scored=False)
-        left, shown = responses.begin({"model": "tiny"}, groups), Shown()
+        left, display = responses.begin({"model": "tiny"}, groups), Display()
         assert len(left) == (most if most == 2 else 1)
         engines = Engines([engine], None, None, None)
-        await carry_out(config, left, engines, SlotTable(1, Costs()), Recorder("driver"), responses, shown)
+        await carry_out(config, left, engines, SlotTable(1, Costs()), Recorder("driver"), responses, display)
         responses.close()
     rows = {row["id"]: row for row in read_rows(path)}
     assert {name: row["response"] for name, row in rows.items()} == {name: r.text for name, r in expected.items()}
-    assert shown.done == 6 and shown.tokens == sum(len(expected[s.id].token_ids) for s in samples[4:])
+    assert display.done == 6 and display.tokens == sum(len(expected[s.id].token_ids) for s in samples[4:])
 
 
 async def test_the_response_ends_where_the_context_does(engine):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlfuse import cli
-from rlfuse.doctor import command as doctor
-from rlfuse.doctor.command import GIB, MIB
-from rlfuse.doctor.finding import Finding
+from rlfuse.doctor import Finding
+from rlfuse.doctor import examine as doctor
+from rlfuse.doctor.examine import GIB, MIB
 
 PYTHON = ">=3.11,<3.13"
 NEEDED = [

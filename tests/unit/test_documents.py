@@ -23,7 +23,7 @@ from rlfuse.config.foreign import VERL, VERL_PREFIXES, counterpart
 from rlfuse.config.keys import PRESET_GROUPS, is_free
 from rlfuse.config.rewards import KEYS
 from rlfuse.config.translate import read, translated
-from rlfuse.evaluation.job import checkpoint_among, names_job
+from rlfuse.evaluation.arguments import checkpoint_among, names_job
 from rlfuse.tasks.prepare import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from rich.console import Console
 from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import compose_job
 from rlfuse.errors import ConfigError, RewardError
-from rlfuse.evaluation import figures
-from rlfuse.evaluation.command import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
-from rlfuse.evaluation.job import checkpoint_among, made_from, own_job, read
-from rlfuse.evaluation.progress import Shown
+from rlfuse.evaluation import scores
+from rlfuse.evaluation.arguments import checkpoint_among, made_from, own_job, read
+from rlfuse.evaluation.display import Display
+from rlfuse.evaluation.evaluate import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.evaluation.source import Source, find
 from rlfuse.files import read_rows
@@ -47,41 +47,41 @@ def test_pass_at_k_is_the_share_of_all_choices_with_one_that_passes(n):
     for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
         answers = [True] * passed + [False] * (n - passed)
         share = np.mean([any(chosen) for chosen in itertools.combinations(answers, k)])
-        assert figures.pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12), (passed, k)
+        assert scores.pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12), (passed, k)
 
 
 def test_pass_at_k_keeps_its_precision_for_many_answers():
     expected = 1 - math.comb(9900, 256) / math.comb(10_000, 256)
-    assert figures.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
-    assert figures.ks(1) == [1] and figures.ks(6) == [1, 2, 4, 6] and figures.ks(8) == [1, 2, 4, 8]
+    assert scores.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
+    assert scores.ks(1) == [1] and scores.ks(6) == [1, 2, 4, 6] and scores.ks(8) == [1, 2, 4, 8]
     with pytest.raises(ValueError, match="k=3: must be 1 to n=2"):
-        figures.pass_at_k(2, 1, 3)
+        scores.pass_at_k(2, 1, 3)
 
 
 def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
     groups = make_groups(prompts_of("sums", "sums", "words"), 2, 0, 0)
     acc = [Reward(value - 0.25, {"f/acc": value}) for value in (1.0, 0.0, 1.0, 1.0, 0.0)]
     answered(groups, [*acc, RewardFailure("f", "timed out")])
-    found = figures.by_source(groups, 0.5)
-    assert list(found) == ["sums", "words", figures.ALL]
-    assert found["sums"]["score"] == 0.75 and found["sums"]["reward"] == 0.5 and figures.score_name(groups) == "acc"
+    found = scores.by_source(groups, 0.5)
+    assert list(found) == ["sums", "words", scores.ALL]
+    assert found["sums"]["score"] == 0.75 and found["sums"]["reward"] == 0.5 and scores.score_name(groups) == "acc"
     assert found["sums"]["pass@k"] == {1: 0.75, 2: 1.0} and found["sums"]["stderr"] == pytest.approx(0.25)
     assert found["words"] | {"length": None} == {
         "prompts": 1, "samples": 2, "failed": 1, "reward": -0.25, "score": 0.0, "stderr": None, "pass@k": {1: 0.0},
         "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
     }  # fmt: skip
-    assert found[figures.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
-    assert found[figures.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
+    assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
+    assert found[scores.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
 
 
 def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_is_told():
     groups = make_groups(prompts_of("sums"), 2, 0, 0)
     answered(groups, [Reward(2.0, {"f/acc": 1.0, "g/acc": 0.0}), Reward(1.0, {"f/acc": 1.0, "g/acc": 1.0})])
-    found = figures.by_source(groups, 0.5)
+    found = scores.by_source(groups, 0.5)
     assert found["sums"]["score"] == 0.75 == validation_metrics(groups)["val-core/sums/acc/mean@2"]
     assert found["sums"]["pass@k"] == {1: 0.5, 2: 1.0}
     assert found["sums"]["parts"] == {"f/acc": 1.0, "g/acc": 0.5}
-    assert figures.score_name(groups) == "mean of f/acc and g/acc"
+    assert scores.score_name(groups) == "mean of f/acc and g/acc"
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
     head, _, row, *_ = (line.split() for line in console.export_text().splitlines() if line.strip())
@@ -92,21 +92,21 @@ def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_i
 def test_one_accuracy_for_each_source_is_no_mean():
     groups = make_groups(prompts_of("sums", "words"), 1, 0, 0)
     answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
-    assert figures.score_name(groups) == "acc" and figures.averaged(groups) == []
-    assert [each["score"] for each in figures.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
+    assert scores.score_name(groups) == "acc" and scores.averaged(groups) == []
+    assert [each["score"] for each in scores.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
 
 
 def test_a_source_that_is_called_all_stays_beside_the_total():
     groups = answered(make_groups(prompts_of("all", "sums"), 1, 0, 0), [Reward(1.0), Reward(0.0)])
-    found = figures.by_source(groups, 0.5)
+    found = scores.by_source(groups, 0.5)
     assert {name: each["score"] for name, each in found.items()} == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
-    alone = figures.by_source(groups[:1], 0.5)
+    alone = scores.by_source(groups[:1], 0.5)
     assert list(alone) == ["all"]
 
 
 def test_answers_without_any_score_have_no_mean():
     groups = answered(make_groups(prompts_of("sums"), 1, 0, 0), [RewardFailure("f", "gone")], finish="length")
-    found = figures.by_source(groups, 0.5)
+    found = scores.by_source(groups, 0.5)
     assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
@@ -120,7 +120,7 @@ def test_answers_without_any_score_have_no_mean():
 def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
     groups = answered(make_groups(prompts_of("sums", "[b]words"), 2, 0, 0), [Reward(float(i % 2)) for i in range(4)])
     console = Console(record=True, width=200)
-    show(figures.by_source(groups, 0.5), groups, 0.5, console)
+    show(scores.by_source(groups, 0.5), groups, 0.5, console)
     told = console.export_text()
     assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
 
@@ -309,7 +309,7 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
 def test_a_report_is_valid_json_and_names_what_it_is_of(job):
     config, source = read([str(job)], scored=False)
     groups = answered(make_groups(prompts_of("sums"), 2, 0, 4), [Reward(1.0), RewardFailure("f", "gone")])
-    report = report_of(config, source, groups, figures.by_source(groups, 0.5), 0.5, 1.0)
+    report = report_of(config, source, groups, scores.by_source(groups, 0.5), 0.5, 1.0)
     again = json.loads(json.dumps(report), parse_constant=lambda name: pytest.fail(name))
     assert again["made_from"]["model"] == source.path and again["passed"] == "reward above 0.5"
     assert again["metrics"]["val-core/sums/reward/mean@2"] == 1.0
@@ -330,16 +330,16 @@ def test_parquet_has_the_rows_in_order(tmp_path):
 
 def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("rlfuse.evaluation.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlfuse.evaluation.display.time.monotonic", lambda: now[0])
     console = Console(record=True, width=80, force_terminal=False)
-    shown = Shown(console)
-    with shown.part("engine 1 of 1"):
+    display = Display(console)
+    with display.part("engine 1 of 1"):
         now[0] += 12
-    with shown.generating(10, 2):
+    with display.generating(10, 2):
         for _ in range(4):
             now[0] += 20
-            shown.came(1, 100)
+            display.came(1, 100)
     now[0] += 1000
-    assert shown.speed == 5, "what ends takes no part"
+    assert display.speed == 5, "what ends takes no part"
     told = console.export_text().splitlines()
     assert told == ["✓ engine 1 of 1  12.0 s", "4 of 10 responses, 5 tokens/s", "6 of 10 responses, 5 tokens/s"]

@@ -11,6 +11,7 @@ from test_plan_models import FAMILIES, NARROW, SAMPLES, job
 from rlfuse import cli
 from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import activations, micro_batch_tokens, stage_parts, worst
+from rlfuse.planning.forecast import Rates, costs_of, forecast, lengths_of
 from rlfuse.planning.memory import (
     GIB,
     Budget,
@@ -18,11 +19,10 @@ from rlfuse.planning.memory import (
     parameters_on,
     problems,
 )
+from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.placing import places
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
-from rlfuse.planning.shapes import read_shape
-from rlfuse.planning.timing import Rates, costs_of, forecast, lengths_of
 from rlfuse.planning.tracing import Texts
 
 SEVEN_B = dict(

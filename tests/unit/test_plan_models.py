@@ -27,8 +27,8 @@ from rlfuse.planning.memory import (
     Budget,
     memory_of,
 )
+from rlfuse.planning.model_sizes import Cache, read_shape
 from rlfuse.planning.residency import TRAINING
-from rlfuse.planning.shapes import Cache, read_shape
 from rlfuse.planning.tracing import Texts, _row
 
 SMALL = dict(

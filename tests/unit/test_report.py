@@ -9,7 +9,7 @@ import yaml
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.events import EventLog, Span
-from rlfuse.report.figures import colours, curves
+from rlfuse.report.charts import colours, curves
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & 'it' {{ 1 }}"
 PLOTS = {"chart-lengths-0", "chart-time-0", "timeline-0", "data"}

@@ -13,8 +13,8 @@ from rlfuse.cluster.stopping import Stopped
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
+from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
-from rlfuse.planning.shapes import read_shape
 from rlfuse.run.build import start_parts
 from rlfuse.simulate.clock import run_virtual
 

@@ -13,8 +13,8 @@ from rlfuse.config.prepared import FOLDERS
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.errors import ConfigError, EngineError, RewardError
 from rlfuse.rewards.models.judge import Judge, verdict
-from rlfuse.rewards.workers.handle import Call
 from rlfuse.rewards.workers.queue import Batches
+from rlfuse.rewards.workers.reward_worker_handle import Call
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry
 from rlfuse.tasks.vocabulary import build_tokenizer

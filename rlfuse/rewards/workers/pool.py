@@ -44,9 +44,9 @@ from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.models.vllm_engine import environment
-from rlfuse.rewards.workers.handle import Call, RewardWorkerHandle, closed
 from rlfuse.rewards.workers.queue import Batches
-from rlfuse.rewards.workers.worker import RewardWorker, pack
+from rlfuse.rewards.workers.reward_worker import RewardWorker, pack
+from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle, closed
 from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
 
 # Items of an async verl function that are awaited together in one call, for instance requests to a judge.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rlfuse.rewards.workers.handle import Call, closed
+from rlfuse.rewards.workers.reward_worker_handle import Call, closed
 
 WAITING = 2
 """Batches that may wait before `put` does: the next is complete when the model is done with the present one."""

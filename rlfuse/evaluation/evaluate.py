@@ -25,10 +25,10 @@ from rich.text import Text
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import RewardError
-from rlfuse.evaluation.figures import ACC, LENGTHS, REWARD, averaged, by_source, score_name
-from rlfuse.evaluation.job import made_from, parsed, parser, read
-from rlfuse.evaluation.progress import begin
+from rlfuse.evaluation.arguments import made_from, parsed, parser, read
+from rlfuse.evaluation.display import begin
 from rlfuse.evaluation.responses import Responses
+from rlfuse.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, score_name
 from rlfuse.evaluation.source import Source
 from rlfuse.files import write_whole
 from rlfuse.samples import Group, RewardFailure, make_groups
@@ -40,23 +40,23 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
     arguments, words = parsed(_parser(), argv)
     config, source = read(words)
-    shown = begin(source)
-    with shown.part("libraries"):
+    display = begin(source)
+    with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    began, loaded = time.time(), load(config, scored=True, say=shown.say)
+    began, loaded = time.time(), load(config, scored=True, say=display.say)
     groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
     settings = made_from(config, source, scored=True)
     folder = arguments.out or folder_of(source, config, settings)
     responses = Responses(folder / RESPONSES, scored=True)
     if left := responses.begin(settings, groups):
-        answer(loaded, left, responses, shown)
+        answer(loaded, left, responses, display)
     answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in groups]
     answered = [group for group in answered if group.samples]
     found = by_source(answered, arguments.threshold)
     report = report_of(config, source, answered, found, arguments.threshold, time.time() - began)
     write_whole(folder / FIGURES, json.dumps(report, indent=2))
-    show(found, answered, arguments.threshold, shown.console)
-    shown.say(f"written  {folder / FIGURES}, {RESPONSES}")
+    show(found, answered, arguments.threshold, display.console)
+    display.say(f"written  {folder / FIGURES}, {RESPONSES}")
     check_failures(answered, config.reward.max_failure_rate)
 
 

@@ -1,6 +1,6 @@
 """The job of an evaluation: composed as for training, with the model that is evaluated in the place of model.path.
 
-Role: what `command` and `generate` have in common before anything is loaded. Mistakes in what training alone needs
+Role: what `evaluate` and `generate` have in common before anything is loaded. Mistakes in what training alone needs
 (its files, critic and reference) stop nobody here.
 """
 

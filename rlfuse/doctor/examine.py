@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rlfuse import version_of
-from rlfuse.doctor.finding import Finding
+from rlfuse.doctor import Finding
 from rlfuse.doctor.gpu import examine_gpus
 from rlfuse.doctor.self_test import LIMIT_S, self_test
 

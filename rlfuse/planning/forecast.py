@@ -20,7 +20,7 @@ from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.activations import stage_parts
 from rlfuse.planning.memory import ITEM
-from rlfuse.planning.shapes import Shape
+from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
 from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune

@@ -18,16 +18,16 @@ from rlfuse.cluster.scratch import keep_temporary_files
 from rlfuse.progress import SILENT_S, quiet_libraries, timed, watched
 
 
-def begin(source: object) -> Shown:
+def begin(source: object) -> Display:
     """The first line, before libraries are imported, which remember what is set and where temporary files are."""
-    shown = Shown()
-    shown.say(f"rlfuse {__version__}: {source}")
+    display = Display()
+    display.say(f"rlfuse {__version__}: {source}")
     keep_temporary_files()
     quiet_libraries()
-    return shown
+    return display
 
 
-class Shown:
+class Display:
     """Parts that start, then so many responses of so many."""
 
     def __init__(self, console: Console | None = None):

@@ -22,7 +22,7 @@ from typing import Any
 from ray import cloudpickle
 
 from rlfuse.cluster import watchdog
-from rlfuse.cluster.children import restore_child_signals
+from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.functions import RewardFunction, load_function
 from rlfuse.rewards.api.items import Item, Outcome

@@ -29,9 +29,9 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
+from rlfuse.planning.model_sizes import Shape, read_shape
 from rlfuse.planning.placing import places
 from rlfuse.planning.remedies import remedies
-from rlfuse.planning.shapes import Shape, read_shape
 
 DOES_NOT_FIT = 3
 BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
@@ -304,7 +304,7 @@ def _forecast(
     if arguments.run is None and arguments.tflops is None:
         console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
         return
-    from rlfuse.planning.timing import Rates, assumptions, costs_of, forecast, lengths_of, recorded_costs
+    from rlfuse.planning.forecast import Rates, assumptions, costs_of, forecast, lengths_of, recorded_costs
     from rlfuse.simulate.recorded import read_run
 
     recording, rates = None, None
@@ -347,7 +347,7 @@ def time_table(found) -> Table:
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.planning.picture import draw
+    from rlfuse.planning.memory_picture import draw
 
     draw(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
     console.print(f"picture: {path}\n", soft_wrap=True)

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlfuse.report import figures, tables
+from rlfuse.report import charts, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run
 
@@ -76,10 +76,10 @@ def render(runs: Sequence[Gathered]) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    colours = figures.colours(len(runs))
-    panels = {"curves": figures.curves(runs), "parts": figures.parts(runs)}
-    lengths, time = figures.lengths(runs, colours), figures.time(runs)
-    shown = [figures.timeline(each) for run in runs for each in run.timelines]
+    colours = charts.colours(len(runs))
+    panels = {"curves": charts.curves(runs), "parts": charts.parts(runs)}
+    lengths, time = charts.lengths(runs, colours), charts.time(runs)
+    shown = [charts.timeline(each) for run in runs for each in run.timelines]
     return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs) if len(runs) <= TURNED else f"{len(runs)} runs",
         runs=runs,
@@ -90,7 +90,7 @@ def render(runs: Sequence[Gathered]) -> str:
         script=_part("page.js"),
         panels=panels,
         lengths={number: embedded(each) for number, each in lengths.items()},
-        bands=[(name, figures.pale(figures.RUNS[0], opacity)) for name, _, _, opacity in figures.BANDS],
+        bands=[(name, charts.pale(charts.RUNS[0], opacity)) for name, _, _, opacity in charts.BANDS],
         time={number: embedded(each) for number, each in time.items()},
         timelines=[embedded(each) for each in shown],
         time_legend=_legend(time.values()),
@@ -126,13 +126,13 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _legend(charts: Any) -> list[tuple[str, str, str]]:
+def _legend(drawn: Any) -> list[tuple[str, str, str]]:
     """(key, words, colour) of all that the charts show, in the order of COLOURS."""
-    seen = {trace.name for chart in charts for trace in chart.data}
-    return [(key, figures.WORDS[key], colour) for key, colour in figures.COLOURS.items() if key in seen]
+    seen = {trace.name for chart in drawn for trace in chart.data}
+    return [(key, charts.WORDS[key], colour) for key, colour in charts.COLOURS.items() if key in seen]
 
 
-def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[figures.Panel]]) -> dict[str, Any]:
+def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[charts.Panel]]) -> dict[str, Any]:
     """What the page's script draws and shows: every scalar of each run, panels, samples."""
     return {
         "runs": [_scalars(run, colour, len(runs)) for run, colour in zip(runs, colours, strict=True)],
@@ -147,6 +147,6 @@ def _scalars(run: Gathered, colour: str, sharing: int) -> dict[str, Any]:
     steps: dict[tuple[int, ...], int] = {}
     series = {}
     for name in sorted({name for row in run.rows for name in row} - {"step", "training/global_step"}):
-        at, values = figures.series(run, name, sharing)
+        at, values = charts.series(run, name, sharing)
         series[name] = (steps.setdefault(tuple(at), len(steps)), values)
     return {"name": run.name, "colour": colour, "steps": list(steps), "series": series}

@@ -1,6 +1,6 @@
 """What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
 
-Role: pure functions of scored groups, for `command`. A score is what validation has at its core: the part `acc` where
+Role: pure functions of scored groups, for `evaluate`. A score is what validation has at its core: the part `acc` where
 the reward gives one, the mean where several of its functions do, else the reward. Samples whose reward failed have no
 score: they are counted and left out.
 """

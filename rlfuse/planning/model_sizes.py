@@ -130,7 +130,9 @@ def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) ->
     from transformers import AutoModelForCausalLM
 
     from rlfuse.engines.trainer.families import value_class
+    from rlfuse.video.models.base import register_language_models
 
+    register_language_models(config)
     own = type(config) in AutoModelForCausalLM._model_mapping or bool(getattr(config, "auto_map", None))
     trained = config if own else config.get_text_config()
     with torch.device("meta"):
@@ -144,13 +146,13 @@ def _tower(config: PreTrainedConfig) -> int:
     """Parameters of a video model's tower. Raises VideoError for a model that can't be used, as `rlfuse train` does."""
     import torch
 
-    from rlfuse.video.video_model import tower_class
+    from rlfuse.video.video_model import usable_family
 
-    kind = tower_class(config)
-    if kind is None:
+    family = usable_family(config)
+    if family is None:
         return 0
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in kind(config).parameters())
+        return sum(parameter.numel() for parameter in family(config).parameters())
 
 
 def _sight(config: PreTrainedConfig) -> tuple[int, int, int]:

@@ -1,8 +1,6 @@
-"""Folders of video models: a small random one to begin from, the text part of one as a model of its own, and back.
+"""Folders of video models: a small random one to begin from, and a trained text part back into its whole model.
 
-Role: called before and after a run, and by tests. `export_text_model` gives vLLM and the trainer an ordinary
-`Qwen2ForCausalLM` folder, because both feed the text part with embeddings and neither needs the tower.
-`join_checkpoint` puts a trained text part into the whole model.
+Role: called before and after a run, and by tests.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
@@ -126,27 +122,6 @@ def write_small_qwen25_vl(
     template = tokenizer.chat_template
     Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, frames, chat_template=template).save_pretrained(folder)
     return folder
-
-
-def export_text_model(folder: str | Path, out: str | Path) -> Path:
-    """The text part of the VideoLLaMA3 at `folder`, as a `Qwen2ForCausalLM` with its tokenizer; returns `out`.
-
-    Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
-    """
-    folder, out = Path(folder), Path(out)
-    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder, dtype="auto", use_safetensors=True)
-    config = whole.config.text_config
-    if not isinstance(config, Qwen2Config):
-        raise ValueError(f"{folder}: the text part is a {config.model_type}; only Qwen2's stands alone")
-    # The whole model's word is final where the two configurations differ: it decided how the weights were saved.
-    config.tie_word_embeddings = whole.config.tie_word_embeddings
-    config.image_token_id, config.video_token_id = whole.config.image_token_id, whole.config.video_token_id
-    text = Qwen2ForCausalLM(config).to(whole.dtype)
-    text.model, text.lm_head = whole.model.language_model, whole.lm_head
-    text.generation_config = whole.generation_config
-    text.save_pretrained(out)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(out)
-    return out
 
 
 def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:

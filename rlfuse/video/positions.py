@@ -1,7 +1,7 @@
 """Where the tokens of a prompt with clips stand under M-RoPE: in time, height and width.
 
 Role: pure; the trainer's batches take from here the positions that vLLM gives the same prompt. Models of 1-D positions
-never come here: `m_rope` is None for them.
+never come here: their family has no `rope`.
 Invariants, those of Qwen2-VL and Qwen2.5-VL and of vLLM's `get_mrope_input_positions`: text counts its tokens on all
 three axes; a clip begins where its first token would as text, time in whole steps of its seconds; what follows begins
 one behind the largest position so far, on whichever axis. transformers 5 lets the text behind a clip begin behind the
@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedConfig
 
 from rlfuse.samples import Visual
-from rlfuse.video.handover import M_ROPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,6 @@ class MRope:
         if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
             cells[0] = (cells[0] * (clip.plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)
         return cells
-
-
-def m_rope(config: PreTrainedConfig) -> MRope | None:
-    """How models of this configuration count; None for 1-D positions."""
-    if config.model_type not in M_ROPE:
-        return None
-    vision = config.vision_config
-    return MRope(vision.spatial_merge_size, getattr(vision, "tokens_per_second", None))
 
 
 def following(before: np.ndarray, count: int) -> np.ndarray:

@@ -24,9 +24,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
 
+from rlfuse.video.models.base import VideoFamily, family_of, known_families
 from rlfuse.video.sharding import CostModel
 
 PROCESSOR_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
@@ -99,61 +98,6 @@ class Pixels:
         return frames.permute(0, 3, 1, 2).to(torch.float32).sub(mean).div_(std)
 
 
-class VideoLlama3Tower(torch.nn.Module):
-    """SigLIP-like encoder with 2-D RoPE and attention inside a frame, 2x2 down-sampling, two-layer projector."""
-
-    merge = 2
-    temporal_patch = 1
-    prefixes = ("vision_model.", "projector.")
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.vision_model = VideoLlama3VisionModel(config.vision_config)
-        self.projector = VideoLlama3Projector(config)
-
-    @staticmethod
-    def cost(config: PreTrainedConfig) -> CostModel:
-        """Every layer's attention spans the frame; the projector sees a quarter of the patches."""
-        vision, out = config.vision_config, config.text_config.hidden_size
-        width, layers = vision.hidden_size, vision.num_hidden_layers
-        linear = layers * (4 * width * width + 2 * width * vision.intermediate_size) + (width + out) * out // 4
-        return CostModel(linear, layers * 2 * width)
-
-    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """[patches, 3 * 14 * 14] of one grid (units, rows, columns) -> [tokens, hidden]."""
-        seen = self.vision_model(patches, grid_thw=grid, merge_sizes=grid.new_tensor([self.merge]))
-        return self.projector(seen.last_hidden_state)
-
-
-class Qwen25VLTower(torch.nn.Module):
-    """Encoder of Qwen2.5-VL: units of two frames, attention in windows of a unit, in few layers over all of it."""
-
-    merge = 2
-    temporal_patch = 2
-    prefixes = ("visual.",)
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.visual = Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
-
-    @staticmethod
-    def cost(config: PreTrainedConfig) -> CostModel:
-        """Windows are of fixed size, so their attention counts per patch; the merger takes four patches at once."""
-        vision = config.vision_config
-        width, layers, full = vision.hidden_size, vision.depth, len(vision.fullatt_block_indexes)
-        window = (vision.window_size // vision.patch_size) ** 2
-        linear = layers * (4 * width * width + 3 * width * vision.intermediate_size)
-        linear += width * (4 * width + vision.out_hidden_size)
-        return CostModel(linear + (layers - full) * 2 * width * window, full * 2 * width)
-
-    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """[patches, 3 * 2 * 14 * 14] of one grid (units, rows, columns) -> [tokens, hidden]."""
-        return self.visual(patches, grid_thw=grid).pooler_output
-
-
-CLASSES = {"video_llama_3": VideoLlama3Tower, "qwen2_5_vl": Qwen25VLTower}
-
-
 class Tower:
     """One tower on one device."""
 
@@ -163,15 +107,14 @@ class Tower:
         if step < 1:
             raise ValueError(f"a tower runs at least 1 unit at a time, got step={step}")
         folder = Path(folder)
-        config = _config(folder)
-        kind = CLASSES[config.model_type]
+        config, family = _family(folder)
         patch = config.vision_config.patch_size
         self.device, self.dtype, self.trainable = device, getattr(torch, dtype), trainable
         self.shape = TowerShape(
-            config.text_config.hidden_size, patch, kind.merge, kind.temporal_patch, step, kind.cost(config)
+            config.text_config.hidden_size, patch, family.merge, family.temporal_patch, step, family.cost(config)
         )
         self.pixels = Pixels.of(folder)
-        self.module = _load(kind, config, folder, self.dtype).to(device).requires_grad_(trainable).eval()
+        self.module = _load(family, config, folder, self.dtype).to(device).requires_grad_(trainable).eval()
         self._weights = self._digest()
         self._updates = 0
 
@@ -226,16 +169,16 @@ class Tower:
         return digest.hexdigest()[:32]
 
 
-def _config(folder: Path) -> PreTrainedConfig:
+def _family(folder: Path) -> tuple[PreTrainedConfig, type[VideoFamily]]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no model at {folder}: it has no config.json")
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in CLASSES:
+    if (family := family_of(config)) is None:
         raise ValueError(
-            f"{folder} is a {config.model_type} model; towers can be run alone for {', '.join(CLASSES)}. Others either "
+            f"{folder} is a {config.model_type} model; towers can be run alone for {known_families()}. Others either "
             "have no visual part or feed it into several layers of the text model."
         )
-    return config
+    return config, family
 
 
 def _processor_settings(folder: Path) -> dict:
@@ -257,9 +200,9 @@ def _own(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _load(kind: type[torch.nn.Module], config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    module = kind(config).to(dtype)
-    found = {_own(name): tensor for name, tensor in _tensors(folder, kind.prefixes)}
+def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> VideoFamily:
+    module = family(config).to(dtype)
+    found = {_own(name): tensor for name, tensor in _tensors(folder, family.prefixes)}
     wanted = module.state_dict().keys()
     if found.keys() != wanted:
         missing, extra = sorted(wanted - found.keys()), sorted(found.keys() - wanted)

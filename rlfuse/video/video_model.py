@@ -14,22 +14,21 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlfuse.errors import VideoError
-from rlfuse.video.checkpoints import export_text_model, join_checkpoint
-from rlfuse.video.handover import M_ROPE, WHOLE_1D, Refusal, hand_over
+from rlfuse.video.checkpoints import join_checkpoint
+from rlfuse.video.handover import unknown
+from rlfuse.video.models.base import Route, VideoFamily, family_of, known_families
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.prompt import MARKER, VideoPrompt, VisualTokens, assemble
-from rlfuse.video.towers import CLASSES
 
 
-def tower_class(config: PreTrainedConfig) -> type | None:
-    """The class of the model's tower; None if it has no visual part. VideoError for a model that can't be used."""
+def usable_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
+    """The family of the model; None if it has no visual part. VideoError for a model that can't be used."""
     if getattr(config, "vision_config", None) is None:
         return None
-    tower, refusal = CLASSES.get(config.model_type), hand_over(config)
-    if tower is None or (isinstance(refusal, Refusal) and config.model_type not in WHOLE_1D):
-        why = refusal.reason if isinstance(refusal, Refusal) else "its tower can't be run alone"
-        raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Take one of {', '.join(CLASSES)}")
-    return tower
+    if (family := family_of(config)) is None:
+        why = unknown(config.model_type)
+        raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Take one of {known_families()}")
+    return family
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class VideoModel:
     visual: VisualTokens
     frame: tuple[str, str]
     """Special tokens that stand before and behind a clip; may be empty."""
-    timestamps: bool
-    """Whether times are written into the prompt; models with a time axis in their positions do without."""
+    family: type[VideoFamily]
 
     @classmethod
     def at(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
@@ -51,7 +49,7 @@ class VideoModel:
         VideoError for one that can't be used.
         """
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if (tower := tower_class(config)) is None:
+        if (family := usable_family(config)) is None:
             return None
         if not Path(folder).is_dir():
             folder = snapshot_download(folder)
@@ -64,18 +62,23 @@ class VideoModel:
 
         return cls(
             folder,
-            Geometry(vision.patch_size, tower.merge, tower.temporal_patch),
+            Geometry(vision.patch_size, family.merge, family.temporal_patch),
             VisualTokens(word("video_token_id"), (word("image_token_id"),)),
             (word("vision_start_token_id"), word("vision_end_token_id")),
-            config.model_type not in M_ROPE,
+            family,
         )
+
+    @property
+    def timestamps(self) -> bool:
+        """Whether times are written into the prompt; models with a time axis in their positions do without."""
+        return self.family.route is Route.PROMPT_EMBEDS
 
     def served(self, folder: Path) -> str:
         """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there."""
-        if not self.timestamps:
+        if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder
         if not (folder / "tokenizer_config.json").exists():  # written last
-            export_text_model(self.folder, folder)
+            self.family.export(self.folder, folder)
         return str(folder)
 
     def complete(self, folder: Path) -> None:

@@ -18,12 +18,13 @@ from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError
 from rlfuse.samples import Video, Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
-from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, export_text_model, write_small_video_llama3
+from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.placeholders import placeholder_ids
 from rlfuse.video.plan import FixedSampling, plan_video
 from rlfuse.video.store import CacheSettings
@@ -61,7 +62,7 @@ def tower_settings(folder):
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     """Configurations in which the tower learns."""
-    text = str(export_text_model(folder, tmp_path_factory.mktemp("models") / "text"))
+    text = str(VideoLlama3.export(folder, tmp_path_factory.mktemp("models") / "text"))
 
     def make(stage=1, budget=64, degree=1, alone=True, **more):
         config = settings(text, stage, budget=budget, **more)

@@ -20,8 +20,9 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, sample_seed
-from rlfuse.video.checkpoints import IMAGE, VIDEO, export_text_model, write_small_video_llama3
+from rlfuse.video.checkpoints import IMAGE, VIDEO, write_small_video_llama3
 from rlfuse.video.embedding import write_rows
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.prompt import VisualTokens, assemble
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory):
         embedding.copy_(embedding.bfloat16())
         head[[model.config.image_token_id, model.config.video_token_id]] *= 20
     model.save_pretrained(whole)
-    return export_text_model(whole, text)
+    return VideoLlama3.export(whole, text)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration,
 from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_clips, draw_scene
 from rlfuse.tasks.prepare import main, prepare_clips
 from rlfuse.tasks.settings import CLIPS, ClipWarmStart
-from rlfuse.video.checkpoints import export_text_model
 from rlfuse.video.decoding import decode, probe
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import plan_video
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Tower
@@ -101,7 +101,7 @@ def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
 
 def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     tower = Tower(task.model_path)
-    export_text_model(task.model_path, tmp_path / "text")
+    VideoLlama3.export(task.model_path, tmp_path / "text")
     model, tokenizer = (kind.from_pretrained(tmp_path / "text") for kind in (AutoModelForCausalLM, AutoTokenizer))
     clip = watch(task.root, FEW, TINY, tokenizer)[0]
     frames = tower.encode(clip.pictures).unflatten(0, (len(clip.pictures), -1))

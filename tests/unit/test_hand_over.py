@@ -21,7 +21,8 @@ from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.rollout.prompts import Prompts, prompt_arguments
 from rlfuse.engines.trainer.models import packs_exactly, trainer_ready
 from rlfuse.samples import Embedding, Video
-from rlfuse.video.handover import Refusal, Route, hand_over
+from rlfuse.video.handover import Refusal, hand_over
+from rlfuse.video.models.base import Route
 from rlfuse.video.placeholders import placeholder_ids
 from rlfuse.video.plan import Geometry, VideoPlan
 
@@ -36,7 +37,6 @@ TEXT = Qwen2Config(image_token_id=5, video_token_id=6)
         (TEXT, replace(AT_TWO, geometry=Geometry(), timestamps=True), Route.PROMPT_EMBEDS),
         (Qwen2_5_VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
         (Qwen2_5_VLConfig(), None, Route.VIDEO_EMBEDS),
-        (Qwen2VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
     ],
 )
 def test_the_way_into_the_engine(config, plan, route):
@@ -49,9 +49,9 @@ def test_the_way_into_the_engine(config, plan, route):
         (Qwen2Config(), AT_TWO, "no visual placeholder.*image_token_id"),
         (VideoLlama3Config(), AT_TWO, "text part of a video_llama_3 model: export it"),
         (Qwen2_5_VLConfig(), replace(AT_TWO, timestamps=True), "where qwen2_5_vl has one.*timestamps=False"),
-        (Qwen2VLConfig(), replace(AT_TWO, timestamps=True), "timestamps=False"),
+        (Qwen2VLConfig(), AT_TWO, "qwen2_vl is no family.*known are qwen2_5_vl, video_llama_3"),
         (Qwen3VLConfig(), AT_TWO, "qwen3_vl feeds several layers"),
-        (LlavaConfig(), AT_TWO, "llava is not known to be exact.*qwen2_5_vl"),
+        (LlavaConfig(), AT_TWO, "llava is no family.*qwen2_5_vl"),
     ],
 )
 def test_what_is_not_exact_is_refused_with_the_reason(config, plan, reason):

@@ -13,7 +13,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
-    Qwen2VLConfig,
+    VideoLlama3Config,
     VideoLlama3ForConditionalGeneration,
 )
 
@@ -30,13 +30,14 @@ from rlfuse.engines.trainer.models import (
 from rlfuse.samples import Row, Visual
 from rlfuse.video.checkpoints import (
     SmallModel,
-    export_text_model,
     join_checkpoint,
     write_small_qwen25_vl,
     write_small_video_llama3,
 )
+from rlfuse.video.models.base import m_rope
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import Geometry, VideoPlan
-from rlfuse.video.positions import MRope, m_rope
+from rlfuse.video.positions import MRope
 
 SETTINGS = ModelConfig(dtype="float32")
 
@@ -116,10 +117,9 @@ def test_clips_follow_one_another_and_text_counts_on(whole):
 
 
 def test_only_models_of_three_axes_count_on_three():
-    assert m_rope(Qwen2Config()) is None
+    assert m_rope(Qwen2Config()) is m_rope(VideoLlama3Config()) is None
     assert m_rope(Qwen2_5_VLConfig()) == MRope(2, 4)
-    assert m_rope(Qwen2VLConfig()) == MRope(2, None)  # a temporal patch is a step, however long it lasts
-    ours = clip_at(1, LONG, 0.4)
+    ours = clip_at(1, LONG, 0.4)  # without steps a second a temporal patch is a step, however long it lasts
     assert MRope(2, None).positions(60, [ours])[0, ours.positions].max() == 1 + LONG[0] - 1
 
 
@@ -276,7 +276,7 @@ def test_a_trained_text_part_of_a_videollama3_goes_back_into_the_shards_of_the_w
     (folder / "model.safetensors").unlink()
     whole.save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    text = AutoModelForCausalLM.from_pretrained(export_text_model(folder, tmp_path / "text"))
+    text = AutoModelForCausalLM.from_pretrained(VideoLlama3.export(folder, tmp_path / "text"))
     state = trained(text, tmp_path / "trained")
     out = join_checkpoint(tmp_path / "trained", folder, tmp_path / "out")
     assert_joined(out, folder, VideoLlama3ForConditionalGeneration, state)

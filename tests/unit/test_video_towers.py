@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, VideoLlama3ForConditionalGeneration
 
-from rlfuse.video.checkpoints import VIDEO, SmallModel, byte_tokenizer, export_text_model, write_small_video_llama3
+from rlfuse.video.checkpoints import VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.towers import Tower
 
 pytest.importorskip("torchvision", reason="the models' own processors need it")
@@ -115,7 +116,7 @@ def test_version_follows_weights_precision_and_updates(video_llama3, tmp_path):
 @torch.no_grad()
 def test_exported_text_part_is_the_models(sizes, tmp_path):
     folder = write_small_video_llama3(tmp_path / "whole", sizes)
-    text = AutoModelForCausalLM.from_pretrained(export_text_model(folder, tmp_path / "text"))
+    text = AutoModelForCausalLM.from_pretrained(VideoLlama3.export(folder, tmp_path / "text"))
     assert (type(text).__name__, text.config.tie_word_embeddings) == ("Qwen2ForCausalLM", sizes.tied)
     whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
     embeddings = torch.randn(1, 9, text.config.hidden_size, generator=_generator(0))

@@ -23,6 +23,7 @@ from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.pipeline.partition import Part, balanced, modelled_costs, parts
 from rlfuse.engines.trainer.families import head_name, value_class
 from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.video.models.base import register_language_models
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -51,6 +52,7 @@ def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value:
     """
     trust, labels = settings.trust_remote_code, {"num_labels": 1} if value else {}
     config, dtype = AutoConfig.from_pretrained(path, trust_remote_code=trust, **labels), getattr(torch, settings.dtype)
+    register_language_models(config)
     with torch.device("meta"):
         if value:
             model = value_class(config, trust)._from_config(config, dtype=dtype)

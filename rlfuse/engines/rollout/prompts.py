@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig
 
 from rlfuse.errors import EngineError
 from rlfuse.samples import Video
-from rlfuse.video.handover import Refusal, Route, hand_over
+from rlfuse.video.handover import Refusal, hand_over
+from rlfuse.video.models.base import Route, family_of
 from rlfuse.video.placeholders import placeholder_ids
 
 
@@ -95,11 +96,8 @@ class Prompts:
         return {"prompt_token_ids": once.tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
 
     def _clip(self, video: Video) -> dict[str, torch.Tensor]:
-        """Rows, and what M-RoPE's positions are made of; vLLM takes seconds to be 1.0 where none are given."""
-        clip = {"video_embeds": _read(video), "video_grid_thw": torch.tensor([video.plan.grid])}
-        if hasattr(self._config.vision_config, "tokens_per_second"):  # positions count seconds, in float64
-            clip["second_per_grid_ts"] = torch.tensor([video.plan.seconds_per_temporal_patch], dtype=torch.float64)
-        return clip
+        """Rows, and what positions are made of."""
+        return {"video_embeds": _read(video)} | family_of(self._config).grid_inputs(self._config, video.plan)
 
     def _rows(self, ids: np.ndarray, video: Video) -> torch.Tensor:
         """bf16 [len(ids), hidden]: the embedding at its places, NaN where vLLM embeds text itself."""

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from rlfuse.config.schema import Config
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
+from rlfuse.video.models.base import register_language_models
 
 HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
 """What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
@@ -74,6 +75,7 @@ def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> ty
         own = get_class_from_dynamic_module(code, config.name_or_path)
         own.register_for_auto_class(OWN_CLASS)  # then its code is saved with its weights
         return own
+    register_language_models(config)
     base = MODEL_MAPPING.get(type(config), None)
     if base is None:
         raise EngineError(

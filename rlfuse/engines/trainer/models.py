@@ -28,7 +28,7 @@ from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.errors import EngineError
 from rlfuse.samples import Row
-from rlfuse.video import language_models  # noqa: F401, makes transformers' auto classes know Qwen2.5-VL
+from rlfuse.video.models.base import register_language_models
 from rlfuse.video.placeholders import exclude
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def _short(scores: torch.Tensor) -> str:
 def _load(kind: type, path: str, settings: ModelConfig, **overrides) -> PreTrainedModel:
     if Path(path).is_absolute() and not Path(path).is_dir():
         raise FileNotFoundError(f"model.path: there is no model folder at {path}")
+    register_language_models(AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code))
     model = kind.from_pretrained(
         path,
         dtype=getattr(torch, settings.dtype),

@@ -1,0 +1,199 @@
+"""Families of video models: all that one needs, in a class of its own file, and which families there are.
+
+Role: `family_of` is asked by all who have a model's configuration: driver, encoder ranks, engines, trainers, plans. A
+family is registered by `@video_family(model_type)`; the files of this folder are imported when the first configuration
+with a visual part is seen, so that jobs without video never wait for them.
+
+    frames --> forward (patches to tokens) --> embeddings --> route into vLLM --> rope (positions in the trainer)
+    cost (sharding over encoder ranks)                        export (what vLLM and the trainer load)
+
+Invariant: a family's module is its tower and nothing else, its parameters named as in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForTokenClassification
+
+from rlfuse.video import models
+from rlfuse.video.plan import VideoPlan
+from rlfuse.video.positions import MRope
+from rlfuse.video.sharding import CostModel
+
+
+class Route(StrEnum):
+    """A way of embeddings into vLLM."""
+
+    PROMPT_EMBEDS = "prompt_embeds"
+    """vLLM serves the text part alone and gets the embeddings in place of the placeholders' own. Exact where visual
+    tokens are to the text part what text is: one position each, a causal mask, no features in deeper layers."""
+    VIDEO_EMBEDS = "video_embeds"
+    """vLLM serves the whole model and gets embeddings and patch grid, from which it makes the 3-D positions of M-RoPE;
+    so `prompt_embeds`, which get 1-D positions, would be wrong there."""
+
+
+class VideoFamily(torch.nn.Module):
+    """The tower of a family, made from a configuration of it without weights, and what else is known of the family."""
+
+    whole: ClassVar[type[PreTrainedModel]]
+    """transformers' class of the whole model."""
+    prefixes: ClassVar[tuple[str, ...]]
+    """What the names of the tower's tensors begin with in a checkpoint, a leading `model.` aside."""
+    merge: ClassVar[int] = 2
+    """A token covers merge x merge patches."""
+    temporal_patch: ClassVar[int] = 1
+    """Frames of a unit: no attention crosses its bounds."""
+    route: ClassVar[Route] = Route.PROMPT_EMBEDS
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, hidden]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """What a unit costs to encode, by which clips are spread over ranks."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rope(config: PreTrainedConfig) -> MRope | None:
+        """How positions are counted on three axes; None where a visual token has one position, as text has."""
+        return None
+
+    @staticmethod
+    def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
+        """With `VIDEO_EMBEDS`: what vLLM takes of a clip beside its embeddings."""
+        return {"video_grid_thw": torch.tensor([plan.grid])}
+
+    @classmethod
+    def export(cls, folder: str | Path, out: str | Path) -> Path:
+        """With `PROMPT_EMBEDS`: the text part of the model at `folder`, as a model with its tokenizer; returns `out`.
+
+        Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
+        """
+        out = Path(out)
+        whole = cls.whole.from_pretrained(folder, dtype="auto", use_safetensors=True)
+        config = whole.config.text_config
+        if config.model_type not in TEXT_PARTS:
+            known = ", ".join(TEXT_PARTS)
+            raise ValueError(f"{folder}: the text part is a {config.model_type}; exact alone are those of {known}")
+        # The whole model's word is final where the two configurations differ: it decided how the weights were saved.
+        config.tie_word_embeddings = whole.config.tie_word_embeddings
+        config.image_token_id, config.video_token_id = whole.config.image_token_id, whole.config.video_token_id
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(config, dtype=whole.dtype)
+        text.model, text.lm_head = whole.model.language_model, whole.lm_head
+        text.generation_config = whole.generation_config
+        text.save_pretrained(out)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+        return out
+
+
+TEXT_PARTS = ("qwen2", "qwen3", "llama")
+"""Types of text models to which a visual token is what text is."""
+FAMILIES: dict[str, type[VideoFamily]] = {}
+"""By `model_type`."""
+
+
+def video_family(model_type: str) -> Callable[[type[VideoFamily]], type[VideoFamily]]:
+    """Register a family for the models whose config.json has this `model_type`."""
+
+    def register(family: type[VideoFamily]) -> type[VideoFamily]:
+        FAMILIES[model_type] = family
+        return family
+
+    return register
+
+
+def family_of(config: PreTrainedConfig) -> type[VideoFamily] | None:
+    """The family of a model with a visual part; None for a model of text, and for a family that is not registered."""
+    if getattr(config, "vision_config", None) is None:
+        return None
+    _import_built_in()
+    return FAMILIES.get(config.model_type)
+
+
+def m_rope(config: PreTrainedConfig) -> MRope | None:
+    """How models of this configuration count positions on three axes; None for 1-D positions."""
+    family = family_of(config)
+    return family and family.rope(config)
+
+
+def known_families() -> str:
+    """Their names, for messages."""
+    _import_built_in()
+    return ", ".join(FAMILIES)
+
+
+@cache
+def _import_built_in() -> None:
+    for each in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
+        importlib.import_module(each.name)
+
+
+def register_language_models(config: PreTrainedConfig) -> None:
+    """Make transformers' auto classes know a model that vLLM serves whole without its tower: as policy, as value model.
+
+    Trainers call it before they load a model of this configuration; any other needs nothing. Of the whole model's
+    folder nothing of the tower is read. Tensors keep the names that they have in the whole model, so that vLLM takes
+    them as new weights, and `checkpoints.join_checkpoint` finds their places. Positions come with every batch,
+    embeddings of clips at the output of the input embedding.
+    """
+    family = family_of(config)
+    if family is not None and family.route is Route.VIDEO_EMBEDS:
+        _register(family)
+
+
+@cache
+def _register(family: type[VideoFamily]) -> None:
+    whole, towers = family.whole, [prefix.rstrip(".") for prefix in family.prefixes]
+    family_base = [each for each in whole.__mro__ if issubclass(each, PreTrainedModel)][-2]
+    skipped = tuple(rf"^(model\.)?{tower}\." for tower in towers)
+
+    def drop_tower(body: torch.nn.Module) -> None:
+        for tower in towers:  # `from_pretrained` makes models without memory, and fills what is left of them
+            delattr(body, tower)
+
+    class Policy(whole):  # type: ignore[valid-type, misc]
+        """The language model with its output layer."""
+
+        _keys_to_ignore_on_load_unexpected = skipped
+
+        def __init__(self, config: PreTrainedConfig):
+            super().__init__(config)
+            drop_tower(self.model)
+
+    class Value(GenericForTokenClassification, family_base):  # type: ignore[valid-type, misc]
+        """The language model under a value head."""
+
+        _keys_to_ignore_on_load_unexpected = (*skipped, r"^lm_head\.")
+
+        def __init__(self, config: PreTrainedConfig):
+            super().__init__(config)
+            drop_tower(self.model)
+
+    older_names = get_checkpoint_conversion_mapping(whole.__name__)  # of the tensors in checkpoints of the hub
+    for own, auto, head in (
+        (Policy, AutoModelForCausalLM, "ForCausalLM"),
+        (Value, AutoModelForTokenClassification, "ForTokenClassification"),
+    ):
+        own.__name__ = whole.__name__.removesuffix("ForConditionalGeneration") + head
+        # `exist_ok`: transformers passes over classes for its own configurations otherwise, without a word.
+        auto.register(whole.config_class, own, exist_ok=True)
+        if older_names is not None:
+            register_checkpoint_conversion_mapping(own.__name__, older_names, overwrite=True)

@@ -1,0 +1,53 @@
+"""Qwen2.5-VL: units of two frames, attention in windows of a unit, in few layers over all of it.
+
+vLLM serves the whole model, because positions have three axes, of which time counts seconds; the trainer takes it
+without its tower.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from rlfuse.video.models.base import Route, VideoFamily, video_family
+from rlfuse.video.plan import VideoPlan
+from rlfuse.video.positions import MRope
+from rlfuse.video.sharding import CostModel
+
+
+@video_family("qwen2_5_vl")
+class Qwen25VL(VideoFamily):
+    """See the module."""
+
+    whole = Qwen2_5_VLForConditionalGeneration
+    prefixes = ("visual.",)
+    temporal_patch = 2
+    route = Route.VIDEO_EMBEDS
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.visual = Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return self.visual(patches, grid_thw=grid).pooler_output
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """Windows are of fixed size, so their attention counts per patch; the merger takes four patches at once."""
+        vision = config.vision_config
+        width, layers, full = vision.hidden_size, vision.depth, len(vision.fullatt_block_indexes)
+        window = (vision.window_size // vision.patch_size) ** 2
+        linear = layers * (4 * width * width + 3 * width * vision.intermediate_size)
+        linear += width * (4 * width + vision.out_hidden_size)
+        return CostModel(linear + (layers - full) * 2 * width * window, full * 2 * width)
+
+    @staticmethod
+    def rope(config: PreTrainedConfig) -> MRope:
+        return MRope(config.vision_config.spatial_merge_size, config.vision_config.tokens_per_second)
+
+    @staticmethod
+    def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
+        """The grid, and seconds, which vLLM takes to be 1.0 where none are given; positions count them in float64."""
+        seconds = torch.tensor([plan.seconds_per_temporal_patch], dtype=torch.float64)
+        return {"video_grid_thw": torch.tensor([plan.grid]), "second_per_grid_ts": seconds}

@@ -1,0 +1,39 @@
+"""VideoLLaMA3: a SigLIP-like tower with 2-D RoPE and attention inside a frame, 2x2 down-sampling, two-layer projector.
+
+vLLM and the trainer take the text part alone, a Qwen2 to which a visual token is what text is; times stand in the
+prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, VideoLlama3ForConditionalGeneration
+from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
+
+from rlfuse.video.models.base import VideoFamily, video_family
+from rlfuse.video.sharding import CostModel
+
+
+@video_family("video_llama_3")
+class VideoLlama3(VideoFamily):
+    """See the module."""
+
+    whole = VideoLlama3ForConditionalGeneration
+    prefixes = ("vision_model.", "projector.")
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.vision_model = VideoLlama3VisionModel(config.vision_config)
+        self.projector = VideoLlama3Projector(config)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        seen = self.vision_model(patches, grid_thw=grid, merge_sizes=grid.new_tensor([self.merge]))
+        return self.projector(seen.last_hidden_state)
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """Every layer's attention spans the frame; the projector sees a quarter of the patches."""
+        vision, out = config.vision_config, config.text_config.hidden_size
+        width, layers = vision.hidden_size, vision.num_hidden_layers
+        linear = layers * (4 * width * width + 2 * width * vision.intermediate_size) + (width + out) * out // 4
+        return CostModel(linear, layers * 2 * width)

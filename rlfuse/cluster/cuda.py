@@ -1,6 +1,6 @@
 """Settings for GPUs: variables of the processes there, vLLM's arguments, Ray's shares, each with its reason.
 
-Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.handle` and
+Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.trainer_group` and
 `engines.rollout.vllm_setup` give them to processes that start, `rlfuse plan` prints `gpu_settings`. Pure, and imports
 neither Ray, torch nor vLLM. Invariants: what vLLM, torch or DeepSpeed do by default is said all the same where this
 project relies on it, so that an upgrade changes no run in silence; `rollout.engine_kwargs` has the last word on vLLM's
@@ -145,7 +145,10 @@ def engine_settings() -> list[Setting]:
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
-    """Variables of trainer ranks and engines with trainer.deterministic."""
+    """Variables of trainer ranks and engines with trainer.deterministic: the same work gives the same bits.
+
+    `config.checks` refuses what depends on timing: which samples are added up first, in which degree a sequence is cut.
+    """
     if not config.trainer.deterministic:
         return []
     reasons = (

@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, scratch, watchdog
-from rlfuse.cluster.children import own_sigterm, restore_child_signals
+from rlfuse.cluster.child_processes import own_sigterm, restore_child_signals
 from rlfuse.cluster.nodes import Node, choose, device_of, here, live, present
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError

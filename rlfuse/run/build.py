@@ -30,10 +30,10 @@ from rlfuse.config.mistakes import Mistakes
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.pipeline.trainer import PipelineTrainer
-from rlfuse.engines.rollout.limits import unserved
+from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
+from rlfuse.engines.rollout.vllm_support import unserved
 from rlfuse.engines.trainer.families import untrainable
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush

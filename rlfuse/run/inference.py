@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.cluster import cuda, placement
 from rlfuse.config.schema import Config
 from rlfuse.data.clips import ClipReader
-from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.rollout_handle import RolloutHandle
+from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.rollout.vllm_setup import rollout_env
-from rlfuse.engines.rollout.worker import RolloutWorker
-from rlfuse.engines.trainer import determinism
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import ConfigError, VideoError
@@ -51,7 +50,8 @@ def rollout_handles(
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
     environment = rollout_env(slots.device, config.rollout.weight_transfer)
-    environment |= determinism.environment(config, slots.device)
+    if slots.device == "cuda":
+        environment |= cuda.environment(cuda.deterministic_settings(config))
 
     def create(first: int) -> ray.actor.ActorHandle:
         options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}

@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from rlfuse.cluster.packing import Package, pack
+from rlfuse.cluster.job_package import Package, pack
 from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.errors import ConfigError, UserError

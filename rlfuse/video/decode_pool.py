@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from rlfuse.cluster.children import end_with_parent, restore_child_signals
+from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding
 from rlfuse.video.plan import ClipFacts, VideoPlan

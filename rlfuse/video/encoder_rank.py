@@ -21,7 +21,7 @@ import ray
 import torch
 
 from rlfuse.cluster import watchdog
-from rlfuse.cluster.children import restore_child_signals
+from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
 from rlfuse.video.embedding import write_rows

@@ -30,9 +30,9 @@ from pipeline_executor import FIXED, make_rows, model_folder, play
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.engines.pipeline.trainer import PipelineTrainer
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
+from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.fusion.schedules.planning import Plan, Planner
 
 for module in (pipelines, pipeline_executor):  # ranks can't import from tests

@@ -53,9 +53,9 @@ from sequence_parallel import Forced, measured
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout.vllm_setup import rollout_env
-from rlfuse.engines.rollout.worker import RolloutWorker
+from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.trainer.degrees import Share
 from rlfuse.observe.metrics import repetition
 from rlfuse.protocols import Sampling

@@ -29,8 +29,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.group import Executor, PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup, ScheduleResult
 from rlfuse.fusion.schedules.picture import draw
 from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import Timed
@@ -129,7 +129,7 @@ async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> lis
             return costs[model, stage, kind]
 
         planned = schedules(opposite(2), count, seconds, split)
-        runs: dict[str, list[Executor]] = {order: [] for order in planned}
+        runs: dict[str, list[ScheduleResult]] = {order: [] for order in planned}
         for _ in range(repeats):
             for order, (schedule, _) in planned.items():
                 runs[order].append(await group.run(schedule, work))
@@ -139,11 +139,11 @@ async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> lis
             middle = {order: sorted(each, key=lambda run: run.makespan)[repeats // 2] for order, each in runs.items()}
             picture(middle, out / "schedules.png")
         for model in work:
-            group._trained[model] = []  # nobody steps here
+            group._accumulated[model] = []  # nobody steps here
     return lines
 
 
-def durations(execution: Executor) -> dict:
+def durations(execution: ScheduleResult) -> dict:
     """(model, stage, kind) -> median seconds."""
     seconds: dict = {}
     for row in execution.timed:
@@ -153,7 +153,7 @@ def durations(execution: Executor) -> dict:
     return {key: statistics.median(each) for key, each in seconds.items()}
 
 
-def picture(runs: dict[str, Executor], path: Path) -> None:
+def picture(runs: dict[str, ScheduleResult], path: Path) -> None:
     """Measured schedules below each other."""
     count = 1 + max(each.operation.micro_batch for run in runs.values() for row in run.timed for each in row)
     problem = Problem(2, tuple(Model(name, 2, count, 1.0, 2.0) for name in ("actor", "critic")))
@@ -163,7 +163,7 @@ def picture(runs: dict[str, Executor], path: Path) -> None:
     draw(problem, schedules, path, "s")
 
 
-def _from_zero(row: Sequence[Timed], run: Executor) -> Iterator[Timed]:
+def _from_zero(row: Sequence[Timed], run: ScheduleResult) -> Iterator[Timed]:
     """In seconds from the first operation's start."""
     began = min(each.start for other in run.timed for each in other)
     for each in sorted(row, key=lambda each: each.start):

@@ -28,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.degrees import legal
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
 VOCABULARY = 512

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from single_process import BATCHES, lengths
 from transformers import AutoConfig
 
-from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 
 COUNTS = {"actor": 4, "critic": 4}
 """Micro-batches of a pipeline."""

@@ -13,11 +13,11 @@ from transformers import (
 
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.handle import step_metrics
 from rlfuse.engines.trainer.micro_batches import numbered
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_critic, load_policy, response_values
 from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs
+from rlfuse.engines.trainer.rank_group import step_metrics
 from rlfuse.samples import Row
 
 VOCABULARY, LR = 60, 1e-3

@@ -12,7 +12,7 @@ from pipelines import Anywhere
 from rollouts import collect, drained, model_config, new_handle, settings
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling

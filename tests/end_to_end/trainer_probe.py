@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
 VOCABULARY, LR, BETA = 60, 1e-3, 0.9

@@ -12,10 +12,10 @@ from numpy.linalg import norm
 from processes import in_ranks
 from small import make_rows, policy_folder, settings
 
-from rlfuse.engines.pipeline.executor import Executor
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import parts
+from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor
 from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy
@@ -72,7 +72,7 @@ def _rows(split):
 
 def _stage_gradients(device, folder, split):
     layout = [Pipelines("actor", 2)]
-    executor, config = Executor(layout, timeout=120.0), settings(folder)
+    executor, config = ScheduleExecutor(layout, timeout=120.0), settings(folder)
     part = parts(LAYERS)[executor.device]
     model = load_stage(folder, config.model, device, part, False).train()
     stage = Stage(config, "actor", model, part, True, device)

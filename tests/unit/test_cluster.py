@@ -37,7 +37,7 @@ def test_full_shared_memory_is_named_with_what_is_needed(monkeypatch):
 RAISED = """\x1b[36mray::Rank.update()\x1b[39m (pid=7, ip=127.0.0.1, repr=<Rank object at 0x7f>)
   File "/srv/.venv/lib/python3.11/site-packages/ray/function_manager.py", line 1, in run
     method()
-  File "/srv/rlfuse/engines/trainer/rank.py", line 88, in update
+  File "/srv/rlfuse/engines/trainer/trainer_rank.py", line 88, in update
     loss = user_loss(batch)
            ^^^^^^^^^^^^^^^^
   File "/home/user/loss.py", line 3, in user_loss
@@ -59,7 +59,7 @@ def test_a_users_exception_keeps_its_type_message_and_place_and_goes_into_the_lo
         text
         == f"""\
 trainer/1 failed to update the actor: ZeroDivisionError: division by zero
-  File "/srv/rlfuse/engines/trainer/rank.py", line 88, in update
+  File "/srv/rlfuse/engines/trainer/trainer_rank.py", line 88, in update
     loss = user_loss(batch)
   File "/home/user/loss.py", line 3, in user_loss
     return 1 / 0

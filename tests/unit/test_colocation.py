@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline import trainer as pipeline_trainer
-from rlfuse.engines.pipeline.trainer import PipelineTrainer
+from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.engines.rollout.worker import RolloutWorker
-from rlfuse.engines.trainer import handle as trainer
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.rollout.rollout_worker import RolloutWorker
+from rlfuse.engines.trainer import rank_group
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 
 
 @pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])
@@ -21,8 +20,7 @@ async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
     async def call(*_):
         pass
 
-    for module in (trainer, pipeline_trainer):
-        monkeypatch.setattr(module, "call", call)
+    monkeypatch.setattr(rank_group, "call", call)
     ranks = [SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: told.append((i, role)))) for i in range(6)]
     group = kind(config, ranks)
     await group.take_device(1)

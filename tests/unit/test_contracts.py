@@ -24,25 +24,25 @@ DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1
 ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
 RECEIVERS = {
     "engines/trainer/optimizer.py: engine.optimizer": ZERO_1,
-    "engines/pipeline/rank.py: engine": DEEPSPEED,
-    "engines/pipeline/states.py: engine": DEEPSPEED,
-    "engines/pipeline/states.py: engine.optimizer": ZERO_1,
+    "engines/pipeline/pipeline_rank.py: engine": DEEPSPEED,
+    "engines/pipeline/training_state.py: engine": DEEPSPEED,
+    "engines/pipeline/training_state.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
-    "engines/rollout/worker.py: cache": "vllm.config.CacheConfig",
-    "engines/rollout/worker.py: self._engine": ASYNC_LLM,
-    "engines/rollout/worker.py: self._engine.model_config": "vllm.config.ModelConfig",
-    "engines/rollout/worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
+    "engines/rollout/rollout_worker.py: cache": "vllm.config.CacheConfig",
+    "engines/rollout/rollout_worker.py: self._engine": ASYNC_LLM,
+    "engines/rollout/rollout_worker.py: self._engine.model_config": "vllm.config.ModelConfig",
+    "engines/rollout/rollout_worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
     "engines/rollout/vllm_setup.py: vllm_config.model_config": "vllm.config.ModelConfig",
     "engines/rollout/vllm_setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
-    "engines/trainer/rank.py: engine": DEEPSPEED,
-    "engines/trainer/rank.py: self.engines['actor']": DEEPSPEED,
-    "engines/trainer/rank.py: self.engines[model]": DEEPSPEED,
-    "engines/trainer/rank.py: self.engines[name]": DEEPSPEED,
+    "engines/trainer/trainer_rank.py: engine": DEEPSPEED,
+    "engines/trainer/trainer_rank.py: self.engines['actor']": DEEPSPEED,
+    "engines/trainer/trainer_rank.py: self.engines[model]": DEEPSPEED,
+    "engines/trainer/trainer_rank.py: self.engines[name]": DEEPSPEED,
     "rewards/models/vllm_engine.py: llm": LLM,
     "rewards/models/judge.py: llm": LLM,
 }
 """What expressions without an annotation hold."""
-PASSED = {"engines/pipeline/executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
+PASSED = {"engines/pipeline/schedule_executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
 """Which functions a name may stand for."""
 LEAST = {"vllm": 50, "deepspeed": 30, "ray": 30, "torch.distributed": 25, "torch.cuda": 14}
 ON_GPUS = {
@@ -160,7 +160,7 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
 
     from rlfuse.engines.kv_transfer import nixl, shared_memory
     from rlfuse.engines.kv_transfer.store import CONNECTORS, connector_arguments
-    from rlfuse.engines.rollout import generators
+    from rlfuse.engines.rollout import seeded_generators
     from rlfuse.engines.weights.sync import resolve_transfer
 
     found = {
@@ -168,7 +168,7 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
         for transfer in CONNECTORS
     }
     assert found == {"shm": shared_memory.MigrationConnector, "nixl": nixl.NixlMigrationConnector}
-    assert generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
+    assert seeded_generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
     for device in ("cpu", "cuda"):
         backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
         assert backend in WeightTransferEngineFactory._registry
@@ -301,8 +301,8 @@ def test_ray_takes_our_options(device, width):
     from ray.util.placement_group import PlacementGroup
 
     from rlfuse.cluster.placement import Slots, reward_options
+    from rlfuse.engines.rollout.rollout_worker import RolloutWorker
     from rlfuse.engines.rollout.vllm_setup import rollout_env
-    from rlfuse.engines.rollout.worker import RolloutWorker
 
     slots = Slots(PlacementGroup.empty(), 4, device)
     chosen = [

@@ -15,7 +15,6 @@ import pytest
 from rlfuse.cluster import cuda
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.vllm_setup import rollout_env
-from rlfuse.engines.trainer import determinism
 from rlfuse.engines.weights.sync import resolve_transfer
 
 TORCH = "torch/include/torch/csrc/distributed/c10d"
@@ -119,10 +118,9 @@ def test_what_is_shown_is_what_this_job_gets():
 
 def test_what_a_deterministic_job_needs_is_not_left_to_the_environment():
     config = Config()
-    assert determinism.environment(config, "cuda") == {}
+    assert cuda.deterministic_settings(config) == []
     config.trainer.deterministic = True
     needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1", "VLLM_BATCH_INVARIANT": "1"}
-    assert determinism.environment(config, "cuda") == needed and determinism.environment(config, "cpu") == {}
     given = {"VLLM_BATCH_INVARIANT": "0"}
     assert cuda.environment(cuda.deterministic_settings(config), given) == needed
     assert {each.name for each in cuda.gpu_settings(config, given)} >= needed.keys()

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.limits import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved
+from rlfuse.engines.rollout.vllm_support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved
 from rlfuse.engines.trainer.families import untrainable
 
 

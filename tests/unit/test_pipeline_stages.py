@@ -11,8 +11,8 @@ from test_models import Clip
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline import splitting
-from rlfuse.engines.pipeline.group import forward_only
+from rlfuse.engines.pipeline import split_backward
+from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
@@ -126,8 +126,8 @@ def test_the_split_backward_gives_autograds_gradients(checkpointing):
         linear = torch.nn.Linear
         return torch.nn.Sequential(linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), linear(8, 5, bias=False))
 
-    whole, split, tape = network(), network(), splitting.Tape()
-    splitting.split_linears(split, tape)
+    whole, split, tape = network(), network(), split_backward.Tape()
+    split_backward.split_linears(split, tape)
     pending = []
     for seed in (1, 2):
         x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(seed))
@@ -140,7 +140,7 @@ def test_the_split_backward_gives_autograds_gradients(checkpointing):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert split[0].weight.grad is None and split[3].weight.grad is None and len(pending[0]) == 2
     for each in pending:
-        splitting.run(each)
+        split_backward.run(each)
         assert each == []
     for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)

@@ -250,7 +250,7 @@ RuntimeError: Unsupported CPU attention configuration: 16""",
 
 IGNORES = """
 import ctypes, os, signal, subprocess, sys, threading
-from rlfuse.cluster.children import restore_child_signals
+from rlfuse.cluster.child_processes import restore_child_signals
 ctypes.CDLL(None).signal(int(signal.SIGCHLD), ctypes.c_void_p(1))  # as Ray does
 child = ["-c", "import os; os.kill(os.getpid(), 9)"]
 before = subprocess.run([sys.executable, *child]).returncode

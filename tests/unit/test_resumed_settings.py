@@ -10,10 +10,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.engines.pipeline.rank import PipelineRank
+from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer.optimizer import take_step, trainable
-from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.run.build import updates
 from rlfuse.run.job import Job

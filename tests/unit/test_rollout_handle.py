@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rlfuse.engines.rollout import handle as rollout_handle
-from rlfuse.engines.rollout.handle import RolloutHandle
+from rlfuse.engines.rollout import rollout_handle
 from rlfuse.engines.rollout.liveness import Pulse
+from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.errors import EngineError, EngineFailed, EngineLost
 from rlfuse.events import Recorder
 from rlfuse.protocols import Sampling

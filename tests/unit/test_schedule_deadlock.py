@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rlfuse.cluster.cuda import pipeline_settings
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.lanes import members
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import transfers
 from rlfuse.fusion.schedules.baselines import one_by_one

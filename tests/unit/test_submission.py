@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from rlfuse import cli
-from rlfuse.cluster import packing
-from rlfuse.cluster.packing import CODE, pack
+from rlfuse.cluster import job_package
+from rlfuse.cluster.job_package import CODE, pack
 from rlfuse.config.compose import compose_job, load, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
@@ -97,7 +97,7 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
         functions = "reward.functions=[absent.py:f]"
         pack(config_of(functions), tmp_path / "package", here, [Path("nothing"), Path("../other.py"), Path(".")])
     assert [problem.split()[0] for problem in error.value.problems] == ["reward.functions:"] + 3 * ["--include"]
-    monkeypatch.setattr(packing, "LARGEST", 10)
+    monkeypatch.setattr(job_package, "LARGEST", 10)
     with pytest.raises(ConfigError, match="put large files where nodes share"):
         pack(config_of(), tmp_path / "package", here)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline import splitting
+from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values, shown
@@ -48,11 +48,11 @@ class Stage:
     def __init__(self, config: Config, name: str, model: PreTrainedModel, part: Part, packed: bool, device: str):
         self.config, self.name, self.model, self.part = config, name, model, part
         self.packed, self.device, self.dtype = packed, device, model.dtype
-        self.tape = splitting.Tape()
+        self.tape = split_backward.Tape()
         if name != "ref":
-            splitting.split_linears(model, self.tape)
+            split_backward.split_linears(model, self.tape)
         self._kept: dict[int, _Kept] = {}
-        self._pending: dict[int, splitting.Pending] = {}
+        self._pending: dict[int, split_backward.Pending] = {}
         self.sums: dict[str, Tensor] = {}
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -108,7 +108,7 @@ class Stage:
 
     def weight_gradients(self, micro_batch: int) -> None:
         """W: what B left."""
-        splitting.run(self._pending.pop(micro_batch))
+        split_backward.run(self._pending.pop(micro_batch))
 
     def _batch(self, micro_batch: int) -> Batch:
         if micro_batch not in self._batches:

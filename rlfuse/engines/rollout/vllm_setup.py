@@ -96,7 +96,7 @@ def engine_arguments(
         "seed": 0,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
-        "worker_extension_cls": "rlfuse.engines.rollout.generators.WorkerExtension",
+        "worker_extension_cls": "rlfuse.engines.rollout.seeded_generators.WorkerExtension",
     }
     if rollout.tensor_model_parallel_size > 1:
         # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but
@@ -202,7 +202,7 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind
 
     import rlfuse.engines.rollout.stop_texts  # noqa: F401  (in this process, for samples that go on)
-    from rlfuse.engines.rollout.generators import DRAWN
+    from rlfuse.engines.rollout.seeded_generators import DRAWN
 
     return SamplingParams(
         temperature=sampling.temperature,

@@ -28,7 +28,6 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
-from rlfuse.engines.trainer.determinism import hold
 from rlfuse.engines.trainer.offloading import to_device, to_host
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
@@ -62,7 +61,9 @@ class Rank:
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
         torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
         watchdog.register(self.recorder.where, self.recorder)
-        hold(config)
+        if config.trainer.deterministic:  # operations without a deterministic implementation raise
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # ZeRO's buffers of 2 GB, each time
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
         self.away = False

@@ -5,7 +5,7 @@ runs once), units get a degree of sequence parallelism, ranks and micro-batches.
 Invariants: every row is in exactly one micro-batch; a micro-batch of degree d is given to d consecutive, aligned ranks;
 each rank runs higher degrees first, so ranks that wait for each other meet in the same order everywhere; tokens per
 rank keep within the budget unless one unit exceeds it at the highest degree; with one legal degree and no costs the
-plan is that of `batching.micro_batches`.
+plan is that of `micro_batches.micro_batches`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlfuse.engines.trainer.micro_batches import pack
-from rlfuse.samples import Row
+from rlfuse.samples import MicroBatch, Row
 
 _RAISES = 64  # attempts to speed a plan up by giving its longest unit more ranks
 _EVEN = 1.02  # a plan this close to perfectly even is not worth any
@@ -156,6 +156,15 @@ def plan(
                     shares[rank].append(share)
     longest = max(map(len, shares)) if lockstep else 0
     return [share + [Share()] * (longest - len(share)) for share in shares]
+
+
+def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
+    """The shares with their rows; one without repeats the shortest row at weight 0."""
+    filler = MicroBatch((min(rows, key=lambda row: row.tokens),), weight=0.0)
+    return [
+        [MicroBatch(tuple(rows[i] for i in each.rows), degree=each.degree) if each.rows else filler for each in mine]
+        for mine in shares
+    ]
 
 
 def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> list[int]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig, OptimConfig
-from rlfuse.engines.trainer.moves import REDUCED
+from rlfuse.engines.trainer.gradient_memory import REDUCED
 from rlfuse.errors import EngineError
 
 

@@ -16,7 +16,8 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference
 from rlfuse.engines.trainer.degrees import Unit
-from rlfuse.engines.trainer.handle import TrainerGroup, start_ranks
+from rlfuse.engines.trainer.rank_group import start_ranks
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
 MODEL = "reward_model"

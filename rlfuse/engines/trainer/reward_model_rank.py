@@ -14,7 +14,7 @@ import torch
 from rlfuse.engines.trainer.attention import lays_out
 from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
-from rlfuse.engines.trainer.rank import TrainerRank
+from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.rewards.api.labels import head_labels
 from rlfuse.samples import MicroBatch

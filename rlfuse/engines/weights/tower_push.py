@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlfuse.engines.trainer.handle import TrainerGroup
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.video.encoding import SequenceParallelEncoder
 
 

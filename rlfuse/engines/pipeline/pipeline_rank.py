@@ -22,10 +22,10 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
-from rlfuse.engines.pipeline import states
-from rlfuse.engines.pipeline.executor import Executor, Timed
+from rlfuse.engines.pipeline import training_state
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
+from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
@@ -44,7 +44,7 @@ Scores = dict[tuple[str, int], list[np.ndarray]]
 class PipelineRank(Rank):
     """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
 
-    executor: Executor | None = None
+    executor: ScheduleExecutor | None = None
 
     def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
         """Load this device's stages of every model in `layout`, instead of any before; returns facts to log.
@@ -65,7 +65,7 @@ class PipelineRank(Rank):
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
-            self.executor = Executor(layout, self.limit_s)
+            self.executor = ScheduleExecutor(layout, self.limit_s)
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
             packed = self._agree_on_packing(loaded)
             for name, models in loaded.items():
@@ -222,7 +222,7 @@ class PipelineRank(Rank):
         with writing(self.engines.values()) as files:
             for name, engine in self.engines.items():
                 writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
-                states.save(engine, folder / name / "pipeline", self.rank if writes else None, files)
+                training_state.save(engine, folder / name / "pipeline", self.rank if writes else None, files)
             check_finite(self.engines, self.engines)
         return files.problem
 
@@ -230,7 +230,7 @@ class PipelineRank(Rank):
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
-            states.load(engine, folder / name / "pipeline")
+            training_state.load(engine, folder / name / "pipeline")
 
 
 # Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.

@@ -57,7 +57,7 @@ from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
-from rlfuse.video.positions import m_rope
+from rlfuse.video.models.base import m_rope
 
 _CUT = (
     "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "

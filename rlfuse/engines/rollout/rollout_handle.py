@@ -1,8 +1,7 @@
 """The driver's handle of one rollout engine, which outlives the engine: another takes the place of one that is lost.
 
-Role: implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver` over the actor of
-`rlfuse.engines.rollout.worker`. Every remote call is bounded by `timeout_s` and names the engine and what it was asked
-to do. Invariants:
+Role: implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver` over a `RolloutWorker`. Every
+remote call is bounded by `timeout_s` and names the engine and what it was asked to do. Invariants:
 - an engine is lost when its actor or its engine process died, or when for `heartbeat_s` it did not answer or stood
   still with work at hand; then its actor is killed, every call of it raises `EngineLost`, and nothing that it still
   sends counts;

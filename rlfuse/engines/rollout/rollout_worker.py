@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from rlfuse.cluster import watchdog
-from rlfuse.cluster.children import restore_child_signals
+from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu

@@ -64,7 +64,7 @@ class Timed:
 Stages = Mapping[tuple[str, int], ExecutableStage]
 
 
-class Executor:
+class ScheduleExecutor:
     """One device of a block. All ranks create theirs at the same time with the same layout."""
 
     def __init__(self, layout: Sequence[Pipelines], timeout: float):
@@ -96,7 +96,7 @@ class Executor:
 class _Run:
     """One row being carried out. Messages are named by the operation that they are the input of."""
 
-    def __init__(self, executor: Executor, program: Program, stages: Stages):
+    def __init__(self, executor: ScheduleExecutor, program: Program, stages: Stages):
         self.executor, self.program, self.stages = executor, program, stages
         own = {(o.model, o.stage, o.micro_batch, o.kind) for o in (step.operation for step in program)}
         self.training = {key[:3] for key in own if key[3] == "B"}

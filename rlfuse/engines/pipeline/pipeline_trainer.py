@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from rlfuse.cluster.placement import Slots
-from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.group import PipelineGroup
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.trainer.micro_batches import micro_batches
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.schedules.planning import Planner
@@ -46,7 +45,8 @@ class PipelineTrainer(PipelineGroup):
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         stages, training = config.training.pipeline_parallel_size, config.training
         planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
-        layout = [Pipelines(name, stages, direction=planner.direction(name)) for name in _models(config)]
+        wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
+        layout = [Pipelines(name, stages, direction=planner.direction(name)) for name in wanted if wanted[name]]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(
             super().start(config, slots, layout, optimizer_steps, cores), compiling
@@ -57,14 +57,6 @@ class PipelineTrainer(PipelineGroup):
         ]
         parameters = sum(size for _, _, size in sizes) // ITEM_BYTES[config.model.dtype]
         return trainer, facts | {"parameters": parameters}
-
-    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError for a single slot."""
-        return await super().log_probs(model, _of_all(rows, slot))
-
-    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError for a single slot."""
-        return await super().values(_of_all(rows, slot))
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
@@ -95,33 +87,6 @@ class PipelineTrainer(PipelineGroup):
         least = micro_batches([row.tokens for row in rows], copies, budget, most, lockstep=True)
         return max(len(least[0]), min(2 * self.layout[model].depth, -(-len(rows) // copies)))
 
-    async def take_device(self, slot: int) -> None:
-        """The slot's ranks get their stages onto the device."""
-        await self._switch(slot, "trainer")
-
-    async def leave_device(self, slot: int) -> None:
-        """The slot's ranks move their stages to host memory."""
-        await self._switch(slot, "rollout")
-
-    async def _switch(self, slot: int, role: str) -> None:
-        width, limit = self.config.rollout.tensor_model_parallel_size, self.config.cluster.timeout_s
-        ranks = range(slot * width, (slot + 1) * width)  # beside other slots', too: nobody waits for a peer
-        action = "take its device" if role == "trainer" else "leave its device"
-        await all_of([call(self.ranks[i].switch.remote(role), f"trainer/{i}", action, limit) for i in ranks])
-
     async def drain(self) -> list[Span]:
         """Spans of the schedules and of all ranks since the last call."""
         return self.recorder.drain() + await super().drain()
-
-
-def _models(config: Config) -> list[str]:
-    wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
-    return [name for name, used in wanted.items() if used]
-
-
-def _of_all(rows: Sequence[Row], slot: int | None) -> Sequence[Row]:
-    if slot is not None:
-        raise ValueError(
-            f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
-        )
-    return rows

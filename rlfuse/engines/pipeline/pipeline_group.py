@@ -1,39 +1,31 @@
 """All pipeline ranks as one: the driver's side of training by schedules.
 
 Role: what `TrainerGroup` is to whole models on every rank, this is to stages. Splits rows over blocks, pipelines and
-micro-batches, sends a schedule with them, and puts answers back in the order of the rows.
+micro-batches, sends a schedule with them, and puts answers back in the order of the rows. Invariants and waits: as
+`trainer.rank_group`; passes and gradients need all ranks together.
 
     driver --schedule, micro-batches--> PipelineGroup --> rank 0 .. rank N-1   (activations, gradients among them)
-
-Invariants: one call at a time, as ranks wait for each other in every one; the rows of a step are those that were
-trained on since the last one; a failure is told once, and a dead rank before those that waited for it.
-Waits: for ranks, each call at most cluster.timeout_s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
-from rlfuse.algorithms.losses import loss_count
 from rlfuse.cluster.placement import Slots
-from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.executor import Timed
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
-from rlfuse.engines.trainer.degrees import Share
-from rlfuse.engines.trainer.handle import check_settled, check_step, check_written, fill, start_ranks, step_metrics
+from rlfuse.engines.pipeline.schedule_executor import Timed
+from rlfuse.engines.trainer.degrees import Share, fill
 from rlfuse.engines.trainer.micro_batches import micro_batches, numbered
+from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
-from rlfuse.events import Span
 from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.problem import ScheduleError
@@ -46,7 +38,7 @@ Work = Mapping[str, tuple[list[list[list[int]]], Sequence[Row]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Executor:
+class ScheduleResult:
     """What came of a schedule."""
 
     scores: dict[str, list[np.ndarray]]
@@ -61,12 +53,8 @@ class Executor:
         return max(each.end for each in times) - min(each.start for each in times)
 
 
-class PipelineGroup:
-    """Every method sends its call to the ranks concerned and waits for all of them, at most cluster.timeout_s."""
-
-    def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
-        self.config, self.ranks = config, list(ranks)
-        self._turn = asyncio.Lock()
+class PipelineGroup(RankGroup):
+    """Ranks with stages."""
 
     @classmethod
     async def start(
@@ -78,7 +66,7 @@ class PipelineGroup:
         cores: Sequence[int] | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
-        from rlfuse.engines.pipeline.rank import PipelineRank  # imports DeepSpeed: only when ranks are started
+        from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # imports DeepSpeed: only when ranks are started
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
         return group, await group.setup(layout, optimizer_steps)
@@ -87,7 +75,7 @@ class PipelineGroup:
         """Load the stages of `layout`; facts to log. ValueError if it does not fit the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.block = block_size(layout, len(self.ranks))
-        self._trained: dict[str, list[int]] = {name: [] for name in self.layout if name != "ref"}
+        self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
         return (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
 
@@ -103,7 +91,7 @@ class PipelineGroup:
         rows: Mapping[str, Sequence[Row]],
         scored: Mapping[str, Sequence[Row]] | None = None,
         planned: Sequence[Sequence[tuple[float, float]]] = (),
-    ) -> Executor:
+    ) -> ScheduleResult:
         """Carry out a schedule that trains each model on its `rows` and scores its rows in `scored`.
 
         Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
@@ -115,7 +103,7 @@ class PipelineGroup:
         trains, scores = _micro_batch_counts(schedule)
         work = [self._divided(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
         for name in rows:
-            self._trained[name] += [len(row.response_ids) for row in rows[name]]
+            self._accumulated[name] += [len(row.response_ids) for row in rows[name]]
         return await self._run(schedule, *work, planned)
 
     def _divided(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:
@@ -126,15 +114,12 @@ class PipelineGroup:
             for name, each in rows.items()
         }
 
-    async def log_probs(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
-        """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order."""
-        return await self._score(model, rows)
-
-    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """float32 [T] per row: the critic's value before each response token, in order."""
-        return await self._score("critic", rows)
-
-    async def _score(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""
+        if slot is not None:
+            raise ValueError(
+                f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
+            )
         actor = self.config.actor
         plan = micro_batches(
             [row.tokens for row in rows],
@@ -147,6 +132,10 @@ class PipelineGroup:
         self._check(schedule)
         return (await self._run(schedule, {}, {model: (plan, rows)})).scores[model]
 
+    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """float32 [T] per row: the critic's value before each response token, in order. ValueError for one slot."""
+        return await self.log_probs("critic", rows, slot)
+
     def _check(self, schedule: Rows) -> None:
         try:
             deadlock.check(schedule, tuple(self.layout.values()))
@@ -155,7 +144,7 @@ class PipelineGroup:
 
     async def _run(
         self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()
-    ) -> Executor:
+    ) -> ScheduleResult:
         batches: dict[str, list[list[MicroBatch]]] = {}
         first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
         for name, (plan, rows) in (*trained.items(), *scored.items()):
@@ -166,25 +155,14 @@ class PipelineGroup:
             work = {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}
             return schedule, work, planned[rank % self.block] if planned else ()
 
-        answers = await self._call("run", "run its part of the schedule", arguments)
+        answers = await self._call("run", "run its part of the schedule", None, arguments)
         scores: dict[str, list[Any]] = {name: [None] * len(rows) for name, (_, rows) in scored.items()}
         for rank, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
                 bin = scored[name][0][rank // self.layout[name].stages][number - first[name]]
                 for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
                     scores[name][index] = array
-        return Executor(scores, [timed for _, timed in answers])
-
-    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
-        """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
-
-        ValueError unless `lengths` are the response tokens of the rows trained on since the last step, in any order.
-        """
-        check_step(model, lengths, self._trained[model])
-        self._trained[model] = []
-        count = loss_count(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
-        shares = await self._all("step", f"update the {model}", model, count)
-        return step_metrics(model, shares, count, lengths)
+        return ScheduleResult(scores, [timed for _, timed in answers])
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
@@ -213,8 +191,8 @@ class PipelineGroup:
 
         NotSaved where a file could not be written.
         """
-        check_settled(self._trained, "saved")
-        for model in self._trained:
+        self._check_no_gradients("saved")
+        for model in self._accumulated:
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
         (folder / "trainer.json").write_text(json.dumps(SHAPE))
@@ -236,7 +214,7 @@ class PipelineGroup:
 
     async def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, under these or other stages, pipelines and ranks."""
-        check_settled(self._trained, "loaded")
+        self._check_no_gradients("loaded")
         if json.loads((folder / "trainer.json").read_text()) != SHAPE:
             raise EngineError(
                 f"{folder} was not written by pipeline ranks: resume it with training.pipeline_parallel_size=1, or "
@@ -244,29 +222,9 @@ class PipelineGroup:
             )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
-    # Calls -------------------------------------------------------------------------------------------------------
-
-    async def drain(self) -> list[Span]:
-        """Spans of all ranks since the last call."""
-        return [span for spans in await self._all("drain", "hand over its events") for span in spans]
-
     async def _one(self, rank: int, method: str, action: str, *arguments: Any) -> Any:
-        async with self._turn:
-            remote = getattr(self.ranks[rank], method).remote(*arguments)
-            return await call(remote, f"trainer/{rank}", action, self.config.cluster.timeout_s)
-
-    async def _all(self, method: str, action: str, *arguments: Any) -> list[Any]:
-        return await self._call(method, action, lambda rank: arguments)
-
-    async def _call(self, method: str, action: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        limit = self.config.cluster.timeout_s
-        async with self._turn:
-            return await all_of(
-                [
-                    call(getattr(rank, method).remote(*arguments(i)), f"trainer/{i}", action, limit)
-                    for i, rank in enumerate(self.ranks)
-                ]
-            )
+        async with self._turns.alone():
+            return await self._ask(rank, method, action, *arguments)
 
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:

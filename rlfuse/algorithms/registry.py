@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rlfuse.config.estimators import Traits
-from rlfuse.config.own_functions import read, split
-from rlfuse.config.own_modules import module_of
+from rlfuse.config.own_modules import load, module_of
 from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
 
@@ -56,13 +55,7 @@ class Registry(dict[str, Function]):
             return self[name]
         if not names_function(name):
             raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(self)}, or path/file.py:name.")
-        read(key, name)
-        path, function = split(name)
-        try:
-            return getattr(_module(path), function)
-        except Exception as error:
-            wrong = f"its file can't be executed: {type(error).__name__}: {error}"
-            raise ConfigError([f"{key}={name}: {wrong}; correct the file"]) from error
+        return load(key, name, _module)
 
     def expect(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
         """What a function returned, if it is a matrix as `like`; ConfigError otherwise."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from rlfuse.config.facts import reward_file
+from rlfuse.config.own_functions import replaced, with_functions_at
 from rlfuse.config.rewards import names_code, with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
-from rlfuse.config.valid_values import own_functions
 from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
@@ -49,7 +49,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     problems: list[str] = []
     shared: list[str] = []
     functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
-    own = {key: _function(key, value, folder, here, problems) for key, value in own_functions(config).items()}
+    sent = with_functions_at(config, lambda key, function: _function(key, function, folder, here, problems))
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
@@ -61,7 +61,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         )
     if problems:
         raise ConfigError(problems)
-    sent = _replaced(config, {**own, "reward.functions": functions, "cluster.ray_address": "auto"})
+    sent = replaced(sent, {"reward.functions": functions, "cluster.ray_address": "auto"})
     sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -73,14 +73,6 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
     trainer = config.trainer
     return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
-
-
-def _replaced(config: Config, values: Mapping[str, Any]) -> Config:
-    """`values`: of keys, each of a group."""
-    for key, value in values.items():
-        group, _, name = key.partition(".")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
-    return config
 
 
 def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:

@@ -21,7 +21,7 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, OPEN, RANGES, WHY_NOT, in_range, names_function
+from rlfuse.config.valid_values import CHOICES, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -49,7 +49,7 @@ def _values(config: Config, facts: Facts) -> Iterator[str]:
             if why := WHY_NOT.get((name, given)):
                 yield f"{shown}: {why}; take one of {', '.join(choices)}"
             elif given not in choices and not (name in OPEN and names_function(given)):
-                own = ", or path/file.py:name for your own" if name in OPEN else ""
+                own = f", or {OWN} for your own" if name in OPEN else ""
                 meant = did_you_mean(given, choices) or f"; take one of these{own}"
                 yield f"{shown}: `{given}` is not one of {', '.join(choices)}{meant}"
         if key.limits and value is not None and not in_range(value, RANGES[name]):

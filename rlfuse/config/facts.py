@@ -20,6 +20,7 @@ from rlfuse.config import own_functions
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import METRICS
 from rlfuse.config.valid_values import own_functions as chosen_functions
 from rlfuse.errors import ConfigError
 
@@ -47,7 +48,7 @@ class Facts:
     estimator: Traits | None = None
     """Of the estimator of advantages, where it is a user's own that can be used."""
     function_problems: tuple[str, ...] = ()
-    """What is wrong with the user's own functions among the algorithms, in whole messages."""
+    """What is wrong with the user's own functions beside the rewards, in whole messages."""
     missing: frozenset[str] = frozenset()
     """Paths named by the configuration that do not exist, as they were given."""
     unknown_modules: frozenset[str] = frozenset()
@@ -94,14 +95,16 @@ def read_facts(config: Config) -> Facts:
 
 
 def _of_own_functions(config: Config) -> dict[str, Any]:
-    """Fields of `Facts`, from the files of a user's own algorithms."""
+    """Fields of `Facts`, from the files of a user's own functions beside the rewards."""
     problems, found = [], {}
-    for key, value in chosen_functions(config).items():
-        if key in own_functions.PARAMETERS:
-            try:
-                found[key] = own_functions.read(key, value)
-            except ConfigError as error:
-                problems += error.problems
+    for key, value in chosen_functions(config):
+        try:
+            found[key] = own_functions.read(key, value)
+        except ConfigError as error:
+            problems += error.problems
+    names = [value.rpartition(":")[2] for value in config.trainer.metrics]
+    problems += [f"{METRICS}: two functions are called {name}, under which they are logged; rename one"
+                 for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip
     return {"estimator": found.get("algorithm.adv_estimator"), "function_problems": tuple(problems)}
 
 

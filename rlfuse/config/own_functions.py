@@ -1,20 +1,24 @@
-"""A user's own functions among the algorithms, `path/file.py:name`: read, never run.
+"""A user's own functions beside the rewards, `path/file.py:name`: read, never run.
 
-Role: `facts` and the schema ask here what a configuration names, `algorithms.registry` what it may load. All is taken
-from the syntax tree of the file: the function, its parameters, which it is given by name, and the traits that
-`@advantage_estimator(...)` states. Invariants: what is wrong is a ConfigError with key, value, what is valid and a
-remedy; a file is read once, until `forget`, so that traits stay what they were if somebody edits it during the run.
+Role: `facts` and the schema ask here what a configuration names, `own_modules.load` what it may execute. All is taken
+from the syntax tree of the file: the function, its parameters, and the traits that `@advantage_estimator(...)` states.
+Invariants: what is wrong is a ConfigError with key, value, what is valid and a remedy; a file is read once, until
+`forget`, so that traits stay what they were if somebody edits it during the run.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
+import operator
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rlfuse.config.estimators import ESTIMATORS, Traits
-from rlfuse.config.valid_values import names_function
+from rlfuse.config.valid_values import METRICS, OPEN, OWN, names_function
 from rlfuse.errors import ConfigError
 
 DECORATOR = "advantage_estimator"
@@ -27,6 +31,9 @@ PARAMETERS = {
     "actor.kl_loss_type": _OF_KL,
 }  # fmt: skip
 """Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
+POLICY = "fusion.policy"
+_ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
+"""Keys whose function is called with one argument -> what that is."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
 """Parameters that are there for estimators with this trait only."""
 
@@ -47,9 +54,24 @@ def split(value: str) -> tuple[Path, str]:
     return Path(file).expanduser().absolute(), name
 
 
-def placed(value: str) -> str:
-    """The same function by an absolute path: workers may have another working directory. Other names stay the same."""
-    return "{}:{}".format(*split(value)) if names_function(value) else value
+def absolute(key: str, value: str) -> str:
+    """The same function by an absolute path: workers may have another working directory."""
+    return "{}:{}".format(*split(value))
+
+
+def with_functions_at(config: Any, place: Callable[[str, str], str]) -> Any:
+    """The job with `place(key, function)` for each of the user's own functions beside the rewards."""
+    chosen = {key: operator.attrgetter(key)(config) for key in OPEN}
+    moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
+    return replaced(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
+
+
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """The job with these values of keys, each of a group."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
 
 
 def forget() -> None:
@@ -59,6 +81,8 @@ def forget() -> None:
 
 def read(key: str, value: str) -> Traits:
     """The traits of a function that is as the key needs it; ConfigError for another."""
+    if not names_function(value):
+        raise _problem(key, value, "names no function of a file", f"write {OWN}")
     return _read(key, value, *split(value))
 
 
@@ -71,22 +95,30 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
     except (SyntaxError, ValueError) as error:
         where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    made = key == POLICY and name not in functions and name in _bound(tree)  # which loading it judges
+    if name not in functions and not made:
         known = ", ".join(each for each in functions if not each.startswith("_")) or "none"
         raise _problem(key, value, f"the file has no function `{name}`; its functions: {known}", "name one of them")
-    if absent := [each for each in _imported(tree) if not _is_there(each, path.parent)]:
+    if absent := [each for each in _imported(tree) if not _is_there(each, path.resolve().parent)]:
         raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
-    return _judged(key, value, functions[name])
+    return Traits() if made else _judged(key, value, functions[name])
 
 
-def _judged(key: str, value: str, function: ast.FunctionDef) -> Traits:
+def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise _problem(key, value, "the function is async", "make it a plain `def`")
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    needed = [each.arg for each in positional[: len(positional) - len(arguments.defaults)]]
+    first = [each.arg for each in positional[: len(positional) - len(arguments.defaults)]]
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    needed += [each.arg for each, default in pairs if default is None]
-    given = PARAMETERS[key]
+    by_name = [each.arg for each, default in pairs if default is None]
+    if argument := _ARGUMENT.get(key):
+        if not (positional or arguments.vararg) or first[1:] or by_name:
+            takes = f"takes ({ast.unparse(arguments)}), which is not one {argument}"
+            raise _problem(key, value, takes, f"correct it to `def {function.name}({argument.split()[-1]})`")
+        return Traits()
+    given, needed = PARAMETERS[key], first + by_name
     if unknown := [each for each in needed if each not in given or each in (a.arg for a in arguments.posonlyargs)]:
         wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are given by name"
         raise _problem(key, value, wrong, "rename it, or give it a default")
@@ -124,6 +156,14 @@ def _imported(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.append(node.module.split(".")[0])
     return found
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the file gives to something, wherever in it."""
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return found | {each.asname or each.name for node in ast.walk(tree) for each in getattr(node, "names", ())
+                    if isinstance(each, ast.alias)}  # fmt: skip
 
 
 def _is_there(package: str, folder: Path) -> bool:

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
+
+from rlfuse.config.own_functions import read, split
+from rlfuse.errors import ConfigError
 
 __path__: list[str] = []
 """Makes this a package, whose modules `Finder` finds."""
@@ -32,6 +36,20 @@ _executed: dict[Path, tuple[ModuleType, bytes]] = {}
 
 _started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started
 """What was written before is what this process has imported, and forks of it have."""
+
+
+def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = None) -> Callable[..., Any]:
+    """The function that a key names, read before anything is executed; ConfigError for one that can't be used.
+
+    `module`: what executes its file.
+    """
+    read(key, value)
+    path, name = split(value)
+    try:
+        return getattr((module or module_of)(path), name)
+    except (Exception, SystemExit) as error:
+        wrong = f"its file can't be executed: {type(error).__name__}: {error}"
+        raise ConfigError([f"{key}={value}: {wrong}; correct the file"]) from error
 
 
 def module_of(path: Path) -> ModuleType:

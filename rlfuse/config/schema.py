@@ -145,7 +145,7 @@ class AlgorithmConfig:
     """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo | reinforce_plus_plus | dapo | gspo."""
 
     adv_estimator: str = "gae"
-    """Estimator of advantages, or your own, `path/file.py:name`:"""
+    """Estimator of advantages:"""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
@@ -155,7 +155,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the per-token reward."""
     kl_penalty: str = "k1"
-    """Estimator of the KL in the reward, or your own, `path/file.py:name`:"""
+    """Estimator of the KL in the reward:"""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     kl_coef_by_source: dict[str, float] = field(default_factory=dict)
     """data_source (or a pattern with `*`) -> the coefficient for its samples, in place of both kl_ctrl.kl_coef and
@@ -211,7 +211,7 @@ class ActorConfig:
     clip_ratio_c: float | None = 3.0
     """Dual clip for negative advantages (Ye et al. 2020); null turns it off."""
     loss_mode: str = "vanilla"
-    """PPO's ratio, or a loss of your own, `path/file.py:name`:"""
+    """PPO's ratio, or another loss:"""
     loss_agg_mode: str = "token-mean"
     """How the losses of a batch's tokens become one:"""
     entropy_coeff: float = 0.0
@@ -221,7 +221,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "k3"
-    """Estimator of the KL in the loss, or your own, `path/file.py:name`:"""
+    """Estimator of the KL in the loss:"""
 
 
 @dataclass

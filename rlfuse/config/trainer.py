@@ -22,6 +22,9 @@ class TrainerConfig:
     """Where metrics go, beside metrics.jsonl which is always written:"""
     wandb_mode: str = "offline"
     """wandb's mode:"""
+    metrics: list[str] = field(default_factory=list)
+    """Figures of your own: functions of a step's samples, each as `path/file.py:name`; logged as custom/NAME/..., those
+    of a validation as val-custom/NAME/...."""
     log_samples: int = 16
     """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
     log_val_generations: int = 64

@@ -15,7 +15,7 @@ from rlfuse.config.estimators import in_words
 
 _KL_ESTIMATORS = "k1 | kl (the same) | k2 | mse (the same) | k3 | low_var_kl (the same) | abs"
 # A table, as OmegaConf takes no `Literal` as the type of a field.
-VALUES: dict[str, str] = {
+_NAMED: dict[str, str] = {
     "data.truncation": "error | left (the end is kept) | right (the start is kept) | middle (both ends are kept)",
     "model.dtype": "float32 | bfloat16",
     "rollout.name": "vllm",
@@ -49,11 +49,17 @@ VALUES: dict[str, str] = {
     "cuda",
 }
 """Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
-CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in VALUES.items()}
+CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in _NAMED.items()}
 """The names alone."""
 
+OWN = "path/file.py:name"
+"""How a function of the user's own is written."""
 OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "actor.kl_loss_type", "fusion.policy")
-"""Keys whose value may also be a function of the user's own, `path/file.py:name`."""
+"""Keys whose value may also be a function of the user's own."""
+METRICS = "trainer.metrics"
+"""The key that lists functions of the user's own, and nothing else."""
+VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
+"""Keys with named values, and all that each may be, in words."""
 
 WHY_NOT = {
     ("rollout.weight_transfer", "nccl"): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"
@@ -97,15 +103,15 @@ COMPARISONS = (("above ", operator.gt), (" or more", operator.ge), (" or less", 
 
 
 def names_function(value: object) -> bool:
-    """Whether it is written as `path/file.py:name`."""
+    """Whether it is written as `OWN`."""
     file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return file.endswith(".py") and name.isidentifier()
 
 
-def own_functions(config: Any) -> dict[str, str]:
-    """Keys of a job that name a user's function, and what they name."""
-    chosen = {key: operator.attrgetter(key)(config) for key in OPEN}
-    return {key: value for key, value in chosen.items() if names_function(value)}
+def own_functions(config: Any) -> list[tuple[str, str]]:
+    """Each function of the user's own that a job names beside its rewards, with the key that does."""
+    chosen = [(key, operator.attrgetter(key)(config)) for key in OPEN]
+    return [each for each in chosen if names_function(each[1])] + [(METRICS, each) for each in config.trainer.metrics]
 
 
 def in_range(value: float, words: str) -> bool:

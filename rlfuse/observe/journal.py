@@ -37,6 +37,7 @@ from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.observe.idle import account
+from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
 from rlfuse.observe.sheets import light, sheets_of
 from rlfuse.observe.sinks import VALIDATION, sinks
 from rlfuse.observe.terminal import Terminal
@@ -72,6 +73,7 @@ class Journal:
         self.recorder = Recorder("driver")
         self.facts: dict[str, Any] = {}
         self.faults = Counter() if faults is None else faults
+        self._own_metrics = OwnMetrics(config, self.say)
         self._accounted = time.time()
         self._engines: Sequence[Recorded] = ()
         self._state: Callable[[], dict[str, Any]] = dict
@@ -153,13 +155,14 @@ class Journal:
 
     def validated(self, step: int, board: Board) -> None:
         """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
-        values = figures.validation_metrics(board.groups)
-        self.say("validation  " + "  ".join(f"{k} {v:.3f}" for k, v in values.items() if k.startswith("val-core")))
+        answers = [sample for group in board.groups for sample in group.samples]
+        values = figures.validation_metrics(board.groups) | self._own_metrics.of(answers, HELD_OUT)
+        shown = {name: value for name, value in values.items() if name.startswith(("val-core", HELD_OUT))}
+        self.say("validation  " + "  ".join(f"{name} {value:.3f}" for name, value in shown.items()))
         if step:
             self.note(values)
         else:
             self._log(0, values)
-        answers = [sample for group in board.groups for sample in group.samples]
         rows = [sample_row(sample) for sample in answers[: self.config.trainer.log_val_generations]]
         self._validation.write(step, *rows)
         if rows:
@@ -330,6 +333,7 @@ class Journal:
         values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
         if self.config.algorithm.filter_groups.max_num_gen_batches:
             values["train/num_gen_batches"] = board.batches
+        values |= self._own_metrics.of(whole)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
         values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from rlfuse.config.changes import Change, Effect, differences
-from rlfuse.config.own_functions import placed
+from rlfuse.config.own_functions import absolute, with_functions_at
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
@@ -93,7 +93,7 @@ def accept(config: Config) -> Accepted:
     before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
     found = differences(before, _resolved(config)) if before else []
     changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
-    all_changes = (*changes, *inputs.edited(had, now))
+    all_changes = (*changes, *inputs.edited(config, had, now))
     if mode == "auto" and _finished(folder):
         _judge_finished(config, checkpoint, all_changes, given is None)
     elif (checkpoint is None or of.resolve() != folder.resolve()) and _has_rows(folder):
@@ -229,25 +229,19 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 
 def with_local_paths(config: Config) -> Config:
-    """Folders of models and files of algorithms as absolute paths: workers may have another working directory.
+    """Folders of models and files of functions as absolute paths: workers may have another working directory.
 
     Hub names stay as they are.
     """
-    algorithm, actor = config.algorithm, config.actor
 
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
     return dataclasses.replace(
-        config,
+        with_functions_at(config, absolute),
         model=dataclasses.replace(config.model, path=local(config.model.path)),
         critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
         ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
-        algorithm=dataclasses.replace(
-            algorithm, adv_estimator=placed(algorithm.adv_estimator), kl_penalty=placed(algorithm.kl_penalty)
-        ),
-        actor=dataclasses.replace(actor, loss_mode=placed(actor.loss_mode), kl_loss_type=placed(actor.kl_loss_type)),
-        fusion=dataclasses.replace(config.fusion, policy=placed(config.fusion.policy)),
         reward=dataclasses.replace(
             config.reward,
             model_path=local(config.reward.model_path),

@@ -1,10 +1,10 @@
-"""What a run is made of beside its settings: the user's own files of rewards, and models, known by what is in them.
+"""What a run is made of beside its settings: the user's own files of functions, and models, known by what is in them.
 
 Role: `rlfuse.run.acceptance` compares what a job names with what the run had that it goes on with, and `rlfuse.run.job`
 appends what is new to the run folder's `inputs.jsonl`, a row for each input: after which step, which, its digest. So a
 reward that was edited in place is a change, and a model that was moved is none. Invariants: reads files, never runs
 them; what can't be read is left out. Of a model only config.json, the names and sizes of its weights and the end of
-each file are read. What a reward's file imports is not looked at.
+each file are read. What a function's file imports is not looked at.
 """
 
 from __future__ import annotations
@@ -34,16 +34,26 @@ SHOWN = 12
 
 def digests(config: Config) -> dict[str, str]:
     """The digest of each input that is here: of a user's functions by their file as named, of models by key."""
-    entries, _ = read_entries(config.reward.functions)
-    named = [entry.path for entry in entries if isinstance(entry.path, str) and names_code(entry.path)]
-    named += own_functions(config).values()
     found = dict[str, str]()
-    for file in filter(None, map(reward_file, named)):
+    for file in _files(config):
         with suppress(OSError):
             found[file] = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
     paths = (config.model.path, config.critic.path, config.ref.path)
     models = zip(MODELS, map(of_model, paths), strict=True)
     return found | {key: digest for key, digest in models if digest is not None}
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Each file of a user's functions, as named, and the first key that names one of it."""
+    entries, _ = read_entries(config.reward.functions)
+    named = [
+        ("reward.functions", each.path) for each in entries if isinstance(each.path, str) and names_code(each.path)
+    ]
+    found = dict[str, str]()
+    for key, function in [*named, *own_functions(config)]:
+        if file := reward_file(function):
+            found.setdefault(file, key)
+    return found
 
 
 def of_model(path: str | None) -> str | None:
@@ -91,11 +101,11 @@ def judged(changes: Sequence[Change], before: Mapping[str, str], now: Mapping[st
     return [replace(c, effect=Effect.BESIDE, reason=MOVED) if c.key in moved else c for c in changes]
 
 
-def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+def edited(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
     """Files of functions with the same name and another text, as changes that are told like those of settings."""
-    effect, reason = rule("reward.functions")
-    return [
-        Change(name, before[name][:SHOWN], digest[:SHOWN], effect, f"edited: {reason}")
-        for name, digest in now.items()
-        if name not in MODELS and before.get(name, digest) != digest
-    ]
+    found = []
+    for file, key in _files(config).items():
+        if file in before and file in now and before[file] != now[file]:
+            effect, reason = rule(key)
+            found.append(Change(file, before[file][:SHOWN], now[file][:SHOWN], effect, f"edited: {reason}"))
+    return found

@@ -77,7 +77,18 @@ def test_a_loss_of_ones_own_edited_in_place_is_told_too(config, reward, tmp_path
     folder = begun(config, 2)
     assert str(file) in [row["input"] for row in recorded(folder)]
     file.write_text(file.read_text().replace("return log_probs", "return -log_probs"))
-    assert f"{file}" in accept(config).told
+    told = accept(config).told
+    assert str(file) in told and "edited: another loss" in told
+
+
+def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, reward, tmp_path):  # noqa: F811
+    file = tmp_path / "figures.py"
+    file.write_text("def longest(samples):\n    return 1\n")
+    config.trainer.metrics = [f"{file}:longest"]
+    assert str(file) in [row["input"] for row in recorded(begun(config, 2))]
+    file.write_text(file.read_text().replace("1", "2"))
+    told = accept(config).told
+    assert str(file) in told and "edited: what is logged" in told and "no longer one experiment" not in told
 
 
 def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811

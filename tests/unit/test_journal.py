@@ -53,8 +53,9 @@ def told(monkeypatch):
     return sink
 
 
-def journal_in(folder, start=0, timeline_freq=2):
+def journal_in(folder, start=0, timeline_freq=2, metrics=()):
     config = Config()
+    config.trainer.metrics = list(metrics)
     config.trainer.logger, config.trainer.log_samples, config.trainer.timeline_freq = [], 2, timeline_freq
     config.trainer.max_ckpt_to_keep, config.reward.max_failure_rate = 1, 0.5
     journal = Journal(config, {}, folder, total_steps=3, start=start)

@@ -18,7 +18,7 @@ from rlfuse.config.help import help_text
 from rlfuse.config.keys import DEFAULT_PRESETS, PRESET_GROUPS
 from rlfuse.config.rewards import KEYS
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, RANGES, VALUES
+from rlfuse.config.valid_values import CHOICES, OPEN, OWN, RANGES, VALUES
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import LABELS
 
@@ -46,8 +46,9 @@ def rows(page):
 
 
 def named(words):
-    """The names in `a | b (what it means)`, in order."""
-    return re.sub(r" \([^|]*\)", "", words).replace("`", "").removeprefix("a list of ").split(" | ")
+    """The names in `a | b (what it means)`, in order, without the form of a user's own."""
+    found = re.sub(r" \([^|]*\)", "", words).replace("`", "").removeprefix("a list of ").split(" | ")
+    return [name for name in found if name != OWN]
 
 
 def changed(name, value):
@@ -102,6 +103,15 @@ def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
         assert not any("is not one of" in each for each in accepted)
     told = " ".join(help_text([by_name()[name]]).split())
     assert all(re.search(rf"(?<![\w-]){value}(?![\w-])", told.partition(f"{name}: ")[2]) for value in refused)
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_refusal_help_and_reference_say_that_a_function_of_ones_own_is_taken(name):
+    (problem,) = [each for each in check(changed(name, "unheard"), Facts()) if each.startswith(f"{name}=")]
+    assert f"or {OWN} for your own" in problem
+    assert f"| {OWN} (your own)" in help_text([by_name()[name]]).replace("\n      ", " ")
+    assert f"| `{OWN}` (your own)" in rows((CONF / "KEYS.md").read_text())[name][0]
+    assert not any(each.startswith(f"{name}=") for each in check(changed(name, "mine.py:f"), Facts()))
 
 
 def test_values_are_typed_once():

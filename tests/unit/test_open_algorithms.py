@@ -196,6 +196,36 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says
     assert problem.startswith(f"{setting}: ") and re.search(says, problem), problem
 
 
+def told_of_policy(value):
+    found = config(f"fusion.policy={value}")
+    return [each for each in check(found, read_facts(found)) if each.startswith("fusion.policy=")]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("other.py:f", "there is no file .*other.py; correct the path"),
+        ("mine.py:best", "has no function `best`; its functions: f, g, h, k; name one"),
+        ("mine.py:f", r"takes \(\), which is not one snapshot; correct it to `def f\(snapshot\)`"),
+        ("mine.py:g", r"takes \(view, costs\), which is not one snapshot"),
+        ("mine.py:h", r"takes \(view, \*, costs\), which is not one snapshot"),
+        ("mine.py:k", "the function is async; make it a plain `def`"),
+        ("broken.py:f", "line 1: .*; correct the file"),
+    ],
+)
+def test_what_can_be_seen_of_a_policys_file_is_told_with_the_rest_of_the_job(write, value, says):
+    write("def f(): ...\ndef g(view, costs): ...\ndef h(view, *, costs): ...\nasync def k(view): ...\n1 / 0\n")
+    Path("broken.py").write_text("def f(view) ...\n")
+    (problem,) = told_of_policy(value)
+    assert problem.startswith(f"fusion.policy={value}: ") and re.search(says, problem), problem
+
+
+def test_a_policy_may_be_made_as_the_file_is_executed(write):
+    write("import functools\nfrom functools import partial as other\ndef f(t, view): ...\n"
+          "made = functools.partial(f, 1)\ndef g(view, t=2): ...\n")  # fmt: skip
+    assert not [problem for name in ("made", "other", "g") for problem in told_of_policy(f"mine.py:{name}")]
+
+
 def test_what_is_wrong_in_several_files_is_told_at_once_and_nothing_is_run(write, capsys):
     write("print('run')\ndef f(): ...\n")
     assert len(told(f"{ESTIMATOR}=mine.py:a", f"{LOSS}=mine.py:b", "actor.kl_loss_type=mine.py:c")) == 3

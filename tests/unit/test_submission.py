@@ -65,11 +65,14 @@ def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path
 def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
     (tmp_path / "package").mkdir()
     (here / "mine" / "own.py").write_text("def loss(log_probs): ...\n\n\ndef policy(view): ...\n")
-    config = config_of("actor.loss_mode=mine/own.py:loss", "fusion.policy=mine/own.py:policy")
+    (here / "mine" / "figures.py").write_text("def longest(samples): ...\n")
+    keys = ("actor.loss_mode=mine/own.py:loss", "fusion.policy=mine/own.py:policy")
+    config = config_of(*keys, "trainer.metrics=[mine/figures.py:longest]")
     package = pack(config, tmp_path / "package", here)
     sent = yaml.safe_load((package.folder / "job.yaml").read_text())
-    assert files(package.folder) == ["job.yaml", "mine/own.py", "mine/reward.py"]
+    assert files(package.folder) == ["job.yaml", "mine/figures.py", "mine/own.py", "mine/reward.py"]
     assert (sent["actor"]["loss_mode"], sent["fusion"]["policy"]) == ("mine/own.py:loss", "mine/own.py:policy")
+    assert sent["trainer"]["metrics"] == ["mine/figures.py:longest"]
 
 
 def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):

@@ -124,8 +124,8 @@ def text(value: str) -> str:
 # What was returned ---------------------------------------------------------------------------------------------------
 
 
-def number(value: Any) -> float:
-    """A finite float."""
+def number(value: Any, what: str = "a reward") -> float:
+    """A finite float; `what` it is to be, for whoever reads that it is none."""
     found = value
     if hasattr(value, "item"):
         try:
@@ -133,14 +133,14 @@ def number(value: Any) -> float:
         except (ValueError, RuntimeError):
             raise Unreadable(f"returned an array of shape {tuple(value.shape)} where one number belongs") from None
     if not isinstance(found, bool | int | float):
-        raise Unreadable(f"returned {_short(value)} ({type(value).__name__}); a reward has to be a number")
+        raise Unreadable(f"returned {_short(value)} ({type(value).__name__}); {what} has to be a number")
     try:
         found = float(found)
     except OverflowError:
         digits = int(int.bit_length(found) * math.log10(2)) + 1
-        raise Unreadable(f"returned an integer of {digits} digits, above 1.8e308; a reward has to be finite") from None
+        raise Unreadable(f"returned an integer of {digits} digits, above 1.8e308; {what} has to be finite") from None
     if not math.isfinite(found):
-        raise Unreadable(f"returned {found}; a reward has to be finite")
+        raise Unreadable(f"returned {found}; {what} has to be finite")
     return found
 
 

@@ -1,0 +1,107 @@
+"""Figures of a user's own beside a step's: functions of its finished samples, named by `trainer.metrics`.
+
+Role: the journal makes `OwnMetrics` before anything starts, which loads the functions, and asks it at the end of each
+step and validation. A function `f(samples)` gets a list of `Finished` and returns a number or a dictionary of numbers;
+the mean, or whatever else is made of the samples, is its own affair. Invariants:
+- a function gets copies, so that nothing it does changes what is learned;
+- no metric ends a run: what it raises, what it returns that is no finite number, and a call that takes too long cost
+  that figure alone, and are told with the file, once for each function and figure;
+- waits for each function at most `LONGEST_S`; one that took longer is not asked again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rlfuse.config.own_modules import load
+from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import METRICS
+from rlfuse.rewards.api.items import Item, item_of_sample, own
+from rlfuse.rewards.api.results import Unreadable, beginning, headline, number, text, user_traceback
+from rlfuse.samples import Reward, Sample
+
+TRAINING, HELD_OUT = "custom", "val-custom"
+"""What the names of figures begin with: of a step's samples, and of answers to held-out prompts."""
+LONGEST_S = 30.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Item):
+    """A finished sample: what reward functions get of it (`Item`), and what came of it."""
+
+    prompt_index: int = 0
+    """The row of data that it answers: the same for all answers to one prompt."""
+    finish_reason: str = ""
+    """`stop` or `length`."""
+    reward: float | None = None
+    """None where a reward function failed."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of the reward: each function's number as it came, and whatever else it gave."""
+
+
+def finished(sample: Sample, prompt_key: str = "prompt") -> Finished:
+    """A sample as metrics get it; `prompt_key`: as `data.prompt_key`."""
+    item, reward = item_of_sample(sample, prompt_key), sample.reward
+    scored = isinstance(reward, Reward)
+    return Finished(
+        **{each.name: getattr(item, each.name) for each in fields(item)},
+        prompt_index=sample.prompt.index,
+        finish_reason=sample.response.finish_reason,
+        reward=reward.value if scored else None,
+        parts=dict(reward.parts) if scored else {},
+    )
+
+
+class OwnMetrics:
+    """Raises ConfigError for a function that can't be used; `say`: for lines to the person at the terminal."""
+
+    def __init__(self, config: Config, say: Say):
+        self._functions = {value: load(METRICS, value) for value in config.trainer.metrics}
+        self._prompt_key, self._say = config.data.prompt_key, say
+        self._told: set[tuple[str, str]] = set()
+
+    def of(self, samples: Sequence[Sample], section: str = TRAINING) -> dict[str, float]:
+        """{section}/{function}, or {section}/{function}/{figure}, for all that the functions say of these samples."""
+        found: dict[str, float] = {}
+        items = [finished(sample, self._prompt_key) for sample in samples] if self._functions else []
+        for value, function in list(self._functions.items()):
+            name = value.rpartition(":")[2]
+            for figure, given in self._asked(value, function, items).items():
+                try:
+                    found["/".join([section, name, *([figure] if figure else [])])] = number(given, "a figure")
+                except Unreadable as error:
+                    self._tell(value, figure, f"{f'{figure}: ' if figure else ''}{error}")
+        return found
+
+    def _asked(self, value: str, function: Callable[..., Any], items: Sequence[Finished]) -> dict[str, Any]:
+        """What a function returned, by the figures' names; a number alone has none."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(function([own(item, item.columns) for item in items]))
+            except BaseException as error:  # SystemExit too
+                answers.append(error.with_traceback(error.__traceback__.tb_next))
+
+        thread = threading.Thread(target=ask, daemon=True, name=f"metric {value}")
+        thread.start()
+        thread.join(LONGEST_S)
+        if not answers:
+            del self._functions[value]
+            self._tell(value, "", f"took longer than {LONGEST_S:g} s and is not asked again")
+            return {}
+        [answer] = answers
+        if isinstance(answer, BaseException):
+            raised = user_traceback(answer, beginning(function))
+            self._tell(value, "", f"raised {headline(answer)}", f"\n{raised}")
+            return {}
+        return {text(str(key)): each for key, each in answer.items()} if isinstance(answer, dict) else {"": answer}
+
+    def _tell(self, value: str, figure: str, what: str, more: str = "") -> None:
+        if (value, figure) not in self._told:
+            self._told.add((value, figure))
+            self._say(f"{METRICS}={value}: {what}. The run goes on without it, and this is said once.{more}")

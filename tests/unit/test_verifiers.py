@@ -2,9 +2,12 @@
 
 import inspect
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +27,26 @@ MILLION = "1" * 1_000_000
 
 def scores(module, answer, truth, **options):
     return module.score("source", answer, truth, **options)["score"]
+
+
+def test_the_pages_verifier_is_brought_along(tmp_path, monkeypatch):
+    """With options, a thought that is not judged, and a ground truth that can't be read."""
+    page = (Path(__file__).parents[2] / "rlfuse/rewards/README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    told = ["<think>Or 3 May 2024?</think>The answer is 17 May 2024.", "18 May 2024", "in spring", "17 May 2024"]
+    rows = [{"prompt": "?", "response": each, "ground_truth": "17 May 2024"} for each in told]
+    rows[-1]["ground_truth"] = "2024-05-17"
+    [named] = yaml.safe_load(re.search(r"reward\.functions=(.*)", code)[1])
+    right, wrong, none, unreadable = score_table([named], rows)
+    assert [(row["reward"], row["date/acc"], row["date/format"]) for row in (right, wrong, none)] == [
+        (1.0, 1.0, 1.0),
+        (0.0, 0.0, 1.0),
+        (0.0, 0.0, 0.0),
+    ]
+    assert wrong["note"] == "date/reason: answered '18 May 2024', right is '17 May 2024'" and "date" in none["note"]
+    assert unreadable["reward"] is None and "'2024-05-17' does not match" in unreadable["failure"]
 
 
 @pytest.mark.parametrize("module", ALL)

@@ -1,6 +1,14 @@
 import random
 
-from rlfuse.engines.trainer.micro_batches import balance, micro_batches, pack
+from rlfuse.engines.trainer.degrees import Unit, plan
+from rlfuse.engines.trainer.micro_batches import balance, pack
+
+
+def micro_batches(lengths, ranks, token_budget, most=None, lockstep=False):
+    """Row indices as [rank][micro-batch][row]."""
+    units = [Unit((i,), tokens, 0.0) for i, tokens in enumerate(lengths)]
+    shares = plan(units, ranks, token_budget, most=most, lockstep=lockstep)
+    return [[list(share.rows) for share in mine] for mine in shares]
 
 
 def test_every_row_lands_once_within_budget_and_counts_agree_in_lockstep():

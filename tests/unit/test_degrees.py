@@ -7,7 +7,7 @@ import pytest
 
 from rlfuse.engines.trainer.degrees import Costs, Overhead, Unit, alone, legal, plan, together
 from rlfuse.engines.trainer.measuring import fitted
-from rlfuse.engines.trainer.micro_batches import micro_batches
+from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import Row
 
 TWO_CORES = (1.0, 1.0, 1.5, 2.0)
@@ -61,8 +61,15 @@ def test_without_slices_the_plan_is_that_of_balanced_micro_batches():
         rng = random.Random(seed)
         rows, ranks, budget = random_rows(rng), rng.randint(1, 5), rng.randint(50, 600)
         found = plan(alone(rows), ranks, budget, lockstep=True)
-        wanted = micro_batches([each.tokens for each in rows], ranks, budget, lockstep=True)
-        assert [[list(share.rows) for share in shares] for shares in found] == wanted
+        tokens = [each.tokens for each in rows]
+        wanted = [
+            [[mine[i] for i in bin] for bin in pack([tokens[i] for i in mine], budget)]
+            for mine in balance(tokens, ranks)
+        ]
+        most = max(map(len, wanted))
+        assert [[list(each.rows) for each in shares] for shares in found] == [
+            bins + [[]] * (most - len(bins)) for bins in wanted
+        ]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,13 @@ def killed_while_it_compiles(lock):
     return child
 
 
+@pytest.mark.parametrize("cache", [None, "/somewhere/cache"])
+def test_operations_lie_where_torch_looks_for_them(monkeypatch, cache):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", cache) if cache else monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert str(deepspeed_ops._root()) == cpp_extension.get_default_build_root()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_who_compiles_is_named_and_the_lock_of_a_killed_one_is_removed_at_once(lock):
     child, done = killed_while_it_compiles(lock), []

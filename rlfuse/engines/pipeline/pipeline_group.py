@@ -21,8 +21,8 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.schedule_executor import Timed
-from rlfuse.engines.trainer.degrees import Share, fill
-from rlfuse.engines.trainer.micro_batches import micro_batches, numbered
+from rlfuse.engines.trainer.degrees import Share, alone, fill, plan
+from rlfuse.engines.trainer.micro_batches import numbered
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
@@ -33,8 +33,8 @@ from rlfuse.samples import MicroBatch, Row
 
 SHAPE = {"pipelines": True}
 """What a checkpoint says of who wrote it; any layout reads those of any other."""
-Work = Mapping[str, tuple[list[list[list[int]]], Sequence[Row]]]
-"""Model -> the indices of its rows as [pipeline][micro-batch][row], and the rows."""
+Work = Mapping[str, tuple[list[list[Share]], Sequence[Row]]]
+"""Model -> its micro-batches as [pipeline][micro-batch], and the rows that these number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,16 @@ class PipelineGroup(RankGroup):
     def _divided(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:
         if counts.keys() != rows.keys():
             raise ValueError(f"The schedule's models are {sorted(counts)}, but there are rows for {sorted(rows)}.")
-        return {
-            name: (numbered([row.tokens for row in each], self.copies(name), counts[name]), each)
-            for name, each in rows.items()
-        }
+        work = {}
+        for name, each in rows.items():
+            bins = numbered([row.tokens for row in each], self.copies(name), counts[name])
+            work[name] = [[Share(tuple(bin)) for bin in pipeline] for pipeline in bins], each
+        return work
+
+    def _within_budget(self, model: str, rows: Sequence[Row]) -> list[list[Share]]:
+        """As few micro-batches as the token budget allows, as many in every pipeline."""
+        budget, most = self.config.actor.ppo_max_token_len_per_gpu, self.config.actor.ppo_micro_batch_size_per_gpu
+        return plan(alone(rows), self.copies(model), budget, most=most, lockstep=True)
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""
@@ -120,17 +126,10 @@ class PipelineGroup(RankGroup):
             raise ValueError(
                 f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
             )
-        actor = self.config.actor
-        plan = micro_batches(
-            [row.tokens for row in rows],
-            self.copies(model),
-            actor.ppo_max_token_len_per_gpu,
-            actor.ppo_micro_batch_size_per_gpu,
-            lockstep=True,
-        )
-        schedule = forward_only(self.layout[model], len(plan[0]))
+        shares = self._within_budget(model, rows)
+        schedule = forward_only(self.layout[model], len(shares[0]))
         self._check(schedule)
-        return (await self._run(schedule, {}, {model: (plan, rows)})).scores[model]
+        return (await self._run(schedule, {}, {model: (shares, rows)})).scores[model]
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value before each response token, in order. ValueError for one slot."""
@@ -147,8 +146,8 @@ class PipelineGroup(RankGroup):
     ) -> ScheduleResult:
         batches: dict[str, list[list[MicroBatch]]] = {}
         first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
-        for name, (plan, rows) in (*trained.items(), *scored.items()):
-            before, shares = batches.get(name, [[]] * len(plan)), [[Share(tuple(bin)) for bin in bins] for bins in plan]
+        for name, (shares, rows) in (*trained.items(), *scored.items()):
+            before = batches.get(name, [[]] * len(shares))
             batches[name] = [[*some, *more] for some, more in zip(before, fill(shares, rows), strict=True)]
 
         def arguments(rank: int) -> tuple[Any, ...]:
@@ -159,8 +158,8 @@ class PipelineGroup(RankGroup):
         scores: dict[str, list[Any]] = {name: [None] * len(rows) for name, (_, rows) in scored.items()}
         for rank, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
-                bin = scored[name][0][rank // self.layout[name].stages][number - first[name]]
-                for index, array in zip(bin, arrays, strict=False):  # a filler's answer has no index
+                share = scored[name][0][rank // self.layout[name].stages][number - first[name]]
+                for index, array in zip(share.rows, arrays, strict=False):  # a filler's answer has no index
                     scores[name][index] = array
         return ScheduleResult(scores, [timed for _, timed in answers])
 

@@ -24,7 +24,6 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
-from rlfuse.engines.trainer.micro_batches import micro_batches
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.search import warm_up
@@ -82,10 +81,8 @@ class PipelineTrainer(PipelineGroup):
 
     def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
         """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
-        actor, copies = self.config.actor, self.copies(model)
-        budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-        least = micro_batches([row.tokens for row in rows], copies, budget, most, lockstep=True)
-        return max(len(least[0]), min(2 * self.layout[model].depth, -(-len(rows) // copies)))
+        fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
+        return max(len(self._within_budget(model, rows)[0]), fullest)
 
     async def drain(self) -> list[Span]:
         """Spans of the schedules and of all ranks since the last call."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,27 +28,13 @@ from torch import Tensor
 
 from rlfuse.engines.pipeline.lanes import LaneGroups, members
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.engines.pipeline.waits import WAITS
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.transfers import Program, Step, Transfer, programs
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-
-
-class ExecutableStage(Protocol):
-    """What the executor needs of a stage; see `stages.Stage`."""
-
-    dtype: torch.dtype
-    device: str
-
-    def shape(self, micro_batch: int) -> tuple[int, ...]: ...
-
-    def forward(self, micro_batch: int, received: Tensor | None, training: bool) -> Tensor | None: ...
-
-    def backward(self, micro_batch: int, gradient: Tensor | None, whole: bool) -> Tensor | None: ...
-
-    def weight_gradients(self, micro_batch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +47,7 @@ class Timed:
     end: float
 
 
-Stages = Mapping[tuple[str, int], ExecutableStage]
+Stages = Mapping[tuple[str, int], Stage]
 
 
 class ScheduleExecutor:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +34,6 @@ RUN_AHEAD = 2
 POLL_S = 0.0005
 Lost = Callable[[str, int, Exception], EngineError]
 """What to raise for (purpose, rank, error)."""
-
-
-class Waits(Protocol):
-    """Of one run."""
-
-    def arrived(self, work: Any, purpose: str, rank: int) -> None: ...
-
-    def left(self, work: Any, tensor: Tensor, purpose: str, rank: int) -> None: ...
-
-    def ended(self, moment: Any, purpose: str, rank: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def now(self) -> Any: ...
-
-    def seconds(self, moment: Any) -> float: ...
 
 
 class HostWaits:
@@ -139,5 +123,5 @@ class StreamWaits:
         return self._began + self._first.elapsed_time(moment) / 1000
 
 
-WAITS: dict[str, Callable[[float, Lost], Waits]] = {"gloo": HostWaits, "nccl": StreamWaits}
+WAITS = {"gloo": HostWaits, "nccl": StreamWaits}
 """By backend."""

@@ -51,17 +51,12 @@ async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    began, compiled = time.monotonic(), any(_usual_root().rglob("*.so"))
+    began, compiled = time.monotonic(), any(_root().rglob("*.so"))
     if not compiled:
         watchdog.say("DeepSpeed's operations are compiled: about a minute, once for this machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
     if not compiled:
         watchdog.say(ticked("DeepSpeed's operations", time.monotonic() - began))
-
-
-def _usual_root() -> Path:
-    """Where torch keeps compiled operations, its own question of it aside, which takes a second to import."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str | None:
@@ -105,9 +100,9 @@ def left_over() -> list[Path]:
 
 
 def _root() -> Path:
-    from torch.utils.cpp_extension import get_default_build_root  # takes a second, which the driver need not spend
-
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    """Where torch keeps what it compiles: asking `torch.utils.cpp_extension` would cost a second of imports."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or (cache / "torch_extensions").resolve())
 
 
 def _locks(root: Path) -> list[Path]:

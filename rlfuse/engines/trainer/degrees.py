@@ -4,8 +4,8 @@ Role: called by the trainer group before every pass; pure. Rows become units (a 
 runs once), units get a degree of sequence parallelism, ranks and micro-batches.
 Invariants: every row is in exactly one micro-batch; a micro-batch of degree d is given to d consecutive, aligned ranks;
 each rank runs higher degrees first, so ranks that wait for each other meet in the same order everywhere; tokens per
-rank keep within the budget unless one unit exceeds it at the highest degree; with one legal degree and no costs the
-plan is that of `micro_batches.micro_batches`.
+rank keep within the budget unless one unit exceeds it at the highest degree; with one legal degree and no costs ranks
+are balanced by tokens (`micro_batches.balance`).
 """
 
 from __future__ import annotations

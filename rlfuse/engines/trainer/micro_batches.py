@@ -1,8 +1,7 @@
 """Which sequence goes to which rank and micro-batch: pure functions of lengths.
 
-Role: called by the trainer group before every pass. Invariants: every sequence lands in exactly one micro-batch; where
-a pass has collectives, every rank gets the same number of micro-batches, some of them empty; a micro-batch keeps within
-the token budget unless it is one sequence that is longer than the budget by itself.
+Role: `degrees` and pipelines call them before every pass. Invariants: every sequence lands in exactly one place; a
+micro-batch keeps within the token budget unless it is one sequence that is longer than the budget by itself.
 """
 
 from __future__ import annotations
@@ -41,22 +40,6 @@ def pack(
         bins[b].append(index)
         room[b] = [left - taken for left, taken in zip(room[b], size, strict=True)]
     return bins
-
-
-def micro_batches(
-    lengths: Sequence[int], ranks: int, token_budget: int, max_sequences: int | None = None, lockstep: bool = False
-) -> list[list[list[int]]]:
-    """Row indices as [rank][micro-batch][row]; in `lockstep` every rank gets as many micro-batches, some empty.
-
-    Example: lengths 9, 5, 4, 1 on 2 ranks with a budget of 9 -> [[[0], [3]], [[1, 2]]], in lockstep [[1, 2], []].
-    """
-    shares = balance(lengths, ranks)
-    packed = [
-        [[share[i] for i in bin] for bin in pack([lengths[i] for i in share], token_budget, max_sequences)]
-        for share in shares
-    ]
-    most = max(map(len, packed)) if lockstep else 0
-    return [bins + [[] for _ in range(most - len(bins))] for bins in packed]
 
 
 def numbered(lengths: Sequence[int], pipelines: int, count: int) -> list[list[list[int]]]:

@@ -96,9 +96,8 @@ def importance(value: Any, given: Given) -> Outcome:
         return ""
     if value not in (True, "token"):
         return f"weights are per token here; algorithm.rollout_is_threshold turns them on ({value} in verl)"
-    default = 2.0
-    names = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold")
-    return {"algorithm.rollout_is_threshold": next((given[name] for name in names if name in given), default)}
+    thresholds = (given[f"{name}_threshold"] for name in ROLLOUT_IS if f"{name}_threshold" in given)
+    return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
 
 
 def dynamic_sampling(value: Any, given: Given) -> Outcome:
@@ -166,38 +165,35 @@ def loggers(value: Any, given: Given) -> Outcome:
 
 def resumed(value: Any, given: Given) -> Outcome:
     """auto and disable are verl's words, too."""
-    return (
-        {"trainer.resume_mode": value} if value in ("auto", "disable") else "verl's checkpoints can't be resumed here"
-    )
+    return {"trainer.resume_mode": value} if value in ("auto", "disable") else NO_RESUME
 
 
-def unless(value: Any, key: str, to: Any, nothing: Any) -> Outcome:
-    """`to` for `key`, but for a value that asks for nothing."""
-    return "" if value == nothing or value is None else {key: to}
+def nothing(value: Any, given: Given) -> Outcome:
+    """What counts elsewhere, or verl replaces by the run's own."""
+    return ""
 
 
+def unless(key: str, asks_nothing: Any = None, to: Any = None) -> Callable[[Any, Given], Outcome]:
+    """`to`, or else the value as it is, for `key`, but for a value that asks for nothing."""
+    return lambda value, _: "" if value in (None, asks_nothing) else {key: value if to is None else to}
+
+
+_ULYSSES = unless("training.ulysses_sequence_parallel_size", asks_nothing=1)
 CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
     "algorithm.kl_ctrl.type": adaptive,
-    "algorithm.kl_ctrl.target_kl": lambda value, given: "",
-    "actor_rollout_ref.actor.optim.total_training_steps": lambda value, given: "",  # verl puts the run's own there
+    "algorithm.kl_ctrl.target_kl": nothing,
+    "actor_rollout_ref.actor.optim.total_training_steps": nothing,
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": share_of_steps,
-    "actor_rollout_ref.actor.optim.warmup_style": lambda value, _: unless(
-        value, "actor.optim.lr_scheduler_type", value, None
-    ),
-    "algorithm.rollout_correction.rollout_is": importance,
-    "algorithm.rollout_is": importance,
-    "algorithm.rollout_correction.rollout_is_threshold": lambda value, given: "",
-    "algorithm.rollout_correction.bypass_mode": lambda value, _: unless(
-        value, "algorithm.old_log_probs", "engine", False
-    ),
+    "actor_rollout_ref.actor.optim.warmup_style": unless("actor.optim.lr_scheduler_type"),
+    **dict.fromkeys(ROLLOUT_IS, importance),
+    "algorithm.rollout_correction.rollout_is_threshold": nothing,
+    "algorithm.rollout_correction.bypass_mode": unless("algorithm.old_log_probs", asks_nothing=False, to="engine"),
     "algorithm.filter_groups.enable": dynamic_sampling,
     "algorithm.filter_groups.max_num_gen_batches": dynamic_sampling,
     **{f"{group}.{leaf}": own_reward for group in REWARD for leaf in ("path", "name")},
-    "reward_model.enable": reward_model,
-    "reward_model.model.path": reward_model,
-    "reward.reward_model.enable": reward_model,
-    "reward.reward_model.model_path": reward_model,
+    **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
+    **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
     "trainer.default_local_dir": run_folder,
     "trainer.save_freq": lambda value, _: {"trainer.save_freq": 0 if value == -1 else value},
@@ -209,15 +205,9 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     ),
     f"{VALIDATION}.do_sample": greedy,
     f"{VALIDATION}.temperature": validation_temperature,
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": lambda value, _: unless(
-        value, "training.ulysses_sequence_parallel_size", value, 1
-    ),
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": lambda value, _: unless(
-        value, "training.ulysses_sequence_parallel_size", value, 1
-    ),
-    "actor_rollout_ref.actor.fsdp_config.full_determinism": lambda value, _: unless(
-        value, "trainer.deterministic", True, False
-    ),
-    "reward_model.rollout.name": lambda value, _: unless(value, "reward.model_backend", value, None),
-    "reward.reward_model.rollout.name": lambda value, _: unless(value, "reward.model_backend", value, None),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _ULYSSES,
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": _ULYSSES,
+    "actor_rollout_ref.actor.fsdp_config.full_determinism": unless("trainer.deterministic", asks_nothing=False),
+    "reward_model.rollout.name": unless("reward.model_backend"),
+    "reward.reward_model.rollout.name": unless("reward.model_backend"),
 }

@@ -3,7 +3,7 @@
 Role: `schema_of` makes a JSON schema of a dataclass whose fields are annotated with the subschemas below, nested
 dataclasses, tuples of them and unions with None; `read` checks decoded JSON against it and builds the dataclass. The
 annotations are the only truth: the published `*.schema.json` are written from them, as `--schema` does. Called by
-`workload` and `fusion.schedules.problem`.
+`workload` and `fusion.schedules.problem`; job files ask for the lines of their fields.
 Invariant: a message names the field, the value received, what it may be and what to change, and of a file the line;
 nothing is corrected silently, and no unknown key is passed over.
 """
@@ -237,7 +237,7 @@ def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[Inpu
     except RecursionError:
         raise error(f"{path}: brackets are nested too deep to be read; a {kind} needs four levels") from None
     except error as cause:
-        lines = _lines(text)
+        lines = lines_of(text)
         raise error(*(f"{path}{_line(problem, lines)}: {problem}" for problem in cause.problems)) from cause
     except ValueError as cause:
         raise error(f"{path}: {cause}; a {kind} is one JSON object") from cause
@@ -251,8 +251,8 @@ def _line(problem: str, lines: dict[str, int]) -> str:
     return f":{lines[name]}" if name else ""
 
 
-def _lines(text: str) -> dict[str, int]:
-    """The line of each field, by name: JSON is read as YAML, whose parser keeps them."""
+def lines_of(text: str) -> dict[str, int]:
+    """The line of each field of YAML or JSON by its dotted name: JSON is read as YAML, whose parser keeps them."""
     found: dict[str, int] = {}
 
     def visit(node: yaml.Node, name: str) -> None:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.input_files import lines_of
 from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, rename
 from rlfuse.config.types import explain_type, listed
 from rlfuse.errors import ConfigError
@@ -58,7 +59,7 @@ def register(path: Path) -> JobFile:
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)
-    lines, settings = _lines(text), _settings(content)
+    lines, settings = lines_of(text), _settings(content)
     renames = rename({name: as_typed(value) for name, value in settings})
     for name, value in settings:
         key = renames.names.get(name, name)
@@ -119,23 +120,6 @@ def _settings(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
             found += _settings(value, name + ".")
         else:
             found.append((name, value))
-    return found
-
-
-def _lines(text: str) -> dict[str, int]:
-    """Full name -> line number in the file."""
-    found: dict[str, int] = {}
-
-    def visit(node: yaml.Node, prefix: str) -> None:
-        for key, value in node.value:
-            name = f"{prefix}{key.value}"
-            found[name] = key.start_mark.line + 1
-            if isinstance(value, yaml.MappingNode):
-                visit(value, name + ".")
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if isinstance(root, yaml.MappingNode):
-        visit(root, "")
     return found
 
 

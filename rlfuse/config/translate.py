@@ -48,7 +48,7 @@ GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifie
 
 
 @dataclass(slots=True)
-class Command:
+class VerlCommand:
     """What verl would be given."""
 
     origin: str
@@ -71,7 +71,7 @@ class Command:
 
 
 def _value(text: str) -> Any:
-    """As Hydra reads it; a text that it can't read stays one."""
+    """Return the value as Hydra reads it; a text that it can't read stays a text."""
     try:
         override = OverridesParser.create().parse_override(f"key={text}")
         return text if override.is_sweep_override() else override.value()
@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
 # What is given ------------------------------------------------------------------------------------------------------
 
 
-def read(arguments: list[str]) -> Command:
+def read(arguments: list[str]) -> VerlCommand:
     """Raises ConfigError for what holds no command of verl."""
     if arguments[0] == "--":
         return _of_words("words", [Word(text) for text in arguments[1:]])
@@ -107,9 +107,9 @@ def read(arguments: list[str]) -> Command:
     raise ConfigError([f"{name}: {problem} (verl.trainer.main_ppo KEY=VALUE ...); give the words of one behind --"])
 
 
-def _of_words(origin: str, words: list[Word]) -> Command:
+def _of_words(origin: str, words: list[Word]) -> VerlCommand:
     start = next((at for at, word in enumerate(words) if ENTRY.search(word.text)), -1)
-    command = Command(origin)
+    command = VerlCommand(origin)
     before = ""
     for word in words[start + 1 :]:
         into = REDIRECTION.fullmatch(before)
@@ -121,21 +121,21 @@ def _of_words(origin: str, words: list[Word]) -> Command:
     return command
 
 
-def _of_yaml(origin: str, text: str) -> Command:
+def _of_yaml(origin: str, text: str) -> VerlCommand:
     try:
         content = OmegaConf.create(text)
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError([f"{origin}: is not valid YAML: {' '.join(str(error).split())[:300]}"]) from error
     if not isinstance(content, DictConfig):
         raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])
-    command = Command(origin)
+    command = VerlCommand(origin)
     if "defaults" in content:
         command.left["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
     _take_leaves(command, content)
     return command
 
 
-def _take_leaves(command: Command, content: DictConfig, prefix: str = "") -> None:
+def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") -> None:
     """Every setting of a configuration, with what its `${...}` stand for."""
     for key, raw in OmegaConf.to_container(content).items():
         name = f"{prefix}{key}"
@@ -155,7 +155,7 @@ def _take_leaves(command: Command, content: DictConfig, prefix: str = "") -> Non
 
 
 @dataclass(slots=True)
-class JobFile:
+class Translation:
     """Lines of the file to be."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -175,9 +175,8 @@ class JobFile:
         if known is not None and (problem := _problem(key, value)):
             self.open.append((of, problem))
         elif key in self.settings and self.settings[key] != value:
-            self.open.append(
-                (of, f"{key} is {as_typed(self.settings[key])} already, by {self.comments.get(key) or key}")
-            )
+            before = f"{key} is {as_typed(self.settings[key])} already"
+            self.open.append((of, f"{before}, by {self.comments.get(key) or key}"))
         else:
             self.settings[key] = value
             self.comments.setdefault(key, comment)
@@ -188,13 +187,13 @@ def _problem(key: str, value: Any) -> str | None:
         return explain_value(key, as_typed(value))
     if key in CHOICES and not {*(value if isinstance(value, list) else [value])} <= {*CHOICES[key]}:
         return f"{key} is one of {', '.join(CHOICES[key])}"
-    return f"{key} must be {RANGES[key]}" if key in RANGES and value is not None and not in_range(value, RANGES[key]) \
-        else None  # fmt: skip
+    wrong = key in RANGES and value is not None and not in_range(value, RANGES[key])
+    return f"{key} must be {RANGES[key]}" if wrong else None
 
 
-def translated(command: Command) -> JobFile:
+def translated(command: VerlCommand) -> Translation:
     """The job that means what the command does."""
-    job, given, later = JobFile(), command.settings, []
+    job, given, later = Translation(), command.settings, []
     for name, value in given.items():
         of = f"{name}={as_typed(value)}"
         if name in CONVERSIONS:
@@ -210,14 +209,13 @@ def translated(command: Command) -> JobFile:
             later.append((name, value, of))
     for name, value, of in later:
         _elsewhere(job, name, value, of)
-    for reason, what in ((why, setting) for setting, why in command.left.items()):
-        job.open.append((what, reason))
+    job.open += command.left.items()
     _left_open(job, given, {_key(setting.partition("=")[0]) for setting in command.left})
     return job
 
 
-def _elsewhere(job: JobFile, name: str, value: Any, of: str) -> None:
-    """A name that only verl has."""
+def _elsewhere(job: Translation, name: str, value: Any, of: str) -> None:
+    """Settle a name that only verl has."""
     found = counterpart(name, frozenset(by_name()))
     if found is None or found.origin != "verl":
         job.without.setdefault("nothing here is called so, or does that", []).append(of)
@@ -235,12 +233,12 @@ def _default(key: str) -> Any:
 
 
 def _key(name: str) -> str:
-    """Ours, for what is called so in verl."""
+    """Return the key here for what verl calls `name`."""
     found = None if name in by_name() else counterpart(name, frozenset(by_name()))
     return found.keys[0] if found is not None and found.keys else name
 
 
-def _left_open(job: JobFile, given: dict[str, Any], left: set[str]) -> None:
+def _left_open(job: Translation, given: dict[str, Any], left: set[str]) -> None:
     """What the command leaves to verl: its defaults, and its choice of a reward by the data's source.
 
     `left`: keys that it sets to a value that nobody knows here.
@@ -258,7 +256,7 @@ def _left_open(job: JobFile, given: dict[str, Any], left: set[str]) -> None:
 # As text --------------------------------------------------------------------------------------------------------------
 
 
-def as_text(job: JobFile, origin: str) -> str:
+def as_text(job: Translation, origin: str) -> str:
     """The file."""
     lines = [f"# From {origin} by `rlfuse translate`. Behind a line stands what it was in verl, where it differs."]
     order = {name: number for number, name in enumerate(by_name())}

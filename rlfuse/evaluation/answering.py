@@ -54,7 +54,7 @@ from rlfuse.run.inference import (
     with_served_models,
     with_transfer,
 )
-from rlfuse.samples import Group, Prompt
+from rlfuse.samples import Group, make_groups
 from rlfuse.step.executor import Executor
 from rlfuse.video.video_model import VideoModel
 
@@ -71,14 +71,17 @@ class Loaded:
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[Prompt]
+    groups: list[Group]
     reward: RewardPool | None
     """None: responses alone."""
     video_model: VideoModel | None
 
 
-def load(config: Config, scored: bool, say: Callable[[str], None]) -> Loaded:
-    """Tokenizer, prompts of data.val_files and rewards. Raises ConfigError, DataError or RewardError."""
+def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
+    """Tokenizer, prompts of data.val_files, rewards; samples have the seeds of the validation after `step`.
+
+    Raises ConfigError, DataError or RewardError.
+    """
     reward = reward_pool(config) if scored else None
     if problems := unserved(config):
         raise ConfigError(problems)
@@ -88,7 +91,8 @@ def load(config: Config, scored: bool, say: Callable[[str], None]) -> Loaded:
     say(str(report))
     if reward is not None:
         reward.check_prompts(prompts, config.reward.max_failure_rate)
-    return Loaded(config, tokenizer, prompts, reward, video_model)
+    groups = make_groups(prompts, config.rollout.val_kwargs.n, config.data.seed, step)
+    return Loaded(config, tokenizer, groups, reward, video_model)
 
 
 class _Untrained:

@@ -40,7 +40,7 @@ class Display:
         self._bars: Progress | None = None
 
     def say(self, text: str) -> None:
-        """A line above what moves."""
+        """Print a line above what moves."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
@@ -63,7 +63,7 @@ class Display:
             self._status.stop()
 
     async def tell(self) -> None:
-        """Until cancelled: no log is silent while something starts."""
+        """Say until cancelled what still starts, so that no log is silent."""
         while True:
             await asyncio.sleep(SILENT_S)
             if self._under_way and not self._looked_at:
@@ -91,7 +91,7 @@ class Display:
         return self.tokens / max(self._last - self._began, 1e-9)
 
     def came(self, responses: int, tokens: int) -> None:
-        """So many more."""
+        """Count so many more."""
         self.done += responses
         self.tokens += tokens
         self._last = time.monotonic() if responses else self._last

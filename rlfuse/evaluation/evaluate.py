@@ -31,7 +31,8 @@ from rlfuse.evaluation.responses import Responses
 from rlfuse.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, score_name
 from rlfuse.evaluation.source import Source
 from rlfuse.files import write_whole
-from rlfuse.samples import Group, RewardFailure, make_groups
+from rlfuse.observe.live import figure
+from rlfuse.samples import Group, RewardFailure
 
 FIGURES, RESPONSES = "eval.json", "responses.jsonl"
 
@@ -43,14 +44,13 @@ def main(argv: Sequence[str]) -> None:
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    began, loaded = time.time(), load(config, scored=True, say=display.say)
-    groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
+    began, loaded = time.time(), load(config, source.step, scored=True, say=display.say)
     settings = made_from(config, source, scored=True)
     folder = arguments.out or folder_of(source, config, settings)
     responses = Responses(folder / RESPONSES, scored=True)
-    if left := responses.begin(settings, groups):
+    if left := responses.begin(settings, loaded.groups):
         answer(loaded, left, responses, display)
-    answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in groups]
+    answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
     answered = [group for group in answered if group.samples]
     found = by_source(answered, arguments.threshold)
     report = report_of(config, source, answered, found, arguments.threshold, time.time() - began)
@@ -122,9 +122,9 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
     for source, figures in found.items():
         each = round(figures["samples"] / figures["prompts"])
         spread = "" if figures["stderr"] is None else f" ±{figures['stderr']:.3f}"
-        means = [_figure(figures["score"]) + spread, *(_figure(figures["parts"].get(part)) for part in several)]
-        means += [_figure(figures["reward"])] if name != REWARD else []
-        of_k = [_figure(figures["pass@k"].get(k)) for k in ks]
+        means = [figure(figures["score"]) + spread, *(figure(figures["parts"].get(part)) for part in several)]
+        means += [figure(figures["reward"])] if name != REWARD else []
+        of_k = [figure(figures["pass@k"].get(k)) for k in ks]
         scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
         passes.add_row(Text(source), *of_k)
         length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
@@ -140,7 +140,7 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
 
 
 def _table(*heads: str) -> Table:
-    """Of figures, one row for each data source."""
+    """Make a table of figures, one row for each data source."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("data_source", overflow="fold")
     for head in heads:
@@ -157,7 +157,3 @@ def check_failures(groups: Sequence[Group], most: float) -> None:
             f"{failed} of {len(rewards)} answers have no reward, more than reward.max_failure_rate={most}: the figures "
             "are of the others alone. Mend the function, or raise the rate."
         )
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

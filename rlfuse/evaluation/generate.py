@@ -16,7 +16,6 @@ from rlfuse.evaluation.arguments import made_from, parsed, parser, read
 from rlfuse.evaluation.display import begin
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.files import read_rows
-from rlfuse.samples import make_groups
 
 ENDINGS = (".jsonl", ".parquet")
 
@@ -33,11 +32,10 @@ def main(argv: Sequence[str]) -> None:
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    loaded = load(config, arguments.score, display.say)
-    groups = make_groups(loaded.prompts, config.rollout.val_kwargs.n, config.data.seed, source.step)
+    loaded = load(config, source.step, arguments.score, display.say)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.part.jsonl")
     responses = Responses(lines, arguments.score)
-    left = responses.begin(made_from(config, source, arguments.score), groups)
+    left = responses.begin(made_from(config, source, arguments.score), loaded.groups)
     if responses.written:
         display.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
     if left:

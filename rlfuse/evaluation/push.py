@@ -88,7 +88,7 @@ def upload(folder: Path, name: str, card: str, private: bool, revision: str | No
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """What the hub's client raises, in one message."""
+    """Turn what the hub's client raises into one message."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
@@ -171,7 +171,7 @@ def _facts(run: RunFolder, step: int) -> dict[str, str]:
 
 
 def _batches(phases: Sequence[tuple[int, dict[str, Any]]], steps: int) -> str:
-    """How many of how many prompts."""
+    """Say how many batches of how many prompts were learned from."""
     starts = [*(start for start, _ in phases), steps + 1]
     parts = [
         (config["data"].get("train_batch_size"), end - start)

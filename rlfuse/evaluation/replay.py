@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +29,7 @@ from rlfuse.config.rewards import RewardConfig
 from rlfuse.errors import RewardError
 from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
 from rlfuse.observe.dataframes import PART, sample_table
+from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.table import cells
 from rlfuse.run_folder.reader import RunFolder, open_run
@@ -127,8 +127,8 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
     for name in ("samples", "mean", "Pearson", "Spearman", "flipped", "turned"):
         table.add_column(name, justify="right")
     for source, row in found.agreement.iterrows():
-        means = f"{_figure(row['mean_before'])} → {_figure(row['mean_after'])}"
-        correlations = (_figure(row["pearson"]), _figure(row["spearman"]))
+        means = f"{figure(row['mean_before'])} → {figure(row['mean_after'])}"
+        correlations = (figure(row["pearson"]), figure(row["spearman"]))
         flipped = f"{row['flipped']:.0f} of {row['pairs']:.0f}"
         table.add_row(Text(str(source)), f"{row['samples']:.0f}", means, *correlations, flipped, f"{row['turned']:.0f}")
     console.print(table)
@@ -154,13 +154,9 @@ def _examples(samples: pd.DataFrame) -> Table:
         "sample", "reward", "prompt", "response", box=SIMPLE_HEAD, title="largest shifts in rank", title_justify="left"
     )
     for _, row in samples.iterrows():
-        rewards = f"{_figure(row['before'])} → {_figure(row['after'])}"
+        rewards = f"{figure(row['before'])} → {figure(row['after'])}"
         table.add_row(Text(row["id"]), rewards, *(Text(_short(row[name])) for name in ("prompt", "response")))
     return table
-
-
-def _figure(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 def _short(text: str) -> str:
@@ -190,5 +186,5 @@ def write(
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON, which knows no NaN."""
+    """Return the rows for JSON, which knows no NaN."""
     return json.loads(table.to_json(orient="records", default_handler=str))

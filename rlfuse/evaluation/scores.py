@@ -37,7 +37,7 @@ def ks(n: int) -> list[int]:
 
 
 def score(sample: Sample) -> float | None:
-    """None where it has none."""
+    """Return a sample's score; None where it has none."""
     if not isinstance(sample.reward, Reward):
         return None
     given = [sample.reward.parts[name] for name in _accuracies(sample.reward)]
@@ -106,7 +106,7 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
 
 
 def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
-    """Tokens of responses."""
+    """Sum up how many tokens responses have."""
     return {
         "mean": float(np.mean(lengths)),
         "median": float(np.median(lengths)),

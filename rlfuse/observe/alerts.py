@@ -57,12 +57,12 @@ class Alerts:
         self._standing: set[str] = set()
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """The steps before a resume: known, and not told again."""
+        """Take in the steps before a resume, of which nothing is told again."""
         for row in rows:
             self.check(row)
 
     def check(self, values: Mapping[str, float]) -> list[Alert]:
-        """What is new of this step."""
+        """Return the alerts of this step that did not stand before it."""
         found = list(self._found(values))
         new = [alert for alert in found if alert.title not in self._standing]
         self._standing = {alert.title for alert in found}
@@ -79,7 +79,7 @@ class Alerts:
         yield from self._idle(values)
 
     def _mean(self, name: str, values: Mapping[str, float]) -> float:
-        """Over the window; NaN until it is full."""
+        """Return the mean over the window; NaN until it is full."""
         recent = self._recent[name]
         if math.isfinite(value := values.get(name, math.nan)):
             recent.append(value)
@@ -182,10 +182,8 @@ class Alerts:
         waits = {name: value for name, value in values.items() if name.startswith("idle/") and name != "idle/start_up"}
         whole = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
         limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else 0.0
-        self._recent["idle"].append(share)
-        recent = self._recent["idle"]
-        mean = sum(recent) / len(recent)
-        if limit is not None and len(recent) == WINDOW and mean > limit:
+        mean = self._mean("idle", {"idle": share})
+        if limit is not None and mean > limit:
             most = max(waits, key=waits.__getitem__)
             cause = CAUSES.get(most.removeprefix("idle/"), most)
             yield Alert(

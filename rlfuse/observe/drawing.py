@@ -71,7 +71,7 @@ class Drawing:
         self._asked.append(_Asked(what, then, future))
 
     def tell(self) -> None:
-        """Of what was drawn since the last call."""
+        """Tell of what was drawn since the last call."""
         while self._asked and self._asked[0].future.done():
             asked = self._asked.popleft()
             error = ENDED if asked.future.cancelled() else asked.future.exception()
@@ -93,7 +93,7 @@ class Drawing:
         self.tell()
 
     def _draw(self, target: str, arguments: tuple) -> None:
-        """In the thread: the request, and the answer to it."""
+        """Send the request and wait for its answer, in the thread."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         process, late, began = self._process, Timer(DRAWING_S, self._process.kill), time.monotonic()

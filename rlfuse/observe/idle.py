@@ -81,7 +81,7 @@ class Account:
 
     @property
     def idle_share(self) -> float:
-        """Of all slots' time, the part without work."""
+        """The share of all slots' time that was without work."""
         return sum(self.idle.values()) / self.seconds if self.seconds else 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
         claims += [("idle/switch", union(switches[engine])), *before]
         claims += [("idle/calls", union(calls[engine])), *after]
-        divided.append(_heard((start, end), claims))
+        divided.append(_claimed((start, end), claims))
     return divided
 
 
@@ -170,7 +170,7 @@ def _start_up(spans: Iterable[Span], start: float) -> Intervals:
     return [(start, min(after, default=began[-1]))]
 
 
-def _heard(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
+def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
     """What each claim gets of the window: nothing that an earlier one has."""
     left, given = [window] if window[1] > window[0] else [], defaultdict(list)
     for name, claim in claims:

@@ -7,6 +7,7 @@ nothing, and takes each container's members at one stroke.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +101,7 @@ def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:
     return [(span.cause, now - span.start) for span in spans if span.kind == "start" and span.cause != "run"]
 
 
-def told(view: View) -> str:
+def log_line(view: View) -> str:
     """A line of it, for a log that would be silent."""
     parts = [f"{name} {seconds:.0f} s" for name, seconds in view.starting[:ROWS]]
     parts += [f"{stage.name} {stage.done}/{stage.total}" for stage in view.stages]
@@ -194,6 +195,11 @@ def sparkline(values: Sequence[float], width: int = SHOWN_STEPS) -> str:
     shown = values[-width:]
     low, high = min(shown), max(shown)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 3] for value in shown)
+
+
+def figure(value: float | None, form: str = ".3f") -> str:
+    """A number for people; "-" where there is none."""
+    return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def clock(seconds: float) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 from rlfuse.algorithms.preferences import Calibration
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.files import write_whole
-from rlfuse.observe.summary import versions
+from rlfuse.observe.live import figure
+from rlfuse.observe.summary import outcome
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.rewards.api.labels import saved
 
@@ -57,31 +58,19 @@ def draw_reliability(axes: Axes, found: Calibration) -> None:
 
 def summarise_pairs(folder: Path, seconds: float) -> dict[str, Any]:
     """Write `summary.json` of a reward model's training and print what it is; returns the summary."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    held_out = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
     weights = max(
         folder.glob(f"global_step_*/{MODEL_PART}/huggingface"), key=lambda path: path.stat().st_mtime, default=None
     )
-    summary = {
-        "val_before": next((value for step, value in held_out if step == 0), None),
-        "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
-        "steps": sum(row["step"] > 0 for row in rows),
-        "seconds": round(seconds, 1),
-        "versions": versions(),
-        "metrics": {key: value for row in rows for key, value in row.items()},
-    }
+    summary = outcome(read_metrics(folder / "metrics.jsonl"), ACCURACY, seconds)
     write_whole(folder / "summary.json", json.dumps(summary, indent=2))
     print(_text(summary, folder, weights))
     return summary
 
 
 def _text(summary: dict[str, Any], folder: Path, weights: Path | None) -> str:
-    before, after = (
-        "-" if summary[f"val_{side}"] is None else f"{summary[f'val_{side}']:.3f}" for side in ("before", "after")
-    )
     lines = [
         f"{summary['steps']} steps in {summary['seconds']:.0f} s",
-        f"  held-out pairs {before} -> {after}   (accuracy)",
+        f"  held-out pairs {figure(summary['val_before'])} -> {figure(summary['val_after'])}   (accuracy)",
     ]
     if (ece := summary["metrics"].get(f"val-aux/{MODEL_PART}/ece")) is not None:
         lines.append(f"  calibration   {ece:.3f}   (expected calibration error)")

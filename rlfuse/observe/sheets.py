@@ -23,7 +23,7 @@ FOLDER = "contact_sheets"
 
 @cache
 def _pool(timeout_s: float) -> DecodePool:
-    """Of this process, with which its decoders end."""
+    """The decoders of this process, which end with it."""
     return DecodePool(timeout_s=timeout_s)
 
 

@@ -35,19 +35,19 @@ class Sink(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """What samples were, and what their reward was made of; `name`: of the table."""
+        """Show what samples were, and what their reward was made of; `name`: of the table."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG of the run folder."""
+        """Show a PNG of the run folder."""
 
     def alert(self, step: int, alert: Alert) -> None:
         """Call a person."""
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        """Samples that newly have no reward, as `tracking.failure_row` makes them."""
+        """Tell of samples that newly have no reward, as `tracking.failure_row` makes them."""
 
     def failure(self, where: str, text: str) -> None:
-        """What went wrong, where the curves are."""
+        """Tell what went wrong, where the curves are."""
 
     def close(self, exit_code: int) -> None: ...
 
@@ -100,7 +100,7 @@ class Wandb:
         self._run.log({AXIS: step, **metrics})
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """A table; with the contact sheets of those that have one."""
+        """Log a table, with the contact sheets of those that have one."""
         parts = sorted({name for row in rows for name in row["parts"]})
         shown = ("id", "prompt", "response", "finish", "response_tokens", "reward")
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
@@ -119,12 +119,12 @@ class Wandb:
         self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        """A table of the first, with their tracebacks."""
+        """Log a table of the first, with their tracebacks."""
         table = self._wandb.Table(columns=list(FAILURE), data=[[row[name] for name in FAILURE] for row in rows[:SHOWN]])
         self.log(step, {"reward_failures": table})
 
     def failure(self, where: str, text: str) -> None:
-        """A row in the table of errors."""
+        """Add a row to the table of errors."""
         self._run.log({"errors": self._wandb.Table(columns=["where", "error"], data=[[where, text]])})
 
     def close(self, exit_code: int) -> None:
@@ -145,7 +145,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """As text; TensorBoard reads Markdown, so texts stand in blocks that it leaves alone."""
+        """Write text; TensorBoard reads Markdown, so texts stand in blocks that it leaves alone."""
         for number, row in enumerate(rows):
             blocks = [f"{row['id']}, reward {row['reward']}", *(_block(row[text]) for text in ("prompt", "response"))]
             self._writer.add_text(f"{name}/{number}", "\n\n".join(blocks), step)
@@ -171,5 +171,5 @@ class TensorBoard:
 
 
 def _block(text: str) -> str:
-    """Markdown's verbatim block."""
+    """Make it Markdown's verbatim block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

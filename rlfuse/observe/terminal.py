@@ -26,7 +26,8 @@ from rich.live import Live
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
-from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, look, render, told, under_way
+from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, look, render, under_way
+from rlfuse.observe.own_metrics import TRAINING
 from rlfuse.progress import SILENT_S, watched
 
 FILE = "live.json"
@@ -58,7 +59,7 @@ class Terminal:
         self._looking.start()
 
     def view(self) -> View:
-        """Everything as it is now."""
+        """Look at everything as it is now."""
         spans = list(self._recorder.open.values())
         phase, stages, slots, in_flight = look(self.board, spans)
         if phase == BETWEEN:
@@ -71,11 +72,11 @@ class Terminal:
         return View(self._name, self._step, self._total, now - self._since, left, *more)
 
     def render(self) -> RenderableType:
-        """For the live display."""
+        """Draw the view, for the live display."""
         return render(self.view())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step has ended."""
+        """Take in a step that has ended, and print its line."""
         now = time.monotonic()
         if self._rewards or self._seconds:  # the first one's time holds the start
             self._seconds = [*self._seconds[-19:], now - self._step_ended]
@@ -90,12 +91,12 @@ class Terminal:
         self.say(step_line(step, self._total, metrics))
 
     def say(self, text: str) -> None:
-        """A line above the view."""
+        """Print a line above the view."""
         self._spoke = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """The last view stays."""
+        """End the live view; its last state stays."""
         self._closed.set()
         self._looking.join()
         if self._live:
@@ -108,7 +109,7 @@ class Terminal:
             began = time.thread_time()
             self._publish()
             if self._live is None and time.monotonic() - self._spoke > SILENT_S:
-                self.say(told(self.view()))
+                self.say(log_line(self.view()))
             pause = max(LOOK_S, (time.thread_time() - began) / SHARE)
 
     def _publish(self) -> None:
@@ -123,30 +124,28 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """What is said of a step that has ended."""
     shown = fields(metrics) | ({"held out": text} if (text := _held_out(metrics)) else {})
     line = "  ".join(f"{name} {value}" for name, value in shown.items())
-    return f"step {step}/{total}  {line}  {_figure(metrics.get('perf/time_per_step'), '.1f')} s"
+    return f"step {step}/{total}  {line}  {figure(metrics.get('perf/time_per_step'), '.1f')} s"
 
 
 def fields(metrics: Mapping[str, float]) -> dict[str, str]:
     """The figures of a step that people look at, with units; of a reward model that learns its own."""
     if "reward_model/loss" in metrics:
         names = ("loss", "acc", "margin", "grad_norm")
-        return {name: _figure(metrics.get(f"reward_model/{name}"), ".3f") for name in names}
-    length, longest = (_figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
+        return {name: figure(metrics.get(f"reward_model/{name}")) for name in names}
+    length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
     found = {
-        "reward": _figure(metrics.get("critic/score/mean"), ".3f"),
-        "kl": _figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
+        "reward": figure(metrics.get("critic/score/mean")),
+        "kl": figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
     }
     if "actor/entropy" in metrics:
-        found["entropy"] = _figure(metrics["actor/entropy"], ".3f")
+        found["entropy"] = figure(metrics["actor/entropy"])
     found["length"] = f"{length} tokens (most {longest})"
-    found["speed"] = f"{_figure(metrics.get('perf/throughput'), ',.0f')} tokens/s a slot"
+    own = {name: value for name, value in metrics.items() if name.startswith(f"{TRAINING}/")}
+    found |= {name.partition("/")[2]: figure(value, ".4g") for name, value in own.items()}
+    found["speed"] = f"{figure(metrics.get('perf/throughput'), ',.0f')} tokens/s a slot"
     return found
 
 
 def _held_out(metrics: Mapping[str, float]) -> str:
     """The main scores of a validation, if there was one in the step."""
     return "  ".join(f"{value:.3f}" for name, value in metrics.items() if name.startswith("val-core/"))
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)

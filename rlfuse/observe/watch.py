@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from rich.console import Console
 from rich.live import Live
 
 from rlfuse.errors import RunError
-from rlfuse.observe.live import Stage, View, clock, render, told
-from rlfuse.observe.summary import told as summarised
+from rlfuse.observe.live import Stage, View, clock, log_line, render
+from rlfuse.observe.summary import summary_text
 from rlfuse.observe.terminal import FILE, LOOK_S, step_line
 from rlfuse.progress import SILENT_S, watched
 from rlfuse.run_folder import status
@@ -55,10 +56,11 @@ def main(argv: Sequence[str]) -> None:
 
 def watch(folder: Path, now: Status, console: Console) -> None:
     """Show lines of steps and the view until the run has ended, then how."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     view, lines, spoke = _view(folder, now), _Rows(folder / "metrics.jsonl"), time.monotonic()
     total = view.total if view else 0
     for row in [row for row in lines.more() if row["step"] > 0][-STEPS:]:
-        console.print(step_line(row["step"], total, row), highlight=False, markup=False, soft_wrap=True)
+        say(step_line(row["step"], total, row))
     live = Live(console=console, auto_refresh=False) if watched(console) else None
     with live or nullcontext():
         while now.now == "running":
@@ -67,15 +69,15 @@ def watch(folder: Path, now: Status, console: Console) -> None:
                 if live:
                     live.update(render(view), refresh=True)
                 elif time.monotonic() - spoke > SILENT_S:
-                    console.print(told(view), highlight=False, markup=False)
+                    say(log_line(view))
                     spoke = time.monotonic()
             time.sleep(LOOK_S)
             for row in lines.more():
                 if row["step"] > 0:
-                    console.print(step_line(row["step"], total, row), highlight=False, markup=False, soft_wrap=True)
+                    say(step_line(row["step"], total, row))
                     spoke = time.monotonic()
             now = status.read(folder) or now
-    console.print(_end(folder, now), highlight=False, markup=False, soft_wrap=True)
+    say(_end(folder, now))
 
 
 def read_view(path: Path) -> tuple[float, View]:
@@ -99,12 +101,12 @@ def _view(folder: Path, now: Status) -> View | None:
 
 
 def _end(folder: Path, now: Status) -> str:
-    """What became of it."""
+    """Say what became of the run."""
     if now.now == "crashed":
         return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
     if now.state == "finished":
         summary = open_run(folder).summary()
-        return summarised(summary, folder) if "reward_first" in summary else f"{now.name} finished"
+        return summary_text(summary, folder) if "reward_first" in summary else f"{now.name} finished"
     return f"{now.name} {now.state}: {now.error}"
 
 

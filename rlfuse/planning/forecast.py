@@ -18,7 +18,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
-from rlfuse.planning.activations import stage_parts
+from rlfuse.planning.activations import in_lockstep, stage_parts
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import Recording, workload_of
@@ -118,15 +118,13 @@ def forecast(
     """Simulate one step; where the job has pipelines, training is the schedule that a run would start with."""
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
-    stages, zero = config.training.pipeline_parallel_size, config.actor.zero_stage
-    spread = config.training.ulysses_sequence_parallel_size > 1
-    passes, gradients = zero == 3 or spread or stages > 1, zero >= 2 or spread or stages > 1
-    given, results = Settings(lockstep=passes, lockstep_backward=gradients), []
+    given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
+    results = []
     for policy in dict.fromkeys((config.fusion.policy, "serial")):
         settings = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
         results.append(simulate(workload, policy, settings).result)
     mine = results[0]
-    if stages == 1:
+    if config.training.pipeline_parallel_size == 1:
         return Forecast(tuple(results), mine.step_s - mine.generation_and_scoring_s - costs.step_s, mine.step_s)
     planner, counts = _planned(config, shapes, costs, lengths, prompt_tokens)
     steps = workload.training.mini_batches * workload.training.epochs
@@ -139,11 +137,8 @@ def _planned(
     config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
 ) -> tuple[Planner, dict[str, int]]:
     """A planner that knows each operation's duration, and how many micro-batches a mini-batch has in a pipeline."""
-    stages, training, width = (
-        config.training.pipeline_parallel_size,
-        config.training,
-        config.rollout.tensor_model_parallel_size,
-    )
+    training, width = config.training, config.rollout.tensor_model_parallel_size
+    stages = training.pipeline_parallel_size
     planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
     copies, rows = config.slots // stages, config.actor.ppo_mini_batch_size * config.rollout.n
     tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies

@@ -20,15 +20,14 @@ from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 
 GIB, MIB = 1 << 30, 1 << 20
-ITEM = {"float32": 4, "bfloat16": 2}
-WIDTH = ITEM | {"float16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = 8
 """AdamW's two moments, in float32."""
 REDUCED_WHOLE = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
 LIVE = 1_000_000_000
 """Parameters that ZeRO 3 holds gathered at a time, at the most."""
-PROCESS = {"cuda": 600 * MIB, "cpu": 600 * MIB}
+PROCESS = 600 * MIB
 """What each process of a slot takes besides: a CUDA context, or Python with torch."""
 SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
@@ -80,12 +79,12 @@ class Memory:
         return PHASES if self.budget.device == "cuda" else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:
-        """The parts that are there."""
+        """Return the parts that are there in a phase."""
         there = contents()[phase] if self.budget.device == "cuda" else set(Item)
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
-        """Bytes of a phase."""
+        """Sum up the bytes of a phase."""
         return sum(part.size for part in self.of(phase))
 
     @property
@@ -112,13 +111,13 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
         found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
     here = -(-len(served) // config.slots)  # on the slot that has the most of them
     if largest := sorted(served.values(), key=lambda shape: -shape.parameters)[:here]:
-        item = WIDTH[config.reward.model_dtype]
+        item = ITEM[config.reward.model_dtype]
         weights = sum(each.parameters for each in largest) * item
         found.append(Part("reward models", "parameters", weights, Item.RESIDENTS))
         work = sum(_layer_at_work(each, SCORED_TOKENS, item) + SCORER for each in largest)
         found.append(Part("reward models", "work space", work, Item.RESIDENTS))
     count = 2 + bool(tower) + here
-    found.append(Part("processes", "of their own", count * PROCESS[budget.device], Item.RESIDENTS))
+    found.append(Part("processes", "of their own", count * PROCESS, Item.RESIDENTS))
     if budget.device == "cuda":
         found.append(Part("engine", "what does not sleep", GRAPHS, Item.RESIDENTS))
         if config.slots > 1:
@@ -144,7 +143,7 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
 
 
 def _models(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
-    """Of the pipeline's fullest position, where there is one."""
+    """Return the models' parts on the pipeline's fullest position, where there is one."""
     stages = config.training.pipeline_parallel_size
     found = [_position(config, shapes, device, position) for position in range(stages)]
     return max(found, key=lambda each: sum(part.size for part in each))

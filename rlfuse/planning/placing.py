@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
-from rlfuse.planning.activations import stage_parts
+from rlfuse.planning.activations import stage_of
 from rlfuse.planning.model_sizes import Shape
 
 
@@ -42,6 +42,5 @@ def places(config: Config, shapes: Mapping[str, Shape]) -> list[Place]:
 def _held(role: str, shape: Shape, position: int, stages: int) -> str:
     if stages == 1:
         return role
-    stage = stages - 1 - position if role == "critic" else position
-    layers = stage_parts(shape, stages)[stage].layers
+    layers = stage_of(shape, role, position, stages).layers
     return f"{role} layers {layers.start}-{layers.stop - 1}" if layers else f"{role} head"

@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.cluster.cuda import gpu_settings
+from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.facts import Facts, model_facts
@@ -200,9 +201,7 @@ def settings_table(config: Config) -> Table:
     """Keys that differ from their defaults."""
     table = _table("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
     for key in keys():
-        value = config
-        for name in key.name.split("."):
-            value = getattr(value, name)
+        value = value_of(config, key.name)
         if key.required or value != key.default:
             table.add_row(key.name, escape(as_typed(value)))
     return table

@@ -21,7 +21,7 @@ One slot's life, as `engines.colocation` and `run.start_parts` have it (#: there
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,17 +58,13 @@ class Call:
 
     phase: str | None = None
     """None: it only moves; what it leaves behind is of the phase that follows."""
-    needs: frozenset[Item] = frozenset()
-    apart_from: frozenset[Item] = frozenset()
+    needs: Set[Item] = frozenset()
+    apart_from: Set[Item] = frozenset()
     """Must have left."""
-    brings: frozenset[Item] = frozenset()
-    during: frozenset[Item] = frozenset()
+    brings: Set[Item] = frozenset()
+    during: Set[Item] = frozenset()
     """On the device only while the call lasts."""
-    takes: frozenset[Item] = frozenset()
-
-
-def _items(*items: Item) -> frozenset[Item]:
-    return frozenset(items)
+    takes: Set[Item] = frozenset()
 
 
 CALLS = {
@@ -77,30 +73,26 @@ CALLS = {
     "take_device": Call(apart_from=ENGINE, brings=MODELS),
     "leave_device": Call(takes=TRAINED),
     "sleep": Call(needs=ENGINE, takes=ENGINE),
-    "wake(weights)": Call(brings=_items(Item.ENGINE_WEIGHTS)),
-    "wake(kv_cache)": Call(apart_from=TRAINED, brings=_items(Item.KV_CACHE)),
+    "wake(weights)": Call(brings={Item.ENGINE_WEIGHTS}),
+    "wake(kv_cache)": Call(apart_from=TRAINED, brings={Item.KV_CACHE}),
     "generate": Call(GENERATING, needs=ENGINE, apart_from=TRAINED),
-    "score": Call(
-        TRAINING, needs=_items(Item.PARAMETERS, Item.REFERENCE), apart_from=ENGINE, during=_items(Item.ACTIVATIONS)
-    ),
+    "score": Call(TRAINING, needs={Item.PARAMETERS, Item.REFERENCE}, apart_from=ENGINE, during={Item.ACTIVATIONS}),
     "accumulate": Call(
         TRAINING,
-        needs=_items(Item.PARAMETERS),
+        needs={Item.PARAMETERS},
         apart_from=ENGINE,
-        brings=_items(Item.GRADIENTS),
-        during=_items(Item.ACTIVATIONS),
+        brings={Item.GRADIENTS},
+        during={Item.ACTIVATIONS},
     ),
-    "step": Call(
-        TRAINING, needs=_items(Item.PARAMETERS, Item.OPTIMIZER), apart_from=ENGINE, takes=_items(Item.GRADIENTS)
-    ),
+    "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, apart_from=ENGINE, takes={Item.GRADIENTS}),
     "push": Call(
         SYNC,
-        needs=_items(Item.PARAMETERS, Item.ENGINE_WEIGHTS),
-        apart_from=_items(Item.KV_CACHE),
-        during=_items(Item.BUCKETS, Item.LAYER),
+        needs={Item.PARAMETERS, Item.ENGINE_WEIGHTS},
+        apart_from={Item.KV_CACHE},
+        during={Item.BUCKETS, Item.LAYER},
     ),
-    "export": Call(SYNC, needs=_items(Item.PARAMETERS), apart_from=_items(Item.KV_CACHE), during=_items(Item.BUCKETS)),
-    "save": Call(SAVING, needs=MODELS, apart_from=ENGINE, during=_items(Item.BUCKETS)),
+    "export": Call(SYNC, needs={Item.PARAMETERS}, apart_from={Item.KV_CACHE}, during={Item.BUCKETS}),
+    "save": Call(SAVING, needs=MODELS, apart_from=ENGINE, during={Item.BUCKETS}),
     "load": Call(SAVING, needs=MODELS, apart_from=ENGINE),
 }
 """`push` is a bucket between a slot's ranks and its engine, `export` one of ranks whose own engine takes no part."""

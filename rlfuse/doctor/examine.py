@@ -32,7 +32,7 @@ from rlfuse.doctor.self_test import LIMIT_S, self_test
 MIB, GIB = 1 << 20, 1 << 30
 RAY_FULL = 0.95
 """Share of its disk from which Ray creates no more objects."""
-INSTALL = "run jobs/install.sh in the checkout"
+INSTALL = "run jobs/install.sh in a checkout"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
@@ -66,7 +66,7 @@ def _packages() -> list[Finding]:
 
 def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
     if have is None:
-        return Finding(name, "problem", "not installed", INSTALL)
+        return Finding(name, "problem", "not installed", f"{INSTALL}, or install {name}{tested}")
     if not tested.contains(have, prereleases=True):
         return Finding(name, "problem", f"{have}, tested with {tested}", f"{INSTALL}, or install {name}{tested}")
     return Finding(name, "ok", have)
@@ -124,7 +124,10 @@ def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
     if compiler is None:
         return Finding("DeepSpeed's extension", "problem", "not compiled, and no g++", "install g++ (build-essential)")
     return Finding(
-        "DeepSpeed's extension", "warning", "compiled by the first run, about a minute", f"beforehand: {INSTALL}"
+        "DeepSpeed's extension",
+        "warning",
+        "compiled by the first run, about a minute",
+        f"none is needed; to have it beforehand, {INSTALL}",
     )
 
 

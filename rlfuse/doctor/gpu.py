@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlfuse.doctor import Finding
 
-REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in the checkout"
+REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in a checkout, or a new environment with rlfuse[gpu]"
 ANSWER_S, SLOW_S = 60.0, 4.0
 """Ray's agent asks nvidia-smi too, and its raylet ends where the agent is not there within 15 s."""
 OLDEST_DRIVER = {12: 525, 13: 580}

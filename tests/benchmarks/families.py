@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
-from rlfuse.video.checkpoints import SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
 BOUND = 1e-5
 APART = "training/rollout_log_probs_diff_max"

@@ -26,7 +26,7 @@ import video_decoding
 from rlfuse.events import Span, read_events
 from rlfuse.observe.metrics import covered
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 
 CONTEXT = 98_304
 REWARD = "def length(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str))\n"

@@ -54,24 +54,18 @@ from sequence_parallel import Forced, measured
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
+from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.degrees import Share
 from rlfuse.observe.metrics import repetition
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Video, Visual, make_groups
-from rlfuse.video.checkpoints import (
-    IMAGE,
-    VIDEO,
-    SmallModel,
-    byte_tokenizer,
-    export_text_model,
-    write_small_video_llama3,
-)
+from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import FixedSampling, VideoPlan, plan_video
 from rlfuse.video.prompt import VisualTokens, assemble
 from rlfuse.video.store import CacheSettings
@@ -125,7 +119,7 @@ class Bench:
         self.plans = {frames: plan_video(facts, FixedSampling(frames, TOKENS)) for frames in lengths}
         words = {piece.text: None for plan in self.plans.values() for piece in plan.pieces}
         write_small_video_llama3(folder / "whole", MODEL, byte_tokenizer(list(words)))
-        self.text = str(export_text_model(folder / "whole", folder / "text"))
+        self.text = str(VideoLlama3.export(folder / "whole", folder / "text"))
         self.tokenizer = AutoTokenizer.from_pretrained(self.text)
 
     async def start(self, slots: placement.Slots) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.trainer.degrees import Costs, Overhead
 from rlfuse.samples import Embedding, Visual
-from rlfuse.video.checkpoints import write_small_qwen25_vl
+from rlfuse.tasks.small_video_models import write_small_qwen25_vl
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.plan import Geometry, VideoPlan
 

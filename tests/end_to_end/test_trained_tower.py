@@ -18,7 +18,7 @@ from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError
 from rlfuse.samples import Video, Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
-from rlfuse.video.checkpoints import VIDEO, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import VIDEO, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import Place

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from rlfuse.cluster.placement import worker_environment
 from rlfuse.errors import EngineError
 from rlfuse.samples import Embedding
-from rlfuse.video.checkpoints import SmallModel, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder

@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
-from rlfuse.video.checkpoints import SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
 STEPS = 4
 REWARD = '''

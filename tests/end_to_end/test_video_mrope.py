@@ -17,10 +17,11 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, Visual, sample_seed
-from rlfuse.video.checkpoints import SmallModel, join_checkpoint, write_small_qwen25_vl
+from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl
+from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
+from rlfuse.video.models.base import m_rope
 from rlfuse.video.plan import Geometry, VideoPlan
-from rlfuse.video.positions import m_rope
 
 WARM = Sampling(1.0, 1.0, -1, 24)
 

@@ -20,7 +20,7 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, sample_seed
-from rlfuse.video.checkpoints import IMAGE, VIDEO, write_small_video_llama3
+from rlfuse.tasks.small_video_models import IMAGE, VIDEO, write_small_video_llama3
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import VideoPlan

@@ -17,7 +17,7 @@ import pytest
 from rlfuse.observe.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("rlfuse", "conf", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("rlfuse", "conf", "jobs/tasks", "pyproject.toml", "README.md", "LICENSE")
 RECORDER = """\
 import os, sys
 from importlib.machinery import PathFinder
@@ -110,10 +110,11 @@ def folder(installed, tiny_model, tmp_path_factory):
     return folder
 
 
-def test_the_wheel_has_every_file_of_the_package_and_the_presets(wheel):
+def test_the_wheel_has_every_file_of_the_package_the_presets_and_the_tasks(wheel):
     files = [path for path in (ROOT / "rlfuse").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     wanted = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".md"}
     wanted |= {f"rlfuse/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
+    wanted |= {f"rlfuse/tasks/{path.name}" for path in (ROOT / "jobs" / "tasks").glob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         [about] = [name.partition("/")[0] for name in names if name.endswith("/METADATA")]
@@ -140,8 +141,11 @@ def test_commands_work_in_any_folder(installed, folder):
     assert "adv_estimator: grpo" in composed and "policy: adaptive" in composed
     assert run(installed.command, "plan", "job.yaml", **installed.more).endswith("fits\n")
     (folder / "copy.jsonl").write_text('{"question": "1 + 1?", "answer": "It is\\n#### 2"}\n' * 4)
-    run(installed.command, "prepare", "gsm8k", "--from", "copy.jsonl", **installed.more)
-    assert (folder / "data" / "gsm8k" / "train.parquet").is_file()
+    told = run(installed.command, "prepare", "gsm8k", "--from", "copy.jsonl", **installed.more)
+    assert (folder / "data" / "gsm8k" / "train.parquet").is_file() and "jobs/" not in told
+    assert "jobs/" not in run(installed.command, "prepare", **installed.more)
+    run(installed.command, "prepare", "judge", **installed.more)
+    assert (folder / ".cache" / "rlfuse" / "judge" / "model" / "model.safetensors").is_file()
 
 
 def test_the_doctor_knows_the_tested_versions(installed, folder):

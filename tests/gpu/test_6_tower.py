@@ -7,7 +7,7 @@ unless told otherwise: hence the tolerance, and `tf32` in what is printed.
 import pytest
 import torch
 
-from rlfuse.video.checkpoints import SmallModel, write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl, write_small_video_llama3
 from rlfuse.video.towers import Tower
 
 WRITERS = {"video_llama3": write_small_video_llama3, "qwen25_vl": write_small_qwen25_vl}

@@ -14,7 +14,7 @@ from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import DataError
 from rlfuse.samples import Embedding, Response, Sample
-from rlfuse.video.checkpoints import VIDEO, SmallModel, write_small_video_llama3
+from rlfuse.tasks.small_video_models import VIDEO, SmallModel, write_small_video_llama3
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.video_model import VideoModel
 

@@ -28,12 +28,8 @@ from rlfuse.engines.trainer.models import (
     response_values,
 )
 from rlfuse.samples import Row, Visual
-from rlfuse.video.checkpoints import (
-    SmallModel,
-    join_checkpoint,
-    write_small_qwen25_vl,
-    write_small_video_llama3,
-)
+from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import Geometry, VideoPlan

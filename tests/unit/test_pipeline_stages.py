@@ -12,10 +12,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
-from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
+from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.engines.trainer.attention import lay_out
 from rlfuse.engines.trainer.micro_batches import numbered
@@ -23,7 +23,7 @@ from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.samples import MicroBatch, Row, Visual
-from rlfuse.video.checkpoints import write_small_qwen25_vl
+from rlfuse.tasks.small_video_models import write_small_qwen25_vl
 
 
 def test_stages_stand_down_or_up_their_pipeline():
@@ -192,7 +192,7 @@ def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packe
 
 def test_a_model_whose_base_is_no_stack_of_layers_is_refused(tmp_path):
     folder = write_small_qwen25_vl(tmp_path)
-    with pytest.raises(ValueError, match=r"Qwen25VLForCausalLM has no embed_tokens.* without pipeline parallelism"):
+    with pytest.raises(ValueError, match=r"Qwen2_5_VLForCausalLM has no embed_tokens.* without pipeline parallelism"):
         load_stage(str(folder), Config().model, "cpu", parts((1, 1))[0], False)
 
 

@@ -12,7 +12,7 @@ from rlfuse.engines.trainer.offloading import to_device, to_host
 from rlfuse.engines.trainer.vision_tower import TowerSettings, TrainedTower
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.samples import Embedding, Row, Video, Visual
-from rlfuse.video.checkpoints import write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.tasks.small_video_models import write_small_qwen25_vl, write_small_video_llama3
 from rlfuse.video.embedding import content_hash, embedding_key, write_rows
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.towers import Tower

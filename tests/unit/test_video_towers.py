@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, VideoLlama3ForConditionalGeneration
 
-from rlfuse.video.checkpoints import VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.towers import Tower
 

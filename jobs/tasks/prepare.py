@@ -9,7 +9,7 @@ Invariants:
   others the folder is built again;
 - the folder appears whole: it is built under another name beside its place and renamed when complete;
 - a folder that was not written by this module is never replaced.
-Callers: rlfuse/cli.py; tests and notebooks call `prepare` and its like. Waits for the hub (gsm8k), else for itself.
+Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub (gsm8k), else for itself.
 """
 
 from __future__ import annotations
@@ -186,7 +186,12 @@ TASKS = {
     "long_video": Task(
         prepare_clips, "clips, questions about them, a small video model", "rlfuse train experiment=long_video"
     ),
-    "gsm8k": Task(prepare_gsm8k, "GSM8K's rows, from the hub or --from a copy", "rlfuse plan jobs/grpo.yaml"),
+    "gsm8k": Task(
+        prepare_gsm8k,
+        "GSM8K's rows, from the hub or --from a copy",
+        "rlfuse plan algorithm=grpo model.path=MODEL data.train_files=[data/gsm8k/train.parquet] "
+        "reward.functions=[rlfuse.rewards.verifiers.numeric:score]",
+    ),
 }
 """By the names of FOLDERS."""
 

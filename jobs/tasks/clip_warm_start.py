@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, VideoLlama3For
 
 from rlfuse.tasks.clips import ENDS, SIGNS, THINK, THOUGHT, WORDS, Clips, Scene, ask_order, draw_clips, verl_row
 from rlfuse.tasks.settings import ClipWarmStart
+from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.tasks.supervised import fit, one_thread_and_seed, shown
-from rlfuse.video.checkpoints import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise

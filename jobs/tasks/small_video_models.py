@@ -1,0 +1,173 @@
+"""Folders of small random video models with the real classes: what a task warms up, and what tests begin from.
+
+Callers: `clip_warm_start`, tests, benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    VideoLlama3Config,
+    VideoLlama3ForConditionalGeneration,
+)
+
+PAD, END = "<pad>", "<end>"
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+"""Stand around a clip of Qwen2.5-VL."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """Sizes of a small video model; head sizes are 32 (the least that vLLM takes on a CPU)."""
+
+    heads: int = 4
+    layers: int = 2
+    tower_heads: int = 2
+    tower_layers: int = 2
+    tied: bool = False
+    """Whether the text model's output layer is its input embedding."""
+    context: int = 8192
+    spread: float = 0.15
+    """Standard deviation of random weights: large enough that outputs depend visibly on inputs."""
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.heads < 2 or self.heads % 2 or min(self.layers, self.tower_heads, self.tower_layers) < 1:
+            raise ValueError(f"{self}: heads must be even (two share a key), layers and tower_heads at least 1")
+
+
+def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Every text, byte by byte, and `words` as one token each; with the two visual placeholders."""
+    symbols = [PAD, END, *sorted(ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer(
+        vocab={symbol: i for i, symbol in enumerate(symbols)},
+        merges=[],
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=None,
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, VIDEO]})
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
+
+
+def write_small_video_llama3(
+    folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
+    """A random VideoLLaMA3 with tokenizer (else `byte_tokenizer`) and processor configuration; returns the folder."""
+    folder, sizes, tokenizer = Path(folder), sizes or SmallModel(), tokenizer or byte_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sizes.seed)
+        model = VideoLlama3ForConditionalGeneration(_small_config(sizes, tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(_PROCESSOR, indent=2) + "\n")
+    return folder
+
+
+def write_small_qwen25_vl(
+    folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
+    """A random Qwen2.5-VL, otherwise as `write_small_video_llama3`; the tokenizer gains the visual tokens it lacks."""
+    folder, sizes, tokenizer = Path(folder), sizes or SmallModel(), tokenizer or byte_tokenizer()
+    names = dict(vision_start=VISION_START, vision_end=VISION_END, image=IMAGE, video=VIDEO)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
+    tower = {
+        "hidden_size": 32 * sizes.tower_heads,
+        "intermediate_size": 64 * sizes.tower_heads,
+        "depth": sizes.tower_layers,
+        "num_heads": sizes.tower_heads,
+        "out_hidden_size": 32 * sizes.heads,
+        "fullatt_block_indexes": [sizes.tower_layers - 1],
+        "initializer_range": sizes.spread,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+    config = Qwen2_5_VLConfig(
+        text_config=_text_settings(sizes, tokenizer) | {"rope_parameters": rope},
+        vision_config=tower,
+        tie_word_embeddings=sizes.tied,
+        dtype="float32",
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sizes.seed)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    # Frames come at the plan's size, whatever the processor thinks of it.
+    frames = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
+    template = tokenizer.chat_template
+    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, frames, chat_template=template).save_pretrained(folder)
+    return folder
+
+
+def _text_settings(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> dict:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32 * sizes.heads,
+        "intermediate_size": 64 * sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads // 2,
+        "max_position_embeddings": sizes.context,
+        "initializer_range": sizes.spread,
+        "tie_word_embeddings": sizes.tied,
+        "dtype": "float32",
+        **_special_ids(tokenizer),
+    }
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict:
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+
+
+def _small_config(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> VideoLlama3Config:
+    tower = {
+        "hidden_size": 32 * sizes.tower_heads,
+        "intermediate_size": 64 * sizes.tower_heads,
+        "num_hidden_layers": sizes.tower_layers,
+        "num_attention_heads": sizes.tower_heads,
+        "patch_size": 14,
+        "initializer_range": sizes.spread,
+    }
+    return VideoLlama3Config(
+        text_config=Qwen2Config(**_text_settings(sizes, tokenizer)).to_dict(),
+        vision_config=tower,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        video_token_id=tokenizer.convert_tokens_to_ids(VIDEO),
+        tie_word_embeddings=sizes.tied,
+        dtype="float32",
+        **_special_ids(tokenizer),
+    )
+
+
+_PROCESSOR = {
+    "video_processor_type": "VideoLlama3VideoProcessor",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "rescale_factor": 1 / 255,
+    "patch_size": 14,
+    "temporal_patch_size": 1,
+    "merge_size": 2,
+    "use_token_compression": False,
+}
+"""As VideoLLaMA3's own, less the token compression: the plan's token count is the model's."""

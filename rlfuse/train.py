@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlfuse.cluster.stopping import Stopped, told
+from rlfuse.cluster.stopping import Stopped, stop_signal
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
 
@@ -107,8 +107,8 @@ def run_job(job, sweep) -> float | None:
     ended = (PREEMPTED, INTERRUPTED)
     if trial is not None:
         trial.state = {OK: "finished", USER_ERROR: "refused"}.get(status, "stopped" if status in ended else "failed")
-    if trial is not None and status == OK and told() is not None:  # in its last step, so that it is finished
-        raise SystemExit(stopped_by(told()))
+    if trial is not None and status == OK and stop_signal() is not None:  # in its last step, so that it is finished
+        raise SystemExit(stopped_by(stop_signal()))
     if status == OK:
         return trial and trial.numbers().get("val_after")
     if trial is not None and status not in ended:

@@ -1,8 +1,8 @@
 """How much memory this host has, and whether its kernel ended processes for lack of it: evidence when one was killed.
 
-Role: `cluster.remote` and a rollout engine's actor put `figures` beside a death and ask `lacked`, `watchdog` asks
-`resident_mib`. Counts are taken when this module is imported, so when a process of the run begins. Linux; what can't be
-read is left out. Waits for nothing.
+Role: `cluster.remote` and a rollout engine's actor put `free_memory` beside a death and ask `oom_kills`, `watchdog`
+asks `resident_mib`. Counts are taken when this module is imported, so when a process of the run begins. Linux; what
+can't be read is left out. Waits for nothing.
 
     host            /proc/meminfo, /proc/vmstat (oom_kill)
     control group   memory.max, memory.current, memory.events (v2); memory.limit_in_bytes, ... (v1), and of those above
@@ -35,7 +35,7 @@ def resident_mib() -> int:
         return 0
 
 
-def figures() -> str:
+def free_memory() -> str:
     """Free memory now, in a sentence with a space before; may be empty."""
     parts = []
     with suppress(OSError):
@@ -50,7 +50,7 @@ def figures() -> str:
     return f" Free memory now: {', '.join(parts)}." if parts else ""
 
 
-def lacked() -> str:
+def oom_kills() -> str:
     """That the kernel ended processes for lack of memory since this one began, with a space before; else empty.
 
     What only the host has counted may have been another job's.

@@ -3,8 +3,8 @@
 Role: `device_of` and `choose` (pure) give `placement.start` the device, and the nodes in the order that
 `planning.placing` shows; `watched` does a run's work while it looks after the nodes. A node is lost when Ray says so,
 or when its port has refused or not answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went.
-Ray alone takes up to 30 s, in which `present` leaves it out. Waits for the work, with a look at every other node each
-`LOOK_S`; the driver's own node is not looked at.
+Ray alone takes up to 30 s, in which `answering_nodes` leaves it out. Waits for the work, with a look at every other
+node each `LOOK_S`; the driver's own node is not looked at.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def choose(
     return ordered[:count] if len(ordered) >= count else None
 
 
-def present() -> list[Node]:
+def answering_nodes() -> list[Node]:
     """The cluster's nodes that answer, now."""
-    return [node for node in live() if answers(node)]
+    return [node for node in alive_nodes() if answers(node)]
 
 
-def live() -> list[Node]:
+def alive_nodes() -> list[Node]:
     """The cluster's nodes, as far as Ray knows."""
     free = ray._private.state.available_resources_per_node()  # no public function tells
     return [
@@ -80,7 +80,7 @@ def live() -> list[Node]:
     ]
 
 
-def here() -> str:
+def this_node_id() -> str:
     """Id of the driver's node."""
     return ray.get_runtime_context().get_node_id()
 
@@ -90,7 +90,7 @@ async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -
 
     Raises WorkerLost that names a lost node and who lived there; whatever failed because of that is its cause.
     """
-    away = [node for node in occupants if node.id != here()]
+    away = [node for node in occupants if node.id != this_node_id()]
     if not away:
         return await work
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))

@@ -14,8 +14,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, scratch, watchdog
-from rlfuse.cluster.child_processes import own_sigterm, restore_child_signals
-from rlfuse.cluster.nodes import Node, choose, device_of, here, live, present
+from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
+from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, this_node_id
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.progress import QUIET_LIBRARIES
@@ -149,7 +149,7 @@ async def start(config: Config, again: bool = False) -> Slots:
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
-    with own_sigterm():
+    with preserve_sigterm():
         if config.cluster.ray_address is None:
             for kind in scratch.KINDS:
                 scratch.sweep(kind)
@@ -165,10 +165,10 @@ async def start(config: Config, again: bool = False) -> Slots:
 async def _reserve(config: Config, patience: float) -> Slots:
     until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
     while True:  # nodes may be joining
-        found = present()
+        found = answering_nodes()
         device, why = device_of(config.cluster.device, found)
         bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
-        if taken := choose(found, config.trainer.nnodes, per_node, bundle, here()):
+        if taken := choose(found, config.trainer.nnodes, per_node, bundle, this_node_id()):
             selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
             group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
             if group.wait(PLACING_S):
@@ -176,7 +176,7 @@ async def _reserve(config: Config, patience: float) -> Slots:
                 return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
             remove_placement_group(group)
         if time.monotonic() > until:
-            raise EngineError(no_room(config, bundle, live(), why))
+            raise EngineError(no_room(config, bundle, alive_nodes(), why))
         await asyncio.sleep(0.2)
 
 
@@ -241,18 +241,14 @@ def _gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-@contextmanager
-def _loopback() -> Iterator[None]:
+def _loopback() -> AbstractContextManager:
     """Ray puts the machine's address in the place of the loopback one, unless it is told to have one node only."""
-    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
+    return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
-@contextmanager
-def _without_pages() -> Iterator[None]:
+def _without_pages() -> AbstractContextManager:
     """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
-    with mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None):
-        yield
+    return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
 
 
 def _join_ray(address: str) -> None:

@@ -1,11 +1,11 @@
 """What the processes of a run write, each in a file of the run folder: `logs/rollout-0.log`, `logs/trainer-1.log`, ...
 
-Role: the driver's `watchdog.watching` calls `begin` (evaluations: `kept_of_failures`); every worker calls `keep` when
-it starts (by `watchdog.register`), so that whatever it and its children write to either output from then on, native
-code included, is in its file; `cluster.remote` reads there what a dead one wrote last, and adds the traceback of what a
-call of it raised. A process that does not see the run folder, or died before it got so far, has its words in Ray's own
-logs alone. Invariants: a file outlives restarts, each begins with a line of its own; it never keeps more than MOST
-bytes for longer than LOOK_S, and what goes then are the oldest. Waits for nothing.
+Role: the driver's `watchdog.watching` calls `begin` (evaluations: `kept_on_failure`); every worker calls
+`redirect_output` when it starts (by `watchdog.register`), so that whatever it and its children write to either output
+from then on, native code included, is in its file; `cluster.remote` reads there what a dead one wrote last, and adds
+the traceback of what a call of it raised. A process that does not see the run folder, or died before it got so far, has
+its words in Ray's own logs alone. Invariants: a file outlives restarts, each begins with a line of its own; it never
+keeps more than MOST bytes for longer than LOOK_S, and what goes then are the oldest. Waits for nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def end() -> None:
 
 
 @contextmanager
-def kept_of_failures(folder: Path) -> Iterator[None]:
+def kept_on_failure(folder: Path) -> Iterator[None]:
     """The same around work that leaves no run folder: what was written stays only where it fails."""
     begin(folder)
     try:
@@ -72,7 +72,7 @@ def file_of(where: str) -> Path | None:
     return within / f"{where.replace('/', '-')}.log" if within else None
 
 
-def keep(where: str) -> None:
+def redirect_output(where: str) -> None:
     """From now on whatever this process and its children write goes to its file."""
     path = file_of(where)
     if path is None:
@@ -87,7 +87,7 @@ def keep(where: str) -> None:
     threading.Thread(target=_bound, args=(path, began.encode()), daemon=True, name="log size").start()
 
 
-def add(where: str, text: str) -> None:
+def append(where: str, text: str) -> None:
     """The driver's: a worker's traceback, which Ray hands over instead of having it written there."""
     path = file_of(where)
     if path is not None:
@@ -95,7 +95,7 @@ def add(where: str, text: str) -> None:
             file.write(f"{hidden_text(text.rstrip())}\n")
 
 
-def words(where: str, pid: str) -> str | None:
+def last_output(where: str, pid: str) -> str | None:
     """What that process wrote last; None where nothing of it is here."""
     path = file_of(where)
     if path is None or not path.is_file():
@@ -105,7 +105,7 @@ def words(where: str, pid: str) -> str | None:
     return content[beginnings[-1].end() :][-LAST:].decode(errors="replace") if beginnings else None
 
 
-def told(where: str) -> str:
+def where_to_look(where: str) -> str:
     """The line for whoever reads of a failure; empty outside a run."""
     path = file_of(where)
     if path is None:

@@ -70,7 +70,7 @@ def _dead(error: BaseException | None) -> bool:
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
     """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
     if isinstance(error, RayTaskError):  # first: Ray raises a worker's error as one of both types, with its own text
-        process_logs.add(worker, COLOUR.sub("", str(error)))
+        process_logs.append(worker, COLOUR.sub("", str(error)))
         cause = error.cause or error
         if isinstance(cause, EngineError):  # says all already
             return type(cause)(_with_logs(str(cause), worker))
@@ -81,7 +81,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
     if isinstance(error, EngineError | asyncio.CancelledError):
         return error
     if isinstance(error, ActorDiedError) and "creation task" in str(error):
-        process_logs.add(worker, COLOUR.sub("", str(error)))
+        process_logs.append(worker, COLOUR.sub("", str(error)))
         return EngineError(_with_logs(f"{worker} could not be created: {_raised(error)}", worker))
     if isinstance(error, ActorDiedError | ActorUnavailableError):
         return WorkerLost(f"{worker} died while it was asked to {action}: {why_it_ended(error, worker)}")
@@ -94,7 +94,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
 def why_it_ended(error: BaseException, worker: str) -> str:
     """What can be said of a death: by the process's own last words, by Ray's, and by what was seen of it before."""
     pid = found[1] if (found := re.search(r"pid: (\d+)", str(error))) else ""
-    words = process_logs.words(worker, pid)
+    words = process_logs.last_output(worker, pid)
     if words is not None:
         return _with_logs(_told(error, worker, pid, words), worker)
     words, path = _words_for_ray(str(error), pid)
@@ -104,10 +104,10 @@ def why_it_ended(error: BaseException, worker: str) -> str:
 
 def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
     """The cause of a death, and what was seen of the process and its host."""
-    cause, lacked = _cause(error, words), host_memory.lacked()
+    cause, lacked = _cause(error, words), host_memory.oom_kills()
     own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) else ""
     remedy = f" {MEMORY}" if own or lacked else ""
-    return f"{cause}{own}{lacked}{remedy}{watchdog.at_the_end(worker, pid)}{host_memory.figures()}"
+    return f"{cause}{own}{lacked}{remedy}{watchdog.last_report(worker, pid)}{host_memory.free_memory()}"
 
 
 def _cause(error: BaseException, words: str) -> str:
@@ -148,7 +148,7 @@ def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
 
 def _with_logs(text: str, worker: str) -> str:
     """A message, and below it where the logs are, within a run."""
-    return "\n".join(filter(None, [text.rstrip(), process_logs.told(worker)]))
+    return "\n".join(filter(None, [text.rstrip(), process_logs.where_to_look(worker)]))
 
 
 def _raised(error: BaseException) -> str:

@@ -1,13 +1,12 @@
 """What processes make outside a run folder: who owns it, and who removes it.
 
-    /dev/shm/rlfuse-kv-*          an engine: KV caches, sockets of its processes
-    `engines.kv_transfer.store.KVCacheStore` /dev/shm/rlfuse-weights-*     a push of weights: buckets
-    `engines.weights.staging.WeightStaging` /dev/shm/rlfuse-embeddings-*  a node: embeddings of clips
-    `video.cache.EmbeddingCache` {tmp}/rlfuse-run-*            a driver: Ray's session, temporary files of
-    `of_this_process`
-                                  all processes that it starts
-    /dev/shm/{sem.mp-,psm_,...}   libraries: semaphores, messages between           linked in the folder that `own`s
-                                  processes
+    /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.kv_transfer.store.KVCacheStore
+    /dev/shm/rlfuse-weights-*     the buckets of a push of weights     engines.weights.staging.WeightStaging
+    /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
+    {tmp}/rlfuse-run-*            Ray's session and temporary files    of_this_process (of the driver, and of all
+                                  of a driver                          processes that it starts)
+    /dev/shm/{sem.mp-,psm_,...}   libraries' semaphores, and messages  linked in the folder they are `attach`ed to
+                                  between processes
 
 Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
 it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
@@ -66,7 +65,7 @@ def sweep(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
     return found
 
 
-def left(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
+def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
     """What `sweep` would remove."""
     found = []
     for folder, held in _abandoned(prefix, root):
@@ -75,7 +74,7 @@ def left(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
     return found
 
 
-def own(folder: Path, files: Iterable[Path]) -> None:
+def attach(folder: Path, files: Iterable[Path]) -> None:
     """These go with the folder: a library made them for its maker, and removes them only where that ends in order."""
     for file in files:
         with suppress(FileExistsError):

@@ -30,7 +30,7 @@ ONCE_S = 0.3
 _last: signal.Signals | None = None
 
 
-def told() -> signal.Signals | None:
+def stop_signal() -> signal.Signals | None:
     """By which signal this process was told to stop, be it that its work was over by then."""
     return _last
 

@@ -1,7 +1,7 @@
 """No silent waiting: what every process of a run last did, and where it stands when a wait is long or a person asks.
 
 Role: each worker calls `register` when it starts; the job's work runs inside `watching`; whoever waits for a worker
-does so inside `waiting`, and puts `evidence` into the error when the wait was too long, `at_the_end` when it has died.
+does so inside `waiting`, and puts `evidence` into the error when the wait was too long, `last_report` when it has died.
 On demand: `kill -USR1 <driver>`. What the workers write is kept beside (`process_logs`).
 
     RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
@@ -49,7 +49,7 @@ LONG = 0.5
 SPACING_S = 5.0
 """Between dumps: what hangs together is seen together."""
 
-_present: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
+_current: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
 _open: list[Any] = []  # files of this process, open as long as it lives: faulthandler writes to a number
 
 
@@ -64,7 +64,7 @@ def register(where: str, recorder: Recorder | None = None) -> None:
 
     Nothing outside a run, and on hosts that don't see the run folder.
     """
-    process_logs.keep(where)
+    process_logs.redirect_output(where)
     _show(where, recorder)
 
 
@@ -94,7 +94,7 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One that heeds."""
+    """One that answers SIGUSR1."""
 
     where: str
     pid: int
@@ -143,7 +143,6 @@ class _Process:
         return written
 
     def answer(self, before: int) -> str:
-        """What it wrote since."""
         with self.stacks.open() as file:
             file.seek(before)
             return file.read()
@@ -164,7 +163,6 @@ class Watchdog:
         )
 
     def asked(self) -> None:
-        """By SIGUSR1."""
         self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
@@ -244,11 +242,11 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
     process_logs.begin(folder.absolute() / "logs")
     before = _on_demand(watchdog.asked)
     _show("driver", recorder, chain=True)
-    token = _present.set(watchdog)
+    token = _current.set(watchdog)
     try:
         yield watchdog
     finally:
-        _present.reset(token)
+        _current.reset(token)
         os.environ.pop(FOLDER)
         process_logs.end()
         faulthandler.unregister(signal.SIGUSR1)
@@ -269,7 +267,7 @@ def _on_demand(action: Callable[[], None]) -> Any:
 @contextmanager
 def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
     """Around an await of at most `limit_s`: when half of it is over, stacks are dumped and the person is told."""
-    watchdog = _present.get()
+    watchdog = _current.get()
     if watchdog is None:
         yield
         return
@@ -284,13 +282,13 @@ def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
 
 def evidence(worker: str) -> str:
     """For the message of a wait that was too long: what is known of `worker`, with a space before; may be empty."""
-    watchdog = _present.get()
+    watchdog = _current.get()
     return f" {watchdog.evidence(worker)}" if watchdog else ""
 
 
-def at_the_end(worker: str, pid: str) -> str:
+def last_report(worker: str, pid: str) -> str:
     """What a process that has died last did, and its memory then, with a space before; may be empty."""
-    watchdog = _present.get()
+    watchdog = _current.get()
     for each in watchdog._processes() if watchdog else []:
         if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
             ago = f"{time.time() - each.at:.1f} s ago"
@@ -300,13 +298,13 @@ def at_the_end(worker: str, pid: str) -> str:
 
 def say(text: str) -> None:
     """A line for the person, where a run is watched."""
-    if watchdog := _present.get():
+    if watchdog := _current.get():
         watchdog._say(text)
 
 
 async def stack_of(worker: str) -> str:
     """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
-    watchdog = _present.get()
+    watchdog = _current.get()
     found = [each for each in watchdog._living() if each.where == worker] if watchdog else []
     text, deadline = "", time.monotonic() + ANSWER_S
     for process in found:

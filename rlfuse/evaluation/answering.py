@@ -112,7 +112,7 @@ def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, displa
     stopping = Stopping(0.0, display.say)
     try:
         with ExitStack() as kept:
-            kept.enter_context(process_logs.kept_of_failures(responses.path.absolute().with_suffix(".logs")))
+            kept.enter_context(process_logs.kept_on_failure(responses.path.absolute().with_suffix(".logs")))
             if loaded.video_model is not None:
                 folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
                 loaded = dataclasses.replace(loaded, config=with_served_models(loaded.config, folder))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import balanced, parts
-from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work
 
@@ -93,7 +93,7 @@ def _rows(config: Config, tokens: int, prompt: int, most: int) -> Texts:
 
 def activations(config: Config, shape: Shape, role: str, device: str, position: int = 0) -> float:
     """Bytes that a micro-batch needs beside parameters and their gradients, on the pipeline's stage at `position`."""
-    linear = device == "cuda" and config.model.dtype != "float32" and lays_out(shape.model.model)
+    linear = device == "cuda" and config.model.dtype != "float32" and attends_by_layout(shape.model.model)
     if config.training.pipeline_parallel_size > 1:
         texts = [each for each in worst(config, linear) if not each.shared]
         return max(_of_stage(config, shape, role, each, device, position) for each in texts)

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from rlfuse.algorithms import losses
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import attention
-from rlfuse.engines.trainer.attention import Segment, lays_out
+from rlfuse.engines.trainer.attention import Segment, attends_by_layout
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs
@@ -79,7 +79,7 @@ class MetaModel:
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList):
         self.model, self.stack = model, stack
-        self.packs = lays_out(model) or "position_ids" in model.forward.__annotations__
+        self.packs = attends_by_layout(model) or "position_ids" in model.forward.__annotations__
         self._found: dict[tuple, Work] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:  # as DeepSpeed, which adds it to a sum

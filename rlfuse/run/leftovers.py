@@ -89,9 +89,9 @@ def may_live(folder: Path) -> bool:
 def of_machine() -> Iterator[Leftover]:
     """Outside run folders, on this host."""
     for kind in scratch.KINDS:
-        for folder in scratch.left(kind):
+        for folder in scratch.abandoned(kind):
             yield Leftover.of(folder, "its process has ended")
-    for folder in scratch.left(scratch.RUN, scratch.temporary_root()):
+    for folder in scratch.abandoned(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
     for path in unheld():  # there may be hundreds
         alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"

@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.degrees import legal
+from rlfuse.engines.trainer.degrees import degrees_up_to
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
@@ -124,7 +124,7 @@ async def main(options: argparse.Namespace) -> None:
         config.model.path = model_folder(folder, longest)
         group, facts = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
         print(f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}\n")
-        degrees = legal(options.ranks)
+        degrees = degrees_up_to(options.ranks)
         titles = ["rows", "tokens", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "is", "over"]
         print("| " + " | ".join([*titles, *(f"MiB at {d}" for d in degrees)]) + " |")
         print("|---" * (len(titles) + len(degrees)) + "|")
@@ -136,7 +136,7 @@ async def main(options: argparse.Namespace) -> None:
 async def one_batch(group: Forced, rows: list[Row], repeats: int) -> None:
     """Both passes at every degree."""
     passes = {"log-probs": (group.log_probs, 3), "gradients": (group.accumulate, 2)}
-    degrees = legal(len(group.ranks))
+    degrees = degrees_up_to(len(group.ranks))
     for name, (work, stage) in passes.items():
         found = await in_turns(group, lambda work=work: work("actor", rows), [*degrees, None], repeats)
         group.degree = None

@@ -353,7 +353,7 @@ async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_the
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):
     sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
     await sync.push(4)
-    monkeypatch.setattr(weight_staging, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(weight_staging.WeightStaging, "free", lambda self: 1000)
     with pytest.raises(EngineError, match=r"needs up to 1 MiB, 0 MiB are free.*rollout.update_weights_bucket_mb"):
         await sync.push(5)
     monkeypatch.undo()
@@ -387,5 +387,5 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
     await engine.sleep()
     assert await engine.drain() == []
     with pytest.raises(EngineError, match=r"rollout/0 is not replaced: .*=0 times"):
-        await engine.stand()
+        await engine.wait_ready()
     assert time.perf_counter() - began < 10

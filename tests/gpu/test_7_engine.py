@@ -39,7 +39,7 @@ class Engine(RolloutWorker):
 
     lost = False
 
-    async def stand(self):
+    async def wait_ready(self):
         return None
 
 

@@ -72,7 +72,7 @@ class ResidentRollout(Rollout):
 
     # As the weight push sees it
 
-    async def stand(self):
+    async def wait_ready(self):
         if not self.standing:
             await self.start()
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import packs_exactly, response_logits, trainer_ready
 from rlfuse.samples import Row
@@ -76,7 +76,7 @@ def scores(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", LAID_OUT)
 def test_a_layout_drops_nothing_that_a_family_attends_with(family):
     model, plain = pair(family, SMALL | LAID_OUT[family])
-    assert lays_out(model)
+    assert attends_by_layout(model)
     rows = answers()
     expected = scores(alone(plain, rows))
     expected.sin().sum().backward()
@@ -94,7 +94,7 @@ def test_a_layout_drops_nothing_that_a_family_attends_with(family):
 @torch.no_grad()
 def test_families_without_layout_keep_an_attention_that_is_theirs(family):
     model, plain = pair(family, OTHERS[family])
-    assert not lays_out(model)
+    assert not attends_by_layout(model)
     rows = answers()
     ways = [False, True] if packs_exactly(model, 64, torch.float32, "cpu") else [False]
     for packed in ways:

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlfuse.engines.trainer.degrees import Costs, Overhead, Unit, alone, legal, plan, together
+from rlfuse.engines.trainer.degrees import Costs, Overhead, Unit, degrees_up_to, plan, unit_per_row, units_by_prompt
 from rlfuse.engines.trainer.measuring import fitted
 from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import Row
@@ -38,8 +38,8 @@ def test_every_row_runs_once_on_aligned_ranks_that_meet_in_one_order():
         rng = random.Random(seed)
         rows, ranks, budget = random_rows(rng), rng.choice([4, 8]), rng.randint(50, 600)
         most, lockstep = rng.choice([None, 1, 3]), rng.random() < 0.5
-        degrees = legal(rng.choice([1, 2, 4]))
-        units = rng.choice([alone, lambda rows: together(rows, budget * degrees[-1], ranks, most)])(rows)  # noqa: B023
+        degrees = degrees_up_to(rng.choice([1, 2, 4]))
+        units = rng.choice([unit_per_row, lambda rows: units_by_prompt(rows, budget * degrees[-1], ranks, most)])(rows)  # noqa: B023
         found = plan(units, ranks, budget, degrees, costs(20, rng.random(), rng.random() / 100), most, lockstep)
         assert len({len(shares) for shares in found}) == 1 or not lockstep
         times = Counter(i for shares in found for share in shares for i in set(share.rows))
@@ -60,7 +60,7 @@ def test_without_slices_the_plan_is_that_of_balanced_micro_batches():
     for seed in range(30):
         rng = random.Random(seed)
         rows, ranks, budget = random_rows(rng), rng.randint(1, 5), rng.randint(50, 600)
-        found = plan(alone(rows), ranks, budget, lockstep=True)
+        found = plan(unit_per_row(rows), ranks, budget, lockstep=True)
         tokens = [each.tokens for each in rows]
         wanted = [
             [[mine[i] for i in bin] for bin in pack([tokens[i] for i in mine], budget)]
@@ -94,7 +94,8 @@ def test_without_slices_the_plan_is_that_of_balanced_micro_batches():
     ],
 )
 def test_the_degree_is_the_smallest_that_fits_and_is_soonest_done(tokens, ranks, budget, costs, degrees):
-    found = plan(alone([row(1, size - 1) for size in tokens]), ranks, budget, legal(min(ranks, 4)), costs)
+    rows, degrees_allowed = [row(1, size - 1) for size in tokens], degrees_up_to(min(ranks, 4))
+    found = plan(unit_per_row(rows), ranks, budget, degrees_allowed, costs)
     assert {share.degree for shares in found for share in shares} == degrees
 
 
@@ -113,7 +114,7 @@ def test_no_plan_ends_later_than_one_degree_for_all():
     for seed in range(200):
         rng = random.Random(seed)
         machine = costs(rng.choice([0, 5, 50]), rng.choice([0, 0.05, 0.5]), rng.choice([0, 0.01]), slower=slower(rng))
-        units = alone([row(1, rng.choice([20, 100, 1000]) - 1) for _ in range(rng.randint(1, 6))])
+        units = unit_per_row([row(1, rng.choice([20, 100, 1000]) - 1) for _ in range(rng.randint(1, 6))])
         ends, budget = [], rng.choice([1000, 3000])
         for degrees in ((1, 2, 4), (1,), (2,), (4,)):
             loads = [0.0] * 4
@@ -127,7 +128,7 @@ def test_no_plan_ends_later_than_one_degree_for_all():
 
 
 def test_passes_with_gradients_have_more_work_and_not_as_many_more_exchanges():
-    machine, units = costs(60.0), alone([row(1, 99)])
+    machine, units = costs(60.0), unit_per_row([row(1, 99)])
     assert plan(units, 2, 1000, (1, 2), machine)[0][0].degree == 1
     assert plan(units, 2, 1000, (1, 2), machine.trained())[0][0].degree == 2
     machine = Costs(0.1, {1: Overhead(6.0), 2: Overhead(9.0, 0.3)}, TWO_CORES)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlfuse.engines.trainer.attention import lay_out, lays_out
+from rlfuse.engines.trainer.attention import attend_by_layout, attends_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import packs_exactly, response_logits, response_values
 from rlfuse.samples import Row, Visual
@@ -101,8 +101,8 @@ def test_one_prompt_serves_all_its_answers(window):
     torch.manual_seed(0)
     sliding = {} if window is None else dict(use_sliding_window=True, sliding_window=window, max_window_layers=1)
     plain = Qwen2ForCausalLM(Qwen2Config(**SMALL, **sliding))
-    model = lay_out(copy.deepcopy(plain))
-    assert lays_out(model) and not lays_out(plain)
+    model = attend_by_layout(copy.deepcopy(plain))
+    assert attends_by_layout(model) and not attends_by_layout(plain)
     batch = siblings()
     alone = []
     for row in batch:
@@ -138,7 +138,7 @@ class Clip:
 def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
     """Placeholders stand where they were; other embeddings give other logits, and only prompts of one clip are one."""
     torch.manual_seed(0)
-    model = lay_out(Qwen2ForCausalLM(Qwen2Config(**SMALL)).eval())
+    model = attend_by_layout(Qwen2ForCausalLM(Qwen2Config(**SMALL)).eval())
     table, batch, at = model.get_input_embeddings().weight.detach(), siblings(), np.array([1, 2, 3, 5])
     batch = [row for row in batch if len(row.prompt_ids) > 6]
 
@@ -162,7 +162,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
 
 
 def test_what_a_layout_would_not_say_is_refused():
-    model = lay_out(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
+    model = attend_by_layout(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="Positions restart within a row, and no `layout`"):
         model(input_ids=ids, position_ids=torch.tensor([[0, 1, 0]]))

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import (
     load_critic,
@@ -154,7 +154,7 @@ def expected_logits(model, row: Row) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
 def test_logits_and_gradients_are_the_whole_models(whole, policy, way):
-    assert lays_out(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
+    assert attends_by_layout(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
     rows, hidden = asked(whole), [whole.config.image_token_id, whole.config.video_token_id]
     seen = torch.ones(whole.config.text_config.vocab_size, dtype=torch.bool)
     seen[hidden] = False
@@ -212,7 +212,7 @@ def test_language_models_are_loaded_without_tower_from_either_naming(folder, who
 
 def test_a_critic_is_the_language_model_under_a_value_head(folder, whole, tmp_path):
     critic = load_critic(str(folder), SETTINGS).eval()
-    assert lays_out(critic) and not critic.score.weight.any()
+    assert attends_by_layout(critic) and not critic.score.weight.any()
     rows = asked(whole)
     with torch.no_grad():
         critic.score.weight.normal_()

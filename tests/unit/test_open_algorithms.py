@@ -23,7 +23,7 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import read_facts
 from rlfuse.config.own_functions import PARAMETERS, traits_of
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.attention import lay_out
+from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.errors import ConfigError
@@ -97,7 +97,7 @@ def test_the_pages_estimator_and_kl_by_hand(example):
 def model():
     torch.manual_seed(1)
     small = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
-    return lay_out(Qwen2ForCausalLM(Qwen2Config(vocab_size=40, num_hidden_layers=2, **small)))
+    return attend_by_layout(Qwen2ForCausalLM(Qwen2Config(vocab_size=40, num_hidden_layers=2, **small)))
 
 
 def rows(model, settings):

@@ -17,8 +17,8 @@ from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
 from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.engines.pipeline.stages import Stage
-from rlfuse.engines.trainer.attention import lay_out
-from rlfuse.engines.trainer.micro_batches import numbered
+from rlfuse.engines.trainer.attention import attend_by_layout
+from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.fusion.schedules.operations import Operation
@@ -106,7 +106,7 @@ def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
 def test_every_row_gets_one_pipeline_and_micro_batch(lengths, pipelines, count):
-    plan = numbered(lengths, pipelines, count)
+    plan = split_evenly(lengths, pipelines, count)
     assert [len(bins) for bins in plan] == [count] * pipelines
     assert sorted(i for bins in plan for bin in bins for i in bin) == list(range(len(lengths)))
 
@@ -177,7 +177,7 @@ def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packe
     first, last = two_stages(tiny_policy, packed, visual=visual)
     whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
     batch = collate(first.micro_batches[0].rows, packed)
-    actor_loss(first.config, lay_out(whole), batch)[0].backward()
+    actor_loss(first.config, attend_by_layout(whole), batch)[0].backward()
     for split in (False, True):
         last.forward(0, first.forward(0, None, True), True)
         first.backward(0, last.backward(0, None, whole=not split), whole=not split)

@@ -33,7 +33,7 @@ def run(code: str) -> int:
 WRITES = """
 import os, subprocess, sys
 from rlfuse.cluster import process_logs
-process_logs.keep("rollout/0")
+process_logs.redirect_output("rollout/0")
 print("from Python", flush=True)
 os.write(2, b"from native code\\n")
 subprocess.run([sys.executable, "-c", "print('from a child')"])
@@ -54,7 +54,7 @@ def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs
         "from a child",
     ] * 2
     assert [line.split(" on ")[0] for line in lines[::4]] == [f"== rollout/0: process {pid}" for pid in pids]
-    assert process_logs.words("rollout/0", pids[1]).split() == [
+    assert process_logs.last_output("rollout/0", pids[1]).split() == [
         "from",
         "Python",
         "from",
@@ -64,9 +64,9 @@ def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs
         "a",
         "child",
     ]
-    assert process_logs.words("rollout/0", "1") is None and process_logs.words("trainer/0", pids[1]) is None
-    assert process_logs.told("rollout/0") == f"logs: {logs} (rollout-0.log has the error)"
-    assert process_logs.told("trainer/0") == f"logs: {logs}"
+    assert process_logs.last_output("rollout/0", "1") is None and process_logs.last_output("trainer/0", pids[1]) is None
+    assert process_logs.where_to_look("rollout/0") == f"logs: {logs} (rollout-0.log has the error)"
+    assert process_logs.where_to_look("trainer/0") == f"logs: {logs}"
 
 
 def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
@@ -75,7 +75,7 @@ def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
     job = open_job(config)
 
     async def fail():
-        process_logs.add("trainer/0", "words to http://me:secret@host")
+        process_logs.append("trainer/0", "words to http://me:secret@host")
         raise ValueError("a defect")
 
     with pytest.raises(ValueError, match="a defect"):
@@ -86,8 +86,8 @@ def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
 
 def test_an_evaluation_leaves_logs_where_it_fails(tmp_path):
     for failing in (False, True):
-        with suppress(ValueError), process_logs.kept_of_failures(tmp_path / "answers.logs"):
-            process_logs.add("rollout/0", "words")
+        with suppress(ValueError), process_logs.kept_on_failure(tmp_path / "answers.logs"):
+            process_logs.append("rollout/0", "words")
             if failing:
                 raise ValueError
         assert (tmp_path / "answers.logs" / "rollout-0.log").exists() == failing and process_logs.folder() is None
@@ -166,7 +166,7 @@ def test_out_of_memory_is_said_when_the_count_of_the_own_group_rose(grouped, tmp
 
     count(3, 10)
     monkeypatch.setattr(host_memory, "AT_START", host_memory._kills())
-    assert host_memory.lacked() == ""
+    assert host_memory.oom_kills() == ""
     count(3, 11)  # that may have been another job's
     told = engine_death.killed_by(9)
     assert " The kernel killed a process of this host for lack" in told and "it is out of memory" not in told

@@ -97,7 +97,7 @@ class Engine:
         return [name async for name, _ in self.handle.generate(samples, SAMPLING)]
 
     async def push(self):
-        await self.handle.stand()
+        await self.handle.wait_ready()
         await self.handle.begin_update()
         await self.handle.receive({})
         await self.handle.finish_update(3)
@@ -121,7 +121,7 @@ async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_tak
     for task in (first, second):
         with pytest.raises(EngineLost, match="rollout/1 died while it was asked to generate 1 samples"):
             await soon(task)
-    await engine.handle.stand()
+    await engine.handle.wait_ready()
     with pytest.raises(EngineLost):
         await engine.generate(ONE)  # it stands, and has no weights
     await engine.push()
@@ -164,7 +164,7 @@ async def test_an_engine_is_replaced_so_often_and_not_more(engine):
         await engine.push()
     engine.handle._lose(engine.actors[2], "rollout/1: the last loss")
     with pytest.raises(EngineError, match=r"the last loss\nrollout/1 is not replaced: .* 2 of at most .*=2 times"):
-        await engine.handle.stand()
+        await engine.handle.wait_ready()
     engine.handle._lose(engine.actors[2], "an echo")
     assert [span.kind for span in engine.recorder.drain()].count("lost") == 3 and len(engine.actors) == 3
 
@@ -181,7 +181,7 @@ async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_succ
     with pytest.raises(
         EngineError, match=r"size 17\nrollout/1 is not replaced: its successor failed in the same way\."
     ):
-        await engine.handle.stand()
+        await engine.handle.wait_ready()
     assert len(engine.actors) == 2 and engine.handle.restarts == 1
 
 
@@ -191,7 +191,7 @@ async def test_other_errors_of_its_own_and_kills_are_tried_as_often_as_may_be(en
         if number < 2:
             await engine.push()
     with pytest.raises(EngineError, match=r"2 of at most .*=2 times"):
-        await engine.handle.stand()
+        await engine.handle.wait_ready()
 
 
 async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_push(monkeypatch):
@@ -237,7 +237,7 @@ async def test_the_successor_of_a_lost_engine_sleeps_before_it_has_weights(engin
     engine.actors[0].die()
     with pytest.raises(EngineLost):
         await soon(task)
-    await engine.handle.stand()
+    await engine.handle.wait_ready()
     await engine.handle.sleep()
     await engine.handle.wake("weights")
     assert engine.actors[1].asked[-2:] == ["sleep", "wake"] and "sleep" not in engine.actors[0].asked
@@ -252,7 +252,7 @@ async def test_nothing_is_asked_of_a_successor_that_did_not_start(engine):
     with pytest.raises(EngineLost):
         await soon(task)
     with pytest.raises(ZeroDivisionError):
-        await engine.handle.stand()
+        await engine.handle.wait_ready()
     asked = list(engine.actors[0].asked)
     await engine.handle.sleep()
     await engine.handle.wake()

@@ -188,7 +188,7 @@ def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settle
     memory.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
     for other in (
-        "rlfuse.cluster.scratch.left",
+        "rlfuse.cluster.scratch.abandoned",
         "rlfuse.engines.trainer.deepspeed_ops.left_over",
     ):  # of the tests' own machine
         monkeypatch.setattr(other, lambda *_: [])

@@ -34,7 +34,7 @@ def test_what_a_folder_owns_goes_with_it(tmp_path):
     files = [tmp_path / "message", tmp_path / "of-others"]
     for file in files:
         file.touch()
-    scratch.own(folder, [files[0], tmp_path / "gone"])
+    scratch.attach(folder, [files[0], tmp_path / "gone"])
     held.close()
     scratch.sweep("x-", tmp_path)
     assert list(tmp_path.iterdir()) == [files[1]]
@@ -64,7 +64,7 @@ def test_a_process_takes_its_temporary_files_along_and_a_fork_of_it_does_not(tmp
         "scratch.LONGEST_ROOT = 200; scratch.keep_temporary_files(); print(tempfile.mkdtemp(), flush=True)\n"
         "if os.fork() == 0: sys.exit()\n"
         "assert os.environ['RAY_TMPDIR'] == sys.argv[1]; os.wait(); assert scratch.of_this_process().is_dir()\n"
-        "assert scratch.left(scratch.RUN, pathlib.Path(sys.argv[1])) == []"
+        "assert scratch.abandoned(scratch.RUN, pathlib.Path(sys.argv[1])) == []"
     )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"} | {
         "TMPDIR": str(tmp_path)

@@ -64,7 +64,7 @@ async def test_a_step_that_ends_in_time_leaves_by_itself(number):
 
     with pytest.raises(Stopped, match="left after step 3") as left:
         await told(steps, number)
-    assert left.value.by == number == stopping.told()
+    assert left.value.by == number == stopping.stop_signal()
 
 
 @pytest.mark.parametrize("number, words", [(SIGINT, "press Ctrl-C again"), (SIGTERM, "preemption_grace_s=60")])

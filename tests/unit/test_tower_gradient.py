@@ -59,7 +59,7 @@ def row_of(visual):
 def test_parts_give_the_gradient_of_the_whole(shown):
     trained, pool, visual = shown
     count = visual.source.tokens
-    rows, clips = trained.graded([row_of(visual), row_of(visual)])
+    rows, clips = trained.rows_with_gradient([row_of(visual), row_of(visual)])
     assert len(clips) == 1 and rows[0].prompt_key == row_of(visual).prompt_key
     weights = torch.randn(count, visual.source.hidden, generator=torch.Generator().manual_seed(0))
     parts = [(7, count - 5), (9, 20), (7, count - 5)]  # slices of several rows, one of them twice
@@ -77,7 +77,7 @@ def test_parts_give_the_gradient_of_the_whole(shown):
     for have, want in zip(trained.sums, found, strict=True):
         assert (have - want).norm() <= 1e-5 * want.norm()
     pool.asked.clear()
-    rows, clips = trained.graded([row_of(visual)])
+    rows, clips = trained.rows_with_gradient([row_of(visual)])
     rows[0].visual[0].source.read(8, 9).sum().backward()
     trained.backward(clips)
     assert len(pool.asked) <= 2 * trained.present.shape.cut  # only what a slice needs
@@ -93,14 +93,14 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     read = {model: trained.rows_of(model, rows)[0].visual[0].source.read(3, count) for model in ("critic", "ref")}
     assert pool.asked == []
     actor = trained.rows_of("actor", rows)[0].visual[0].source.read(3, count)
-    graded = trained.graded(rows)[0][0].visual[0].source.read(3, count)
+    graded = trained.rows_with_gradient(rows)[0][0].visual[0].source.read(3, count)
     with torch.no_grad():
         expected = trained.present.encode(torch.from_numpy(pool.pixels)).bfloat16().float()[3:]
     for name in read:
         assert torch.equal(read[name], visual.source.read(3, count))
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
     # Handed over: rows bring what it encoded, and the reference goes back to the first.
-    trained.shown = 1
+    trained.encoded_at = 1
     with pytest.raises(EngineError, match=r"made by the tower after 0 updates, rows must bring .* after 1 updates"):
         trained.rows_of("actor", rows)
     key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
@@ -114,7 +114,7 @@ def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, 
         weight.data = weight.data.clone()  # on a GPU they are not a mapped file
 
     def learn():
-        rows, clips = trained.graded([row_of(visual)])
+        rows, clips = trained.rows_with_gradient([row_of(visual)])
         rows[0].visual[0].source.read(0, 9).sin().sum().backward()
         trained.backward(clips)
 
@@ -139,9 +139,9 @@ def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):
     trained, pool, visual = shown
     (tmp_path / "clip.mp4").write_bytes(b"another clip")
     with pytest.raises(EngineError, match="made from another file, plan or tower"):
-        trained.graded([row_of(visual)])
+        trained.rows_with_gradient([row_of(visual)])
     (tmp_path / "clip.mp4").write_bytes(b"a clip")
-    rows, clips = trained.graded([row_of(visual)])
+    rows, clips = trained.rows_with_gradient([row_of(visual)])
     rows[0].visual[0].source.read(0, 4).sum().backward()
     pool.fails = True
     with pytest.raises(EngineError, match=r"not again with gradient: .*clip\.mp4: broken"):

@@ -56,7 +56,7 @@ class Recording:
     async def bucket_plan(self):
         return self.buckets
 
-    async def stand(self):
+    async def wait_ready(self):
         self.events.append("stand")
         self.lost = False
 
@@ -125,7 +125,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
 
 async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
-    monkeypatch.setattr(weight_staging, "free_bytes", lambda folder: 500)
+    monkeypatch.setattr(weight_staging.WeightStaging, "free", lambda self: 500)
     with pytest.raises(EngineError, match="needs up to 1 MiB, 0 MiB are free"):
         await push(recording, tmp_path).push(1)
     assert "write b" not in recording.events

@@ -14,7 +14,7 @@ every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
 Invariants:
 - only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
 - a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
-- new weights take back what the old ones computed (`settle`), so that no waiting request loads it later;
+- new weights take back what the old ones computed (`invalidate`), so that no waiting request loads it later;
 - whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
 - nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
   one starts (it is locked while its engine lives).

@@ -14,7 +14,7 @@ from typing import Any
 from rlfuse.cluster import scratch
 
 SAVE_TIMEOUT_S = 10.0
-SETTLE_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 30.0
 CONNECTORS = {
     "shm": ("MigrationConnector", "rlfuse.engines.kv_transfer.shared_memory"),
     "nixl": ("NixlMigrationConnector", "rlfuse.engines.kv_transfer.nixl"),
@@ -58,7 +58,7 @@ class KVCacheStore:
         self._coming: set[str] = set()
         """Keys of caches that this engine's active requests may take."""
 
-    def place(self) -> str:
+    def new_base(self) -> str:
         """Where a request's KV cache would be, should it be wanted."""
         return str(self.folder / str(next(self._names)))
 
@@ -71,7 +71,7 @@ class KVCacheStore:
         """Whether `want` was said."""
         return base in self._wanted
 
-    def leave(self, base: str) -> None:
+    def end_request(self, base: str) -> None:
         """The request has ended, one way or the other."""
         if base in self._wanted:
             self._wanted.discard(base)
@@ -104,17 +104,17 @@ class KVCacheStore:
             self._coming.discard(key)
             withdraw(key.partition("@")[2])
 
-    async def settle(self) -> None:
+    async def invalidate(self) -> None:
         """Before weights change: take back what the old ones computed, wait for what is being read already."""
         for key in [*self._coming]:
             self.drop(key)
         for file in self.folder.glob("*.tokens"):
             withdraw(str(file.with_suffix("")))
-        for _ in range(int(SETTLE_TIMEOUT_S / 0.001)):
+        for _ in range(int(READ_TIMEOUT_S / 0.001)):
             if not any(self.folder.glob("*.loading")):
                 return
             await asyncio.sleep(0.001)
-        raise TimeoutError(f"KV caches were not read from other engines within {SETTLE_TIMEOUT_S:.0f} s: {self.folder}")
+        raise TimeoutError(f"KV caches were not read from other engines within {READ_TIMEOUT_S:.0f} s: {self.folder}")
 
     def close(self) -> None:
         """Remove the folder."""

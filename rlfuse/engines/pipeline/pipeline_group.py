@@ -21,8 +21,8 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.schedule_executor import Timed
-from rlfuse.engines.trainer.degrees import Share, alone, fill, plan
-from rlfuse.engines.trainer.micro_batches import numbered
+from rlfuse.engines.trainer.degrees import Share, fill, plan, unit_per_row
+from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
@@ -111,14 +111,14 @@ class PipelineGroup(RankGroup):
             raise ValueError(f"The schedule's models are {sorted(counts)}, but there are rows for {sorted(rows)}.")
         work = {}
         for name, each in rows.items():
-            bins = numbered([row.tokens for row in each], self.copies(name), counts[name])
+            bins = split_evenly([row.tokens for row in each], self.copies(name), counts[name])
             work[name] = [[Share(tuple(bin)) for bin in pipeline] for pipeline in bins], each
         return work
 
     def _within_budget(self, model: str, rows: Sequence[Row]) -> list[list[Share]]:
         """As few micro-batches as the token budget allows, as many in every pipeline."""
         budget, most = self.config.actor.ppo_max_token_len_per_gpu, self.config.actor.ppo_micro_batch_size_per_gpu
-        return plan(alone(rows), self.copies(model), budget, most=most, lockstep=True)
+        return plan(unit_per_row(rows), self.copies(model), budget, most=most, lockstep=True)
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""

@@ -20,7 +20,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.model_inputs import Batch, collate
-from rlfuse.engines.trainer.models import response_values, shown
+from rlfuse.engines.trainer.models import response_values, visual_embeddings
 from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs, weighed
 from rlfuse.samples import MicroBatch
 
@@ -80,7 +80,7 @@ class Stage:
             batch = replace(batch, inputs=inputs | {"inputs_embeds": received})
         with torch.set_grad_enabled(training):
             if not self.part.last:
-                with shown(self.model, batch):
+                with visual_embeddings(self.model, batch):
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
             elif training:
                 result = self._loss(batch, self.micro_batches[micro_batch].weight)

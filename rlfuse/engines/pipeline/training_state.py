@@ -22,7 +22,7 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlfuse.engines.trainer.optimizer import keep_settings
+from rlfuse.engines.trainer.optimizer import use_own_settings
 from rlfuse.engines.trainer.saving import Writing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,7 +65,7 @@ def load(engine: Any, folder: Path) -> None:
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
     engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
-    keep_settings(engine)
+    use_own_settings(engine)
 
 
 def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,6 +1,6 @@
 """Why vLLM's engine process ended, or never stood: told in the actor that has it below itself.
 
-Role: `rollout.RolloutWorker` has an `ErrorOutput` from the start of its engine, and raises what `engine_died` and
+Role: `RolloutWorker` has an `ErrorOutput` from the start of its engine, and raises what `engine_died` and
 `no_start` make of it. vLLM itself says of a failed process "see root cause above", on an output that nobody sees: this
 finds the above. Waits for an exit status, at most EXIT_S.
 """
@@ -91,16 +91,16 @@ def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
     if raised and status == -signal.SIGTERM:  # by vLLM, which ends what is left of it
         status = None
     if (status is not None and status < 0 and not crash and -status not in OWN_SIGNALS) or status == -signal.SIGKILL:
-        return EngineLost(f"{name}: vLLM's engine process was {killed_by(-status)}{host_memory.figures()}")
+        return EngineLost(f"{name}: vLLM's engine process was {killed_by(-status)}{host_memory.free_memory()}")
     if status is not None and status < 0:
-        words = f"\n{crash}" if crash else host_memory.figures()
+        words = f"\n{crash}" if crash else host_memory.free_memory()
         return EngineFailed(f"{name}: vLLM's engine process crashed by {_signal(-status)}.{_remedy(crash)}{words}")
     if raised:
         return EngineFailed(f"{name}: vLLM's engine process ended by an error of its own.{_remedy(raised)}\n{raised}")
     if crash:
         return EngineFailed(f"{name}: vLLM's engine process crashed.{_remedy(crash)}\n{crash}")
     how = "" if status is None else f" with exit status {status}"
-    return EngineLost(f"{name}: vLLM's engine process ended{how}, without a word.{host_memory.figures()}")
+    return EngineLost(f"{name}: vLLM's engine process ended{how}, without a word.{host_memory.free_memory()}")
 
 
 def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
@@ -109,14 +109,14 @@ def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> En
     if found := re.search(r"proc\(s\): {.*?: -(\d+)", str(error)):
         crash = errors.crash()
         ended = f"\n{crash}" if crash and int(found[1]) != signal.SIGKILL else ""
-        return EngineLost(f"{text} Its process was {killed_by(int(found[1]))}{host_memory.figures()}{ended}")
+        return EngineLost(f"{text} Its process was {killed_by(int(found[1]))}{host_memory.free_memory()}{ended}")
     raised = errors.raised() or errors.crash() or str(error)
     return EngineError(f"{text}{_remedy(raised)}\n{raised}")
 
 
 def killed_by(number: int) -> str:
     """That a process was ended by this signal, and what is known of why."""
-    return f"killed by {_signal(number)}; by whom is not known.{host_memory.lacked()}"
+    return f"killed by {_signal(number)}; by whom is not known.{host_memory.oom_kills()}"
 
 
 def _signal(number: int) -> str:

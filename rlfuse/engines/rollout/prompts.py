@@ -1,6 +1,6 @@
 """Prompts as vLLM takes them: token ids, and for a clip the rows of the embedding cache, put together per request.
 
-Role: used by `rollout.RolloutWorker`; only there handles become tensors. Waits for nothing.
+Role: used by `RolloutWorker`; only there handles become tensors. Waits for nothing.
 Invariants:
 - text is always token ids, so vLLM embeds it with the weights of the moment: nothing here knows the embedding matrix;
 - what vLLM's prefix cache hashes says all there is to know. With `prompt_embeds` these are ids and rows; text rows are

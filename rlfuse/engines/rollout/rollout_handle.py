@@ -8,11 +8,11 @@ remote call is bounded by `timeout_s` and names the engine and what it was asked
 - one whose process ended by an error of its own (`EngineFailed`) is replaced, but not again where its successor fails
   in the same way;
 - the next engine, started with the same arguments, generates only once it has taken weights (`finish_update`). So the
-  engine stays lost for whoever generates until a `WeightPush`, which waits for it by `stand`.
+  engine stays lost for whoever generates until a `WeightPush`, which waits for it by wait_ready.
 
     generate, evict, ... --> actor          _watch --pulse--> actor
           | EngineLost <-- _lose <------------- | silent, still
-          +--> _restart: a new actor starts --> stand <-- WeightPush: begin_update, receive, finish_update
+          +--> _restart: a new actor starts --> wait_ready <-- WeightPush: begin_update, receive, finish_update
 """
 
 from __future__ import annotations
@@ -154,15 +154,10 @@ class RolloutHandle:
         return results
 
     async def evict(self, sample_ids: Sequence[str], carry: str = "tokens") -> None:
-        """End these samples here now; `generate` yields a `Partial` for each that isn't finished.
-
-        `carry`: `kv` puts their KV cache where the run's other engines on this host find it, `tokens` lets it go.
-        """
         self._check()
         await self._call("evict", f"evict {len(sample_ids)} samples", list(sample_ids), carry, self._calls)
 
     async def load(self) -> Load:
-        """What the engine holds right now."""
         self._check()
         return await self._call("load", "report its load")
 
@@ -175,25 +170,22 @@ class RolloutHandle:
 
     async def sleep(self) -> None:
         """Give the device up; `EngineError` while samples are active."""
-        if self._standing:
+        if self._has_engine:
             with suppress(EngineLost):
                 await self._call("sleep", "give its device up")
 
     async def wake(self, part: Part | None = None) -> None:
-        """Take the device back, or only for that part; nothing may be generated before all is awake."""
-        if self._standing:
+        if self._has_engine:
             with suppress(EngineLost):
                 await self._call("wake", f"take its device back{f' for its {part}' if part else ''}", part)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Pause and clear caches."""
-        self._served = self.actor if self._standing else None
+        self._served = self.actor if self._has_engine else None
         await self._serve("begin_update", "pause for new weights")
 
     async def receive(self, info: dict[str, Any]) -> None:
-        """Load one bucket."""
         await self._serve("receive", "load a bucket of weights", info)
 
     async def finish_update(self, version: int) -> None:
@@ -202,7 +194,6 @@ class RolloutHandle:
         self._lost = self._restart = None
 
     async def version(self) -> int:
-        """The version of the engine's weights."""
         self._check()
         return await self._call("version", "report its weights' version")
 
@@ -233,12 +224,12 @@ class RolloutHandle:
         return self._lost is not None
 
     @property
-    def _standing(self) -> bool:
+    def _has_engine(self) -> bool:
         """Whether there is an engine: the first one, or its successor once that has started."""
         restart = self._restart
         return self._lost is None or (restart is not None and restart.done() and not restart.exception())
 
-    async def stand(self) -> None:
+    async def wait_ready(self) -> None:
         """Return when there is an engine to push weights to, another one where it was lost.
 
         EngineError where it was lost more often than it may be, or no other can be started.
@@ -285,7 +276,7 @@ class RolloutHandle:
 
     def _replace(self) -> asyncio.Task:
         self._restart = asyncio.create_task(self._replacement(), name=f"replace {self.name}")
-        self._restart.add_done_callback(lambda task: task.cancelled() or task.exception())  # `stand` raises it
+        self._restart.add_done_callback(lambda task: task.cancelled() or task.exception())  # wait_ready raises it
         return self._restart
 
     async def _replacement(self) -> None:

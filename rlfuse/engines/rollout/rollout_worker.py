@@ -12,7 +12,7 @@ Invariants:
 - log-probs are of the drawn tokens at the sampling temperature (of the truncated distribution if top_p / top_k cut);
 - a prompt's clip comes as a handle and becomes numbers here (`prompts`); no response holds a visual placeholder;
 - a sample that is evicted and goes on elsewhere gets the same tokens as if it had stayed: those that it has become the
-  end of its prompt, `generators` places its generator, and by `kv_transfer.shared_memory` its KV cache may come along;
+  end of its prompt, `seeded_generators` positions its generator, and by `kv_transfer` its KV cache may come along;
 - a response carries the version of the weights that drew its tokens. If weights changed underneath (the push pauses
   and then recomputes requests in flight under the new weights), it carries the oldest, and its span names all;
 - a dead engine process raises `EngineLost` at once; how long anything may take is bounded by the handle, which also
@@ -69,7 +69,7 @@ class RolloutWorker:
         self._below: list[Any] = []
         self._prompts: Any = None
         self._active: dict[str, asyncio.Task] = {}
-        self._places: dict[str, str] = {}
+        self._kv_bases: dict[str, str] = {}
         """Active sample -> where its KV cache would be put."""
         self._kv_store: Any = None
         self._meter: StepMeter | None = None
@@ -94,12 +94,14 @@ class RolloutWorker:
     ) -> dict:
         """Build the engine inside the running loop; returns facts to log. See `RolloutHandle.start`."""
         from rlfuse.engines.rollout.prompts import Prompts
+        from rlfuse.video.models.base import bring_along
 
         began, self._errors, self._device = time.perf_counter(), engine_death.ErrorOutput(), device
         core = core if device == "cpu" else None
         try:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
+                bring_along(model.video_family)
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 self._engine, self._kv_store = build(arguments, rollout, device, self._note)
                 bind(core)
@@ -212,8 +214,8 @@ class RolloutWorker:
                 room = min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
                 if room < 1:
                     return request.id, self._response(request.partial, "length")
-                places, ids = self._kv_places(request), request.ids()
-                parameters = sampling_params(request, sampling, room, places, self._prompts.logit_bias)
+                params, ids = self._kv_transfer_params(request), request.ids()
+                parameters = sampling_params(request, sampling, room, params, self._prompts.logit_bias)
                 prompt = self._prompts.prompt(ids, request.video)
                 async for output in self._engine.generate(prompt, parameters, request.id):
                     final = output  # the only one: parameters ask for the final output
@@ -228,8 +230,8 @@ class RolloutWorker:
                 return request.id, replace(partial, kv_key=await self._kv_key(request.id))
         finally:
             self._active.pop(request.id, None)
-            if place := self._places.pop(request.id, None):
-                self._kv_store.leave(place)
+            if base := self._kv_bases.pop(request.id, None):
+                self._kv_store.end_request(base)
             if self._kv_store is not None:
                 self._kv_store.drop(request.partial.kv_key)
 
@@ -248,29 +250,29 @@ class RolloutWorker:
         with self._engine_alive():
             pending = {self._active[sample_id]: sample_id for sample_id in sample_ids if sample_id in self._active}
             if carry == "kv":
-                for place in (self._places[sample_id] for sample_id in pending.values() if sample_id in self._places):
-                    self._kv_store.want(place)
+                for base in filter(None, map(self._kv_bases.get, pending.values())):
+                    self._kv_store.want(base)
             while pending:
                 # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
                 await self._engine.abort(list(pending.values()))
                 await asyncio.wait(pending, timeout=0.01)
                 pending = {task: sample_id for task, sample_id in pending.items() if not task.done()}
 
-    def _kv_places(self, request: Request) -> dict[str, str]:
+    def _kv_transfer_params(self, request: Request) -> dict[str, str]:
         """For vLLM's connector: where the request's KV cache is to be put when it is wanted, and from where loaded."""
         if self._kv_store is None:
             return {}
-        self._places[request.id] = self._kv_store.place()
+        self._kv_bases[request.id] = self._kv_store.new_base()
         load = self._kv_store.expect(request.partial.kv_key, self._version)
-        return {"save": self._places[request.id]} | ({"load": load} if load else {})
+        return {"save": self._kv_bases[request.id]} | ({"load": load} if load else {})
 
     async def _kv_key(self, sample_id: str) -> str | None:
         """The key of an aborted sample's KV cache, if it was wanted and there was something to put away."""
-        place = self._places.get(sample_id)
-        if place is None or not self._kv_store.wanted(place):
+        base = self._kv_bases.get(sample_id)
+        if base is None or not self._kv_store.wanted(base):
             return None
         await self._engine.get_weight_version()  # answered after the abort, which had no answer
-        return await self._kv_store.collect(place, self._version)
+        return await self._kv_store.collect(base, self._version)
 
     async def sleep(self) -> None:
         """Give the device's memory up, unless that is done; refused while samples are active."""
@@ -311,12 +313,11 @@ class RolloutWorker:
             self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
             self._meter.pause()
             if self._kv_store is not None:
-                await self._kv_store.settle()
+                await self._kv_store.invalidate()
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             await self._engine.start_weight_update()
 
     async def receive(self, info: dict[str, Any]) -> None:
-        """Load one bucket."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         with self._asking("a bucket of new weights"):

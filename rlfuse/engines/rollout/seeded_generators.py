@@ -31,7 +31,7 @@ class CountedGenerator(torch.Generator):
 
     request: CachedRequestState
 
-    def place(self) -> None:
+    def reposition(self) -> None:
         """To where the request's tokens have brought it."""
         self.manual_seed(self.request.sampling_params.seed)
         if draws := drawn(self.request) + len(self.request.output_token_ids):
@@ -43,7 +43,7 @@ class CountedGenerator(torch.Generator):
 
     def set_offset(self, offset: int) -> None:
         """vLLM takes the last draw back: it was no token."""
-        self.place()
+        self.reposition()
 
 
 def drawn(request: CachedRequestState) -> int:
@@ -56,7 +56,7 @@ def position(request: CachedRequestState) -> None:
     if request.generator.device.type == "cpu":
         request.generator = CountedGenerator()
         request.generator.request = request
-        request.generator.place()
+        request.generator.reposition()
     else:
         request.generator.set_offset(PHILOX_PER_DRAW * drawn(request))
 

@@ -1,6 +1,6 @@
 """vLLM as we use it: its environment and arguments, requests and what comes of them, step times.
 
-Role: used by `rollout.RolloutWorker` and by whoever creates that actor. Waits for nothing.
+Role: used by `RolloutWorker` and by whoever creates that actor. Waits for nothing.
 Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
 Invariants: `rollout.engine_kwargs` has the last word on every argument; a `decode` span covers engine steps and nothing
 between them.
@@ -190,12 +190,12 @@ def build(
     except BaseException:
         store.close()
         raise
-    scratch.own(store.folder, scratch.held_by(psutil.Process().children(recursive=True)))
+    scratch.attach(store.folder, scratch.held_by(psutil.Process().children(recursive=True)))
     return engine, store
 
 
 def sampling_params(
-    request: Request, sampling: Sampling, room: int, kv_places: dict[str, str], logit_bias: dict[int, float] | None
+    request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
     """vLLM's SamplingParams for at most `room` more tokens of the request."""
     from vllm import SamplingParams
@@ -218,7 +218,7 @@ def sampling_params(
         skip_special_tokens=False,  # one of them may be a stop text
         detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_places},
+        extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params},
     )
 
 

@@ -1,11 +1,11 @@
 """The attention of trained and scored models: who sees whom is said by a layout, never by a mask of all token pairs.
 
-Role: `lay_out` gives a Hugging Face model this attention; `batches.collate` puts a `Layout` among the model's inputs,
-and transformers hands it down to every layer. A layout cuts the batch's tokens into segments: causal within, and
-possibly behind a prefix of earlier tokens that several segments share. So packed rows cost no work across rows, one
-prompt serves all its answers, and a sequence-parallel rank attends to whole sequences with some of the heads.
+Role: `attend_by_layout` gives a Hugging Face model this attention; `model_inputs.collate` puts a `Layout` among the
+model's inputs, and transformers hands it down to every layer. A layout cuts the batch's tokens into segments: causal
+within, and possibly behind a prefix of earlier tokens that several segments share. So packed rows cost no work across
+rows, one prompt serves all its answers, and a sequence-parallel rank attends to whole sequences with some of the heads.
 
-What transformers hands to an attention of its own is heeded or refused, never dropped: scale, window (also where a
+What transformers hands to an attention of its own is used or refused, never dropped: scale, window (also where a
 model says it in its mask alone: Qwen2-MoE, Phi-MoE), soft-capped scores (Gemma-2) and sinks (GPT-OSS). Its "sdpa" drops
 the last two, flash attention windows that stand in masks; so both are only for models that take no layout: those
 without attention interface (Bloom, Falcon, MPT, GPT-J) and with chunked or linear attention (Llama-4, Qwen3-Next).
@@ -77,7 +77,7 @@ class Layout:
     """Where this rank holds a slice of the tokens: `attend` over all ranks of the slices."""
 
 
-def lay_out(model: PreTrainedModel) -> PreTrainedModel:
+def attend_by_layout(model: PreTrainedModel) -> PreTrainedModel:
     """Have `model` attend by layouts; where it can't, it keeps its attention and a layout is kept from it."""
     text = model.config.get_text_config()
     plain = set(getattr(text, "layer_types", None) or _KINDS) <= _KINDS and text.model_type not in _NO_LAYOUT
@@ -89,7 +89,7 @@ def lay_out(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def lays_out(model: PreTrainedModel) -> bool:
+def attends_by_layout(model: PreTrainedModel) -> bool:
     """Whether `model` attends by layouts."""
     return model.config.get_text_config()._attn_implementation == NAME
 

@@ -95,17 +95,17 @@ class Costs:
         return replace(self, overheads=overheads)
 
 
-def legal(largest: int) -> tuple[int, ...]:
+def degrees_up_to(largest: int) -> tuple[int, ...]:
     """Degrees up to the largest, which `checks` found to divide ranks and heads."""
     return tuple(1 << power for power in range(largest.bit_length()))
 
 
-def alone(rows: Sequence[Row]) -> list[Unit]:
+def unit_per_row(rows: Sequence[Row]) -> list[Unit]:
     """Every row with its own copy of its prompt."""
     return [Unit((i,), row.tokens, row.tokens**2 / 2) for i, row in enumerate(rows)]
 
 
-def together(rows: Sequence[Row], capacity: int, ranks: int, most: int | None = None) -> list[Unit]:
+def units_by_prompt(rows: Sequence[Row], capacity: int, ranks: int, most: int | None = None) -> list[Unit]:
     """Rows of the same prompt in one unit, so that it runs once.
 
     A prompt is run again only where its answers don't fit `capacity` tokens or `most` sequences, or where they are more

@@ -42,7 +42,7 @@ def pack(
     return bins
 
 
-def numbered(lengths: Sequence[int], pipelines: int, count: int) -> list[list[list[int]]]:
+def split_evenly(lengths: Sequence[int], pipelines: int, count: int) -> list[list[list[int]]]:
     """Row indices as [pipeline][micro-batch][row]: `count` micro-batches for each pipeline, of nearly equal tokens.
 
     Example: lengths 9, 5, 4, 1 on 1 pipeline in 2 micro-batches -> [[[0, 3], [1, 2]]].

@@ -89,26 +89,26 @@ def collate(
         )
         for name in rows[0].tensors
     }
-    sheet = _lay_out(rows, packed, part.degree if part else 1, shared, rope)
+    sheet = _sheet_of(rows, packed, part.degree if part else 1, shared, rope)
     cut = _Cut(sheet, 1 if packed else len(rows), part)
     targets = np.concatenate([row.response_ids for row in rows])[cut.own]
 
-    def place(array: np.ndarray) -> torch.Tensor:
+    def to_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
     return Batch(
         {
-            "input_ids": place(cut.columns(sheet.ids)),
-            "position_ids": place(cut.columns(sheet.positions)),
+            "input_ids": to_device(cut.columns(sheet.ids)),
+            "position_ids": to_device(cut.columns(sheet.positions)),
             "layout": Layout(tuple(sheet.segments), part.attend if part else None),
         },
-        place(cut.predict),
-        place(targets),
+        to_device(cut.predict),
+        to_device(targets),
         mask.to(device),
         {name: tensor.to(device) for name, tensor in tensors.items()},
-        place(cut.keep),
-        tuple((place(at), embeddings.to(device)) for at, embeddings in cut.visual()),
-        place(cut.own) if part else None,
+        to_device(cut.keep),
+        tuple((to_device(at), embeddings.to(device)) for at, embeddings in cut.visual()),
+        to_device(cut.own) if part else None,
         part,
     )
 
@@ -123,7 +123,7 @@ class _Sheet:
     segments: list[Segment] = field(default_factory=list)
     predict: list[np.ndarray] = field(default_factory=list)
     """Where each response token is predicted, row by row."""
-    pictures: list[tuple[int, Visual]] = field(default_factory=list)
+    clips: list[tuple[int, Visual]] = field(default_factory=list)
     """Where the prompt begins that the embeddings belong to."""
     size: int = 0
 
@@ -142,14 +142,14 @@ class _Sheet:
             self.add(np.zeros(count, dtype=np.int32), np.broadcast_to(np.arange(count), (*axes, count)))
 
 
-def _lay_out(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope: MRope | None) -> _Sheet:
+def _sheet_of(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope: MRope | None) -> _Sheet:
     sheet, width = _Sheet(), _up(max(row.tokens for row in rows), degree)
     rope = rope if any(row.visual for row in rows) else None  # of text, all axes are one
     for number, (_, family) in enumerate(groupby(enumerate(rows), lambda x: x[1].prompt_key if shared else x[0])):
         siblings = [row for _, row in family]
         prompt = siblings[0].prompt_ids
         at = np.arange(len(prompt)) if rope is None else rope.positions(len(prompt), siblings[0].visual)
-        sheet.pictures += [(sheet.size, visual) for visual in siblings[0].visual]
+        sheet.clips += [(sheet.size, visual) for visual in siblings[0].visual]
         if len(siblings) == 1:
             response = siblings[0].response_ids
             behind = following(at, len(response))
@@ -194,7 +194,7 @@ class _Cut:
     def visual(self) -> list[tuple[np.ndarray, torch.Tensor]]:
         """Positions in the flattened cut and their embeddings; of a long clip only those that stand here are read."""
         found = []
-        for start, visual in self._sheet.pictures:
+        for start, visual in self._sheet.clips:
             at = start + visual.positions.astype(np.int64)
             inside = np.flatnonzero(self._inside(at))  # in one piece: positions ascend within a row of the sheet
             if len(inside):

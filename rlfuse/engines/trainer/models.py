@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.trainer.attention import lay_out
+from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.errors import EngineError
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
     """[r, V] logits that predict this rank's response tokens; no other position reaches the language-model head."""
-    with shown(model, batch):
+    with visual_embeddings(model, batch):
         logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep).logits
     return logits.flatten(0, 1)[batch.predict]
 
 
 def response_values(model: Callable, batch: Batch) -> torch.Tensor:
     """float32 [R]: the value of the state before each response token."""
-    with shown(model, batch):
+    with visual_embeddings(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
     return batch.whole(values[:, batch.keep].flatten()[batch.predict].float())
 
@@ -74,7 +74,7 @@ def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
 
 
 @contextmanager
-def shown(model: Callable, batch: Batch) -> Iterator[None]:
+def visual_embeddings(model: Callable, batch: Batch) -> Iterator[None]:
     """The batch's visual embeddings take the place of the tokens' own while the model runs.
 
     At the output of the embedding, and not as `inputs_embeds`: so the embedding runs inside the engine's forward, where
@@ -190,7 +190,7 @@ def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedMo
 
     Visual placeholders get no probability, as in the engine.
     """
-    lay_out(model)
+    attend_by_layout(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

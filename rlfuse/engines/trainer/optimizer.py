@@ -71,7 +71,7 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
-def keep_settings(engine: deepspeed.DeepSpeedEngine) -> None:
+def use_own_settings(engine: deepspeed.DeepSpeedEngine) -> None:
     """Go on with this run's learning rate, schedule, weight decay and clipping once a checkpoint is loaded.
 
     Every loader brings those of the run that wrote the checkpoint: DeepSpeed's the clipping, torch's optimizer the

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
@@ -43,7 +43,7 @@ class RewardModelRank(TrainerRank):
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL: None}
         self.exporters = {MODEL: Exporter(model, self.rank)}
-        self.packed = self.shares = config.model.use_remove_padding and lays_out(model)
+        self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         parameters = sum(size for _, size in self.sizes(MODEL)) // model.dtype.itemsize
         return {"packed": self.packed, "parameters": parameters}
 

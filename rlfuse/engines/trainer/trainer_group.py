@@ -19,7 +19,7 @@ import ray
 
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.degrees import Costs, Share, Unit, alone, fill, legal, plan, together
+from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
@@ -67,15 +67,15 @@ class TrainerGroup(RankGroup):
     @property
     def lockstep(self) -> bool:
         """Whether passes need all ranks together: ZeRO 3 gathers weights from them, and rows may be cut over them."""
-        return self.config.actor.zero_stage == 3 or self._largest > 1
+        return self.config.actor.zero_stage == 3 or self._largest_degree > 1
 
     @property
     def lockstep_backward(self) -> bool:
         """Whether gradients do: ZeRO 2 and 3 reduce them in every backward, and rows may be cut."""
-        return self.config.actor.zero_stage >= 2 or self._largest > 1
+        return self.config.actor.zero_stage >= 2 or self._largest_degree > 1
 
     @property
-    def _largest(self) -> int:
+    def _largest_degree(self) -> int:
         return self.config.training.ulysses_sequence_parallel_size
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
@@ -122,12 +122,12 @@ class TrainerGroup(RankGroup):
                 "them for ever: ask without a slot, or lower the stage."
             )
         longest = max(row.tokens for row in rows)
-        if self._largest > 1 and slot is not None and longest > budget:
+        if self._largest_degree > 1 and slot is not None and longest > budget:
             raise ValueError(
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees = len(self._ranks(slot)), legal(self._largest) if slot is None else (1,)
+        ranks, degrees = len(self._ranks(slot)), degrees_up_to(self._largest_degree) if slot is None else (1,)
         units = self._units(rows, budget * degrees[-1], ranks)
         costs = self.costs.trained() if least_stage == 2 else self.costs
         return plan(units, ranks, budget, degrees, costs, most, lockstep)
@@ -135,7 +135,7 @@ class TrainerGroup(RankGroup):
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
         """Rows that stay together; `capacity`: tokens of a micro-batch at most."""
         most = self.config.actor.ppo_micro_batch_size_per_gpu
-        return together(rows, capacity, ranks, most) if self.shares_prompts else alone(rows)
+        return units_by_prompt(rows, capacity, ranks, most) if self.shares_prompts else unit_per_row(rows)
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
@@ -145,11 +145,9 @@ class TrainerGroup(RankGroup):
         return plan_buckets(sizes, self.config.rollout.update_weights_bucket_mb << 20)
 
     async def export_bucket(self, names: list[str], path: str) -> None:
-        """Write these tensors of the actor to `path`."""
         await self._all("export_bucket", f"write weights to {path}", names, Path(path))
 
     def writer(self, names: list[str]) -> int:
-        """The rank that writes them."""
         return 0
 
     async def save_tower(self, path: Path) -> int:
@@ -162,11 +160,9 @@ class TrainerGroup(RankGroup):
     # `DeviceWeightExporter`: not run without GPUs
 
     async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
-        """Handles of a bucket from every rank."""
         return await self._all("share_ipc", "share a bucket", names)
 
     async def release_ipc(self) -> None:
-        """The ranks let go of the bucket."""
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlfuse.engines.trainer.attention import lays_out
+from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
-from rlfuse.engines.trainer.degrees import Costs, legal
+from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
 from rlfuse.engines.trainer.measuring import measured_costs
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
@@ -43,21 +43,21 @@ from rlfuse.engines.trainer.models import (
 from rlfuse.engines.trainer.optimizer import (
     check_finite,
     freeze,
-    keep_settings,
     matmul_rate,
     sharded_loading,
     take_step,
     trainable,
+    use_own_settings,
 )
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, weighed
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
-from rlfuse.engines.trainer.vision_tower import ShownClip, TowerSettings, TrainedTower
+from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
-from rlfuse.video.models.base import m_rope
+from rlfuse.video.models.base import bring_along, m_rope
 
 _CUT = (
     "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
@@ -81,6 +81,7 @@ class TrainerRank(Rank):
         `tower`: of a tower that is trained with the actor.
         """
         config, start = self.config, self.config.model.path
+        bring_along(config.model.video_family)
         torch.manual_seed(config.data.seed)
         self.engines: dict[str, Any] = {}
         self.tower = tower and TrainedTower(tower, self.device, config.model.dtype, config.uses_reference)
@@ -88,7 +89,7 @@ class TrainerRank(Rank):
         with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
             policy = load_policy(start, config.model)
             if self.tower:
-                self.tower.hold(policy)
+                self.tower.attach_to(policy)
             self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
             if config.uses_critic:
                 critic = load_critic(config.critic.path or start, config.model)
@@ -98,13 +99,14 @@ class TrainerRank(Rank):
             if config.uses_reference:
                 reference = load_policy(config.ref.path or start, config.model)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
-        self.ropes = {name: m_rope(getattr(each, "module", each).config) for name, each in self.engines.items()}
+        modules = {name: getattr(each, "module", each) for name, each in self.engines.items()}
+        self.ropes = {name: m_rope(each.config) for name, each in modules.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {
             name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
         }
         self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
-        self.shares = self.packed and all(lays_out(getattr(each, "module", each)) for each in self.engines.values())
+        self.shares = self.packed and all(map(attends_by_layout, modules.values()))
         facts = {
             "packed": self.packed,
             "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
@@ -129,7 +131,7 @@ class TrainerRank(Rank):
             module = getattr(engine, "module", engine)
             if (heads := module.config.get_text_config().num_attention_heads) % largest:
                 raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
-            if not lays_out(module):
+            if not attends_by_layout(module):
                 raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
         text, dtype = actor.module.config.get_text_config(), actor.module.dtype
         if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
@@ -142,8 +144,8 @@ class TrainerRank(Rank):
         if largest == 1:
             return Costs()
         module, lockstep = self.engines["actor"].module, self.config.actor.zero_stage == 3
-        text = module.config.get_text_config()
-        return measured_costs(self._probe, legal(largest), text, self._token_s, module.dtype, self.device, lockstep)
+        text, degrees = module.config.get_text_config(), degrees_up_to(largest)
+        return measured_costs(self._probe, degrees, text, self._token_s, module.dtype, self.device, lockstep)
 
     @torch.no_grad()
     def _probe(self, tokens: int, degree: int) -> None:
@@ -199,7 +201,7 @@ class TrainerRank(Rank):
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
             with self._span("forward", micro_batch, f"update_{model}", model=model):
-                rows, clips = self._seen(model, micro_batch)
+                rows, clips = self._rows_and_clips(model, micro_batch)
                 batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):
@@ -210,12 +212,12 @@ class TrainerRank(Rank):
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
 
-    def _seen(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[ShownClip]]:
+    def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Rows for an update of `model`, and their clips that train the tower."""
         if not self.tower or not micro_batch.weight:
             return micro_batch.rows, []
         if model == "actor":
-            return self.tower.graded(micro_batch.rows)
+            return self.tower.rows_with_gradient(micro_batch.rows)
         return self.tower.rows_of(model, micro_batch.rows), []
 
     @needs_models
@@ -229,11 +231,11 @@ class TrainerRank(Rank):
         with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
             trained = self.tower if model == "actor" else None
             if trained:
-                trained.hand_in(engine)
+                trained.add_gradients_to(engine)
             facts["grad_norm"] = take_step(engine, count, self.world)
             span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
             if trained:
-                trained.refresh(engine)
+                trained.copy_weights_from(engine)
             if self.device != "cpu":
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
         return {name: float(value) for name, value in self.sums.pop(model, {}).items()}, facts
@@ -254,10 +256,10 @@ class TrainerRank(Rank):
         """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
         if self.rank == 0:
             self.tower.write(path)
-        self.tower.shown = self.tower.updates
+        self.tower.encoded_at = self.tower.updates
         return self.tower.updates
 
-    # Not run without GPUs, see weights_device
+    # Not run without GPUs, see weights.cuda_ipc
 
     @needs_models
     def share_ipc(self, names: list[str]) -> dict[str, Any]:
@@ -297,10 +299,10 @@ class TrainerRank(Rank):
             loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
             if loaded is None:
                 raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
-            keep_settings(self.engines[name])
+            use_own_settings(self.engines[name])
         if self.tower:
-            self.tower.refresh(self.engines["actor"])
-            self.tower.shown = self.tower.updates
+            self.tower.copy_weights_from(self.engines["actor"])
+            self.tower.encoded_at = self.tower.updates
 
     # Events ------------------------------------------------------------------------------------------------------
 

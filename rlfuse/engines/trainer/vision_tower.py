@@ -15,7 +15,8 @@ Invariants:
 - a row's embedding is of this file, this plan and the tower as it was last handed over, or an error;
 - a micro-batch encodes a clip once with gradient, however many answers show it, and keeps the activations of `step`
   units at a time. A rank with a slice of the tokens encodes the units that stand in it;
-- nothing here is collective but `hand_in` and `refresh`, which belong to the step: ranks may hold any number of clips.
+- nothing here is collective but `add_gradients_to` and `copy_weights_from`, which belong to the step: ranks may hold
+  any number of clips.
 The weights exist twice on a rank: as DeepSpeed holds them (whole or sharded), and here, whole, where they run. Sums of
 gradients are float32, because a long clip has hundreds of chunks. Waits for decoders, which bound themselves.
 """
@@ -55,7 +56,7 @@ class TowerSettings:
 
 
 class TrainedTower:
-    """`updates`: optimizer steps so far; `shown`: those of the tower that made the embeddings which rows bring."""
+    """`updates`: optimizer steps so far; `encoded_at`: those of the tower that made the embeddings which rows bring."""
 
     def __init__(self, settings: TowerSettings, device: str, dtype: str, reference: bool):
         encoder = settings.encoder
@@ -68,7 +69,7 @@ class TrainedTower:
         self.present = Tower(*tower, trainable=True)
         self.initial = Tower(*tower) if reference else None
         self.pool, self.block_bytes = settings.pool, encoder.block_bytes
-        self.device, self.updates, self.shown = device, 0, 0
+        self.device, self.updates, self.encoded_at = device, 0, 0
         self._weights = list(self.present.module.parameters())
         sums = (torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights)
         self.sums = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in sums)
@@ -78,7 +79,7 @@ class TrainedTower:
         """What moves between device and host memory with the engines."""
         return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
 
-    def hold(self, policy: PreTrainedModel) -> None:
+    def attach_to(self, policy: PreTrainedModel) -> None:
         """Give the policy the weights that its DeepSpeed engine is to train."""
         policy.add_module(NAME, copy.deepcopy(self.present.module).to(policy.dtype))
 
@@ -89,17 +90,17 @@ class TrainedTower:
         tower, updates = self.present, self.updates
         if model == "ref":
             tower, updates = self.initial, 0
-        if model == "critic" or updates == self.shown:
+        if model == "critic" or updates == self.encoded_at:
             tower = None
         return self._rows(rows, {}, tower, graded=False)
 
-    def graded(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[ShownClip]]:
+    def rows_with_gradient(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[MicroBatchClip]]:
         """The rows as the actor's update sees them, and their clips, for `backward` after that of the loss."""
-        clips: dict[str, ShownClip] = {}
-        rows = self._rows(rows, clips, None if self.updates == self.shown else self.present, graded=True)
+        clips: dict[str, MicroBatchClip] = {}
+        rows = self._rows(rows, clips, None if self.updates == self.encoded_at else self.present, graded=True)
         return rows, list(clips.values())
 
-    def backward(self, clips: Iterable[ShownClip]) -> None:
+    def backward(self, clips: Iterable[MicroBatchClip]) -> None:
         """Add the tower's gradient, from what the loss's backward left at these clips."""
         for clip in clips:
             for first, frames in self._chunks(clip.visual, *clip.span):
@@ -117,7 +118,7 @@ class TrainedTower:
         return torch.cat([part for _, part in found])[first - begin : last - begin]
 
     def _rows(
-        self, rows: Sequence[Row], clips: dict[str, ShownClip | Embedding], tower: Tower | None, graded: bool
+        self, rows: Sequence[Row], clips: dict[str, MicroBatchClip | Embedding], tower: Tower | None, graded: bool
     ) -> tuple[Row, ...]:
         """`tower`: encodes them anew; None: cached embeddings are read."""
 
@@ -126,7 +127,7 @@ class TrainedTower:
             if key not in clips:
                 self._check(visual)
                 anew = graded or tower is not None
-                clips[key] = ShownClip(self, visual, tower, graded) if anew else visual.source
+                clips[key] = MicroBatchClip(self, visual, tower, graded) if anew else visual.source
             return replace(visual, source=clips[key])
 
         return tuple(replace(row, visual=tuple(map(shown, row.visual))) for row in rows)
@@ -137,13 +138,14 @@ class TrainedTower:
         def made_after(updates: int) -> bool:
             return embedding_key(content, plan, self.present.version_after(updates)) == key
 
-        if made_after(self.shown):
+        if made_after(self.encoded_at):
             return
         made = [updates for updates in range(self.updates + 1) if made_after(updates)]
         by = f"by the tower after {made[0]} updates" if made else "from another file, plan or tower"
         raise EngineError(
             f"the embedding {key} of {visual.path} was made {by}, rows must bring those of the tower after "
-            f"{self.shown} updates: hand the tower to the encoder ranks after every step, and encode clips after that"
+            f"{self.encoded_at} updates: hand the tower to the encoder ranks after every step, and encode clips after "
+            "that"
         )
 
     def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -163,7 +165,7 @@ class TrainedTower:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def hand_in(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def add_gradients_to(self, engine: deepspeed.DeepSpeedEngine) -> None:
         """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
         held = list(getattr(engine.module, NAME).parameters())
         with _whole(held):  # sums as gradients: each weight times its sum has that derivative
@@ -173,7 +175,7 @@ class TrainedTower:
             total.zero_()
 
     @torch.no_grad()
-    def refresh(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def copy_weights_from(self, engine: deepspeed.DeepSpeedEngine) -> None:
         """Take the engine's weights, after a step or a load; every rank calls."""
         held = list(getattr(engine.module, NAME).parameters())
         with _whole(held):
@@ -188,7 +190,7 @@ class TrainedTower:
             save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
 
 
-class ShownClip:
+class MicroBatchClip:
     """A clip as the rows of one micro-batch show it, in place of its `Embedding`."""
 
     def __init__(self, owner: TrainedTower, visual: Visual, tower: Tower | None, graded: bool):

@@ -1,7 +1,7 @@
 """The trainer's end of vLLM's own weight transfer through CUDA IPC: two processes on a GPU share memory.
 
 Role: functions that a trainer rank calls on its own device with one bucket of whole tensors, under checkpoint names;
-`weights.WeightPush` calls the ranks and the engines in the right order.
+`WeightPush` calls the ranks and the engines in the right order.
 
     each rank --CUDA IPC handles--> workers on the same GPU      share_ipc per bucket, kept until all have loaded it
 

@@ -1,7 +1,7 @@
 """The engine's end of the shared-memory weight transfer: a vLLM weight-transfer backend named `shm`.
 
 Role: imported inside every vLLM worker process, because the engine's `worker_extension_cls` derives from
-`ReceiverExtension`; importing registers the backend. The trainer's end is `weights.WeightPush`.
+`ReceiverExtension`; importing registers the backend. The trainer's end is `WeightPush`.
 
     trainer rank 0 --safetensors bucket in /dev/shm--> receive_weights: mmap, load_weights --> layers of the model
 

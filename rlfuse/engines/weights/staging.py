@@ -2,7 +2,7 @@ r"""Buckets of weights in the shared memory of each node, for the engines there.
 
 Role: `WeightStaging` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every
 node has one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to
-each other node. `weights.WeightPush` calls them through `StagingHandle`.
+each other node. `WeightPush` calls them through `StagingHandle`.
 
     trainer rank --file--> its staging --read, one put--> object store --one copy a node--> staging --file--> engines
                               \--file--> engines of that node
@@ -30,11 +30,6 @@ from rlfuse.cluster.scratch import SHARED_MEMORY
 from rlfuse.errors import EngineError
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space of the file system that holds `folder`."""
-    return shutil.disk_usage(folder).free
-
-
 class WeightStaging:
     """A folder below `root` while a push lasts."""
 
@@ -42,16 +37,13 @@ class WeightStaging:
         self.root = root
 
     def open(self) -> str:
-        """Make the folder; its path."""
         self.folder, self._lock = scratch.make(scratch.WEIGHTS, self.root)
         return str(self.folder)
 
     def free(self) -> int:
-        """Bytes that are free."""
-        return free_bytes(self.root)
+        return shutil.disk_usage(self.root).free
 
     def size(self, path: str) -> int:
-        """Bytes of a bucket."""
         return Path(path).stat().st_size
 
     def read(self, path: str) -> np.ndarray:
@@ -59,20 +51,16 @@ class WeightStaging:
         return np.asarray(np.memmap(path, np.uint8, "r"))
 
     def write(self, path: str, bucket: np.ndarray) -> None:
-        """A bucket of another node."""
         with open(path, "wb") as file:
             file.write(bucket)
 
-    def sees(self, path: str) -> bool:
-        """Whether a file or folder is there for this node."""
+    def exists(self, path: str) -> bool:
         return Path(path).exists()
 
     def remove(self, path: str) -> None:
-        """All engines have loaded it."""
         Path(path).unlink()
 
     def close(self) -> None:
-        """Remove the folder with what is left in it."""
         scratch.remove(self.folder)
         self._lock.close()
 
@@ -92,20 +80,16 @@ class StagingHandle:
         self._node, self._folder = node, ""
 
     @property
-    def place(self) -> str:
-        """What errors call its shared memory."""
+    def location(self) -> str:
         return f"{SHARED_MEMORY} of node {self._node}" if self._node else str(self._staging.root)
 
     def path(self, index: int) -> str:
-        """Of a bucket, on this node."""
         return f"{self._folder}/{index}.safetensors"
 
     async def open(self) -> None:
-        """A new folder."""
         self._folder = await self.ask("open")
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """What the staging's method returns."""
         if self._node is None:
             return await asyncio.to_thread(getattr(self._staging, method), *arguments)
         reference, name = getattr(self._staging, method).remote(*arguments), f"weights on node {self._node}"
@@ -113,20 +97,19 @@ class StagingHandle:
 
     async def need(self, path: Path | str, key: str) -> None:
         """EngineError that names `key` if the node does not see `path`."""
-        if not await self.ask("sees", str(path)):
+        if not await self.ask("exists", str(path)):
             raise EngineError(
                 f"node {self._node} does not see {path}: {key} has to lie on storage that all nodes share, at the same "
                 "path"
             )
 
     def share(self, index: int) -> ray.ObjectRef:
-        """The bucket, for other nodes."""
         return self._staging.read.remote(self.path(index))
 
 
 def stagings(engines: Sequence[Any], slots: Slots, timeout_s: float) -> list[StagingHandle]:
     """One for each node. `engines`: in the order of their slots."""
-    if [node.id for node in slots.nodes] == [nodes.here()]:
+    if [node.id for node in slots.nodes] == [nodes.this_node_id()]:
         return [StagingHandle(engines, WeightStaging())]
     remote, environment = ray.remote(WeightStaging), {"env_vars": worker_environment(slots.device)}
     found, per_node, local = [], len(engines) // len(slots.nodes), slots.count // len(slots.nodes)

@@ -74,13 +74,13 @@ class DeviceWeightExporter(WeightExporter, Protocol):
 
 
 class WeightReceiver(Sleeper, Protocol):
-    """A rollout engine as weight sync sees it, implemented by `rollout.RolloutHandle`."""
+    """A rollout engine as weight sync sees it, implemented by `RolloutHandle`."""
 
     name: str
     lost: bool
     """Whether it has to be replaced, or its successor has no weights yet."""
 
-    async def stand(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait for the engine that takes the place of a lost one. All but this, `sleep` and `wake` raise EngineLost."""
 
     async def begin_update(self) -> None: ...
@@ -198,7 +198,7 @@ class WeightPush:
         engine = self.engines[slot]
         if engine.lost:
             await self.exporter.leave_device(slot)
-            await engine.stand()
+            await engine.wait_ready()
         await to_ranks(engine, self.exporter, slot)
         await engine.wake("weights")
 
@@ -207,11 +207,11 @@ class WeightPush:
         plan = await self.exporter.bucket_plan()
         if not plan:
             raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
-        audience = _Audience(engines)
-        await {"shm": self._through_memory, "ipc": self._through_ipc}[self.transfer](plan, audience)
-        await audience.each(lambda engine: engine.finish_update(self._version))
-        self._check(await audience.each(lambda engine: engine.version()))
-        return audience.engines
+        receivers = _Receivers(engines)
+        await {"shm": self._through_memory, "ipc": self._through_ipc}[self.transfer](plan, receivers)
+        await receivers.each(lambda engine: engine.finish_update(self._version))
+        self._check(await receivers.each(lambda engine: engine.version()))
+        return receivers.engines
 
     def _check(self, held: dict[str, int]) -> None:
         wrong = [f"{name} has {version}" for name, version in held.items() if version != self._version]
@@ -223,18 +223,18 @@ class WeightPush:
 
     # Shared memory -----------------------------------------------------------------------------------------------
 
-    async def _through_memory(self, plan: list[list[str]], audience: _Audience) -> None:
+    async def _through_memory(self, plan: list[list[str]], receivers: _Receivers) -> None:
         staging_of = {engine.name: staging for staging in self.stagings for engine in staging.engines}
         await asyncio.gather(*(staging.open() for staging in self.stagings))
         writing = asyncio.create_task(self._write(plan[0], 0))
         try:
             await writing  # before the engines expect it: if this fails, the push can be repeated
-            await audience.each(lambda engine: engine.begin_update())
+            await receivers.each(lambda engine: engine.begin_update())
             for i in range(len(plan)):
                 await writing
                 if i + 1 < len(plan):
                     writing = asyncio.create_task(self._write(plan[i + 1], i + 1))
-                await audience.each(lambda engine, i=i: engine.receive({"path": staging_of[engine.name].path(i)}))
+                await receivers.each(lambda engine, i=i: engine.receive({"path": staging_of[engine.name].path(i)}))
                 await asyncio.gather(*(staging.ask("remove", staging.path(i)) for staging in self.stagings))
         finally:
             writing.cancel()  # of no effect unless an engine failed
@@ -274,24 +274,24 @@ class WeightPush:
             raise
 
     async def _no_room(self, staging: StagingHandle, needed: int) -> EngineError:
-        free = await staging.ask("free")
+        free, where = await staging.ask("free"), staging.location
         return EngineError(
-            f"trainer could not write a bucket of weights to {staging.place}: it needs up to {-(-needed // MIB)} MiB, "
+            f"trainer could not write a bucket of weights to {where}: it needs up to {-(-needed // MIB)} MiB, "
             f"{free // MIB} MiB are free, and two buckets exist at a time. Lower rollout.update_weights_bucket_mb (now "
-            f"{self.bucket_mb}) or give {staging.place} more room (docker: --shm-size)."
+            f"{self.bucket_mb}) or give {where} more room (docker: --shm-size)."
         )
 
-    # Devices: not run without GPUs, see weights_device -------------------------------------------------------------
+    # Devices: not run without GPUs, see `cuda_ipc` -----------------------------------------------------------------
 
-    async def _through_ipc(self, plan: list[list[str]], audience: _Audience) -> None:
-        await audience.each(lambda engine: engine.begin_update())
+    async def _through_ipc(self, plan: list[list[str]], receivers: _Receivers) -> None:
+        await receivers.each(lambda engine: engine.begin_update())
         for names in plan:
             update = merge_ipc(await self.exporter.share_ipc(names))
-            await audience.each(lambda engine, update=update: engine.receive(update))
+            await receivers.each(lambda engine, update=update: engine.receive(update))
             await self.exporter.release_ipc()
 
 
-class _Audience:
+class _Receivers:
     """The engines of one push. Those that are lost in the course of it leave; they have to be served again."""
 
     def __init__(self, engines: Sequence[WeightReceiver]):

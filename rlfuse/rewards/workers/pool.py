@@ -34,7 +34,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlfuse.cluster.nodes import here
+from rlfuse.cluster.nodes import this_node_id
 from rlfuse.cluster.placement import Slots, reward_device, reward_options
 from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, is_model
 from rlfuse.errors import EngineError, RewardError
@@ -268,7 +268,7 @@ class RewardPool:
     def _function_seat(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
         # On the driver's node: there the functions' files have been found.
-        beside = NodeAffinitySchedulingStrategy(here(), soft=False)
+        beside = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
         sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
         create = partial(actor.remote, where, sources, self._timeout_s, self._memory_mb)

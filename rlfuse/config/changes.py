@@ -83,6 +83,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.EXPERIMENT, "the model sees other frames", "video.sampling video.max_tokens video.levels video.fps_general "
      "video.fps_detail video.fps_motion video.task video.frames video.tokens_per_frame"),
     (Effect.FIXED, "weights are the checkpoint's", "model.path critic.path"),
+    (Effect.FIXED, "what encodes clips, and where their tokens stand", "model.video_family"),
     (Effect.FIXED, "weights and optimizer state are kept so", "model.dtype actor.offload_optimizer"),
     (Effect.FIXED, "what is trained, and beside which engine", "trainer.task video.freeze_tower rollout.name"),
     (Effect.FIXED, "optimizer state is cut up so", " ".join(_LAYOUT)),

@@ -1,4 +1,4 @@
-"""A user's own functions beside the rewards, `path/file.py:name`: read, never run.
+"""A user's own functions beside the rewards, and a class of video models, `path/file.py:name`: read, never run.
 
 Role: `facts` and the schema ask here what a configuration names, `own_modules.load` what it may execute. All is taken
 from the syntax tree of the file: the function, its parameters, and the traits that `@advantage_estimator(...)` states.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.estimators import ESTIMATORS, Traits
-from rlfuse.config.valid_values import METRICS, OPEN, OWN, names_function
+from rlfuse.config.valid_values import FAMILY, METRICS, OPEN, OWN, names_function
 from rlfuse.errors import ConfigError
 
 DECORATOR = "advantage_estimator"
@@ -61,7 +61,7 @@ def absolute(key: str, value: str) -> str:
 
 def with_functions_at(config: Any, place: Callable[[str, str], str]) -> Any:
     """The job with `place(key, function)` for each of the user's own functions beside the rewards."""
-    chosen = {key: operator.attrgetter(key)(config) for key in OPEN}
+    chosen = {key: operator.attrgetter(key)(config) for key in (*OPEN, FAMILY)}
     moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
     return replaced(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
 
@@ -82,7 +82,7 @@ def forget() -> None:
 def read(key: str, value: str) -> Traits:
     """The traits of a function that is as the key needs it; ConfigError for another."""
     if not names_function(value):
-        raise _problem(key, value, "names no function of a file", f"write {OWN}")
+        raise _problem(key, value, f"names no {_kind(key)} of a file", f"write {OWN}")
     return _read(key, value, *split(value))
 
 
@@ -95,14 +95,16 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
     except (SyntaxError, ValueError) as error:
         where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    made = key == POLICY and name not in functions and name in _bound(tree)  # which loading it judges
-    if name not in functions and not made:
-        known = ", ".join(each for each in functions if not each.startswith("_")) or "none"
-        raise _problem(key, value, f"the file has no function `{name}`; its functions: {known}", "name one of them")
+    kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
+    found = {node.name: node for node in tree.body if isinstance(node, nodes)}
+    made = key == POLICY and name not in found and name in _bound(tree)  # which loading it judges
+    if name not in found and not made:
+        known = ", ".join(each for each in found if not each.startswith("_")) or "none"
+        several = "classes" if key == FAMILY else "functions"
+        raise _problem(key, value, f"the file has no {kind} `{name}`; its {several}: {known}", "name one of them")
     if absent := [each for each in _imported(tree) if not _is_there(each, path.resolve().parent)]:
         raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
-    return Traits() if made else _judged(key, value, functions[name])
+    return Traits() if made or key == FAMILY else _judged(key, value, found[name])
 
 
 def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
@@ -156,6 +158,10 @@ def _imported(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.append(node.module.split(".")[0])
     return found
+
+
+def _kind(key: str) -> str:
+    return "class" if key == FAMILY else "function"
 
 
 def _bound(tree: ast.Module) -> set[str]:

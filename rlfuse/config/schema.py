@@ -57,6 +57,8 @@ class ModelConfig:
     """Type of the weights, in training and in the engines:"""
     trust_remote_code: bool = False
     """Run modelling code that ships with the model."""
+    video_family: str | None = None
+    """A family of video models of your own, a class as `path/file.py:name`; null: those of rlfuse/video/models."""
     use_remove_padding: bool = True
     """Pack sequences instead of padding them, where the architecture allows it (else padded, and said so)."""
     enable_gradient_checkpointing: bool = False

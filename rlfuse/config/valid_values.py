@@ -58,6 +58,8 @@ OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "a
 """Keys whose value may also be a function of the user's own."""
 METRICS = "trainer.metrics"
 """The key that lists functions of the user's own, and nothing else."""
+FAMILY = "model.video_family"
+"""The key that names a class of the user's own, and nothing else."""
 VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
 """Keys with named values, and all that each may be, in words."""
 
@@ -109,9 +111,10 @@ def names_function(value: object) -> bool:
 
 
 def own_functions(config: Any) -> list[tuple[str, str]]:
-    """Each function of the user's own that a job names beside its rewards, with the key that does."""
+    """Each function or class of the user's own that a job names beside its rewards, with the key that does."""
     chosen = [(key, operator.attrgetter(key)(config)) for key in OPEN]
-    return [each for each in chosen if names_function(each[1])] + [(METRICS, each) for each in config.trainer.metrics]
+    alone = [(METRICS, each) for each in config.trainer.metrics] + [(FAMILY, config.model.video_family)]
+    return [*((key, value) for key, value in chosen if names_function(value)), *(each for each in alone if each[1])]
 
 
 def in_range(value: float, words: str) -> bool:

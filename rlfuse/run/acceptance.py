@@ -237,8 +237,9 @@ def with_local_paths(config: Config) -> Config:
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
+    config = with_functions_at(config, absolute)
     return dataclasses.replace(
-        with_functions_at(config, absolute),
+        config,
         model=dataclasses.replace(config.model, path=local(config.model.path)),
         critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
         ref=dataclasses.replace(config.ref, path=local(config.ref.path)),

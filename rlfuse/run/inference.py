@@ -32,6 +32,7 @@ from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import Place
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
+from rlfuse.video.models.base import bring_along
 from rlfuse.video.step_clips import StepClips
 from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
@@ -113,6 +114,7 @@ def reward_pool(config: Config) -> RewardPool:
 
 def video_model_of(config: Config) -> VideoModel | None:
     """The model, if it is shown clips. Raises ConfigError for one that can't be."""
+    bring_along(config.model.video_family)
     try:
         model = VideoModel.at(config.model.path, config.model.trust_remote_code)
     except VideoError as error:
@@ -146,7 +148,10 @@ def with_served_models(config: Config, folder: Path) -> Config:
 def tower_settings(config: Config, model: VideoModel, device: str) -> TowerSettings:
     """How the tower runs, wherever it does, and how its frames are decoded."""
     video = config.video
-    encoder = EncoderSettings(model.folder, device, config.model.dtype, decode_timeout_s=2 * video.decode_timeout_s)
+    encoder = EncoderSettings(
+        model.folder, config.model.video_family, device, config.model.dtype,
+        decode_timeout_s=2 * video.decode_timeout_s,
+    )  # fmt: skip
     return TowerSettings(encoder, DecodePool(video.decode_workers, video.decode_timeout_s))
 
 

@@ -25,6 +25,7 @@ from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
 from rlfuse.video.embedding import write_rows
+from rlfuse.video.models.base import bring_along
 from rlfuse.video.towers import Tower, TowerShape
 
 FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
@@ -36,6 +37,8 @@ class EncoderSettings:
     """What all ranks have in common."""
 
     model_path: str
+    family: str | None = None
+    """A user's own, `model.video_family`."""
     device: str = "cpu"
     dtype: str = "float32"
     """The tower computes in it; embeddings are stored as bf16 in any case."""
@@ -103,6 +106,7 @@ class EncoderRank:
     def start(self) -> tuple[str, TowerShape, str]:
         """Load the tower; its version and shape, and the node this rank is on."""
         settings = self.settings
+        bring_along(settings.family)
         if settings.device == "cpu":
             torch.set_num_threads(1)  # ranks share a host's cores; equal thread counts also give equal bits
         self.tower = Tower(settings.model_path, settings.device, settings.dtype, settings.step)

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from rlfuse.config.schema import Config
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
-from rlfuse.video.models.base import register_language_models
+from rlfuse.video.models.base import bring_along, register_language_models
 
 HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
 """What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
@@ -98,6 +98,7 @@ def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> ty
 
 def untrainable(config: Config) -> list[str]:
     """What speaks against training or scoring with the models that `config` names, each under its key."""
+    bring_along(config.model.video_family)
     path, trust = config.model.path, config.model.trust_remote_code
     paths = {"model.path": path}
     if config.uses_critic:

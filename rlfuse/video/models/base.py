@@ -2,10 +2,11 @@
 
 Role: `family_of` is asked by all who have a model's configuration: driver, encoder ranks, engines, trainers, plans. A
 family is registered by `@video_family(model_type)`; the files of this folder are imported when the first configuration
-with a visual part is seen, so that jobs without video never wait for them.
+with a visual part is seen, so that jobs without video never wait for them, a user's own when a process starts that
+needs it (`bring_along`).
 
     frames --> forward (patches to tokens) --> embeddings --> route into vLLM --> rope (positions in the trainer)
-    cost (sharding over encoder ranks)                        export (what vLLM and the trainer load)
+    cost (sharding over encoder ranks)    sizes (plans)       export (what vLLM and the trainer load)
 
 Invariant: a family's module is its tower and nothing else, its parameters named as in the checkpoint.
 """
@@ -31,6 +32,9 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 
+from rlfuse.config.own_modules import load
+from rlfuse.config.valid_values import FAMILY
+from rlfuse.errors import ConfigError
 from rlfuse.video import models
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.positions import MRope
@@ -69,6 +73,14 @@ class VideoFamily(torch.nn.Module):
     def cost(config: PreTrainedConfig) -> CostModel:
         """What a unit costs to encode, by which clips are spread over ranks."""
         raise NotImplementedError
+
+    @staticmethod
+    def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
+        """The tower's layers, hidden size and intermediate size, from which plans guess what training it takes."""
+        vision = config.vision_config
+        layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        return layers, width, getattr(vision, "intermediate_size", None) or 4 * width
 
     @staticmethod
     def rope(config: PreTrainedConfig) -> MRope | None:
@@ -118,6 +130,16 @@ def video_family(model_type: str) -> Callable[[type[VideoFamily]], type[VideoFam
         return family
 
     return register
+
+
+def bring_along(family: str | None) -> None:
+    """Register a family of the user's own, `path/file.py:name`, in this process. ConfigError where it is none."""
+    if family is None:
+        return
+    _import_built_in()  # first, so that the user's own comes in place of a built-in one of the same type
+    if load(FAMILY, family) not in FAMILIES.values():
+        wrong = "is not registered; put @video_family(MODEL_TYPE) above the class"
+        raise ConfigError([f"{FAMILY}={family}: {wrong}"])
 
 
 def family_of(config: PreTrainedConfig) -> type[VideoFamily] | None:

@@ -1,0 +1,177 @@
+"""A user's own family of video models: the README's example is Qwen2-VL to the bit, and what is told of a wrong one."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from rlfuse.cli import main
+from rlfuse.cluster.job_package import pack
+from rlfuse.config.checks import check
+from rlfuse.config.facts import read_facts
+from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.rollout.prompts import prompt_arguments
+from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.trainer.models import load_critic, load_policy
+from rlfuse.errors import ConfigError
+from rlfuse.planning.model_sizes import read_shape
+from rlfuse.run.acceptance import with_local_paths
+from rlfuse.run.inputs import digests
+from rlfuse.samples import Visual
+from rlfuse.tasks.small_video_models import byte_tokenizer
+from rlfuse.video.handover import Refusal, hand_over
+from rlfuse.video.models import base
+from rlfuse.video.models.base import Route, bring_along, m_rope
+from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.towers import Tower
+from rlfuse.video.video_model import VideoModel
+
+README = Path(__file__).parents[2] / "rlfuse/video/README.md"
+PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 255}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """What a test registers is forgotten."""
+    base.known_families()
+    monkeypatch.setattr(base, "FAMILIES", dict(base.FAMILIES))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """The README's family, by the name that a user gives."""
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1])
+    return f"{tmp_path / 'mine.py'}:Qwen2VL"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Qwen2-VL."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "qwen2_vl", byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>"]})
+    text = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    text |= dict(num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=1)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    vision = dict(depth=2, embed_dim=64, num_heads=2, hidden_size=64, initializer_range=0.1)
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<start>", "vision_end": "<stop>"}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(word) for name, word in names.items()}
+    torch.manual_seed(0)
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    return folder
+
+
+@torch.no_grad()
+def test_the_example_has_the_models_own_features_and_positions(own, folder):
+    with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, video_llama_3"):
+        Tower(folder)
+    bring_along(own)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
+    tower, frames = Tower(folder), torch.randint(0, 256, (5, 56, 84, 3), dtype=torch.uint8)
+    assert tower.shape.cost.unit(24) == 2 * 12 * 64 * 64 * 24 + 2 * 2 * 64 * 24 * 24
+    filled = torch.cat([frames, frames[-1:]])  # to whole units of two frames
+    patches, grid = tower._patches(tower.pixels.normalise(filled))
+    expected = model.get_video_features(patches, grid).pooler_output[0]
+    torch.testing.assert_close(tower.encode(frames), expected, atol=1e-5, rtol=1e-5)
+
+    plan = VideoPlan(tuple(i / 2 for i in range(6)), 56, 84, 2.0, 6, Geometry(temporal_patch=2), timestamps=False)
+    clip = Visual(np.arange(2, 2 + plan.tokens, dtype=np.int32), None, plan=plan)
+    kinds = torch.zeros(1, plan.tokens + 4, dtype=torch.int32)
+    kinds[0, clip.positions] = 2
+    theirs, _ = model.model.get_rope_index(
+        torch.zeros_like(kinds).long(), kinds, video_grid_thw=torch.tensor([plan.grid])
+    )
+    np.testing.assert_array_equal(m_rope(model.config).positions(plan.tokens + 4, [clip]), theirs[:, 0].numpy())
+
+
+def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tmp_path):
+    config = Config()
+    config.model = ModelConfig(path=str(folder), dtype="float32", video_family=own)
+    assert untrainable(config) == []
+    whole = AutoModelForImageTextToText.from_pretrained(folder)
+    assert hand_over(whole.config) is Route.VIDEO_EMBEDS and prompt_arguments(whole.config, 4096)["enable_mm_embeds"]
+    policy, critic = (load(str(folder), config.model) for load in (load_policy, load_critic))
+    size = sum(each.numel() for each in whole.parameters())
+    shape = read_shape(str(folder), "model.path")
+    assert shape.parameters == sum(each.numel() for each in policy.parameters())
+    assert shape.parameters + shape.tower == size and shape.sight == (2, 64, 256)
+    assert not any("visual" in name for model in (policy, critic) for name in model.state_dict())
+
+    model = VideoModel.at(str(folder))
+    assert (
+        model.served(tmp_path / "text") == str(folder) and not model.timestamps and model.frame == ("<start>", "<stop>")
+    )
+    trained = tmp_path / "huggingface"
+    with torch.no_grad():
+        policy.lm_head.weight.add_(1.0)
+    policy.save_pretrained(trained)
+    model.complete(trained)
+    again = AutoModelForImageTextToText.from_pretrained(trained)
+    torch.testing.assert_close(again.lm_head.weight, policy.lm_head.weight)
+    torch.testing.assert_close(again.model.visual.state_dict(), whole.model.visual.state_dict())
+
+
+WRONG = [
+    ("nowhere.py:Qwen2VL", "", "there is no file .*nowhere.py; correct the path"),
+    ("mine.py:Other", "class A: pass\ndef f(): pass\n", "no class `Other`; its classes: A; name one of them"),
+    ("mine.py:A", "import absent_package\nclass A: pass\n", "finds no package `absent_package`"),
+    ("mine.py", "", "names no class of a file; write path/file.py:name"),
+]
+
+
+@pytest.mark.parametrize(("given", "text", "told"), WRONG)
+def test_what_is_wrong_with_the_file_is_told_before_anything_starts(given, text, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    config = Config()
+    config.model.video_family = given
+    problems = [each for each in check(config, read_facts(config)) if each.startswith("model.video_family")]
+    assert len(problems) == 1 and re.search(f"model.video_family={given}: .*{told}", problems[0])
+
+
+def test_a_class_that_is_not_registered_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("class Plain: pass\n")
+    with pytest.raises(ConfigError, match=r"mine.py:Plain: is not registered; put @video_family\(MODEL_TYPE\) above"):
+        bring_along(f"{tmp_path / 'mine.py'}:Plain")
+    (tmp_path / "mine.py").write_text("1 / 0\nclass Plain: pass\n")
+    with pytest.raises(ConfigError, match="can't be executed: ZeroDivisionError"):
+        bring_along(f"{tmp_path / 'mine.py'}:Plain")
+
+
+def test_a_users_own_comes_in_place_of_a_built_in_one(tmp_path):
+    text = "from rlfuse.video.models.qwen2_5_vl import Qwen25VL\nfrom rlfuse.video.models.base import video_family\n"
+    text += '@video_family("qwen2_5_vl")\nclass Mine(Qwen25VL): merge = 4\n'
+    (tmp_path / "mine.py").write_text(text)
+    bring_along(f"{tmp_path / 'mine.py'}:Mine")
+    assert base.FAMILIES["qwen2_5_vl"].merge == 4
+
+
+def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.model = ModelConfig(path=str(folder), video_family="mine.py:Qwen2VL")
+    assert with_local_paths(config).model.video_family == own
+    assert "mine.py" in digests(config)
+    pack(replace(config), tmp_path / "sent", tmp_path)
+    assert (tmp_path / "sent/mine.py").read_text() == (tmp_path / "mine.py").read_text()
+    assert "video_family: mine.py:Qwen2VL" in (tmp_path / "sent/job.yaml").read_text()
+
+
+def test_without_it_the_model_is_refused_with_what_is_known(folder):
+    refusal = hand_over(Qwen2VLConfig.from_pretrained(folder))
+    assert isinstance(refusal, Refusal) and "known are qwen2_5_vl, video_llama_3" in refusal.reason
+
+
+def test_the_plan_of_a_job_knows_it(own, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.path={folder}", f"model.video_family={own}", "data.train_files=[rows.parquet]", "algorithm=grpo"]
+    reward = "reward.functions=[rlfuse.rewards.verifiers.numeric:score]"
+    assert main(["plan", *words, reward, "trainer.n_gpus_per_node=1"]) in (0, 3)
+    assert "tower" in capsys.readouterr().out

@@ -6,6 +6,9 @@ is a defect, and keeps its traceback. They travel between processes whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 """Exit statuses. PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 LONGEST = 1500
@@ -42,6 +45,29 @@ def _one_line(problem: str) -> str:
     """A problem without the line breaks of a value that is shown in it, and without the middle of a long one."""
     problem = " ".join(problem.splitlines())
     return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
+
+
+class Mistakes:
+    """Those of a person in different parts of a job, told together: in its reward's code and in its data, say."""
+
+    def __init__(self) -> None:
+        self._found: list[UserError] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A UserError in the body ends it, and is kept."""
+        try:
+            yield
+        except UserError as error:
+            self._found.append(error)
+
+    def tell(self) -> None:
+        """Raise the only one as it is, several as one ConfigError."""
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            each = (error.problems if isinstance(error, ConfigError) else [str(error)] for error in self._found)
+            raise ConfigError([problem for problems in each for problem in problems])
 
 
 class DataError(UserError):

@@ -117,7 +117,7 @@ def _of_hint(hint: Any) -> dict[str, Any]:
 
 def read(cls: type[T], data: Any, error: type[InputError]) -> T:
     """`cls` from decoded JSON. Raises `error` with everything that is wrong with its fields."""
-    problems = dict.fromkeys(told for wrong in _validator(cls).iter_errors(data) for told in _told(wrong, cls))
+    problems = dict.fromkeys(told for wrong in _validator(cls).iter_errors(data) for told in _explained(wrong, cls))
     if problems:
         raise error(*problems)
     return _built(cls, {name: value for name, value in data.items() if name != "$schema"})
@@ -141,7 +141,7 @@ def _validator(cls: type) -> Any:
     return extend(Draft202012Validator, type_checker=checker)(schema_of(cls))
 
 
-def _told(wrong: Any, cls: type) -> Iterator[str]:
+def _explained(wrong: Any, cls: type) -> Iterator[str]:
     """Lines about an error of the validator; where a field may have several kinds of value, about the one given."""
     where = _name(wrong.absolute_path)
     prefix, known = f"{where}." if where else "", wrong.schema.get("properties", {})
@@ -151,7 +151,7 @@ def _told(wrong: Any, cls: type) -> Iterator[str]:
     meant = [each for each in branches.values() if not any(e.validator == "type" and not e.relative_path for e in each)]
     if meant:
         for each in meant[0]:
-            yield from _told(each, cls)
+            yield from _explained(each, cls)
     elif wrong.validator == "additionalProperties":
         for name in (name for name in wrong.instance if name not in known):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -164,7 +164,7 @@ def _told(wrong: Any, cls: type) -> Iterator[str]:
         value = wrong.instance
         finite = isinstance(value, int | float) and math.isfinite(value)
         top = f", at most {LARGEST:g}" if finite and value > LARGEST == wrong.schema.get("maximum") else ""
-        yield f"{where or cls.__name__.lower()}={_shown(value)}: needs {_needed(wrong.schema)}{top}"
+        yield f"{where or cls.__name__.lower()}={_shortened(value)}: needs {_needed(wrong.schema)}{top}"
 
 
 def _needed(schema: dict[str, Any]) -> str:
@@ -195,7 +195,7 @@ def _name(path: Any) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

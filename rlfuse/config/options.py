@@ -22,25 +22,14 @@ from rlfuse.errors import ConfigError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 PLUGINS = {
-    "hydra/launcher": {
-        "joblib": "hydra-joblib-launcher",
-        "ray": "hydra-ray-launcher",
-        "ray_aws": "hydra-ray-launcher",
-        "rq": "hydra-rq-launcher",
-        "submitit_local": "hydra-submitit-launcher",
-        "submitit_slurm": "hydra-submitit-launcher",
-    },
-    "hydra/sweeper": {
-        "ax": "hydra-ax-sweeper",
-        "nevergrad": "hydra-nevergrad-sweeper",
-        "optuna": "hydra-optuna-sweeper",
-    },
+    "hydra/launcher": ("joblib", "ray", "ray_aws", "rq", "submitit_local", "submitit_slurm"),
+    "hydra/sweeper": ("ax", "nevergrad", "optuna"),
 }
-"""Group of Hydra -> its choices that come in packages of their own."""
+"""Group of Hydra -> its choices that come in packages of their own: hydra-ray-launcher has `ray` and `ray_aws`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class CommandLine:
     """A command line by kind; nothing in it is judged yet."""
 
     words: list[str]
@@ -55,7 +44,7 @@ class Sorted:
     """Whether a shell asks what could be typed next."""
 
 
-def sort_out(argv: list[str]) -> Sorted:
+def sort_out(argv: list[str]) -> CommandLine:
     """Take a command line apart."""
     parser = get_args_parser()
     parser.error = _refuse
@@ -67,7 +56,7 @@ def sort_out(argv: list[str]) -> Sorted:
     if parsed.config_name not in (None, "config"):
         files.append(Path(parsed.config_dir or ".") / f"{parsed.config_name.removesuffix('.yaml')}.yaml")
     settings = [word for word in parsed.overrides if word not in words]
-    return Sorted(settings, files, _spelled(parsed), _folder(parsed.config_dir), parsed.shell_completion)
+    return CommandLine(settings, files, _spelled(parsed), _folder(parsed.config_dir), parsed.shell_completion)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -132,7 +121,8 @@ def as_own_group(word: str, own: frozenset[str]) -> str | None:
 
 def explain_choice(group: str, choice: str, choices: list[str]) -> str:
     """One line about a preset that is not there. `choices`: those that are."""
-    packages = {name: package for name, package in PLUGINS.get(group, {}).items() if name not in choices}
+    absent, kind = [name for name in PLUGINS.get(group, ()) if name not in choices], group.rpartition("/")[2]
+    packages = {name: f"hydra-{name.partition('_')[0]}-{kind}" for name in absent}
     if choice in packages:
         return f"{group}={choice}: comes in a package that is not installed; pip install {packages[choice]}"
     near = did_you_mean(choice, [*choices, *packages]) or "; take one of these"

@@ -267,18 +267,18 @@ def as_text(job: Translation, origin: str) -> str:
             line = f"  {key.removeprefix(f'{group}.')}: {_yaml(job.settings[key])}"
             comment = job.comments.get(key, "")
             together = f"{line}  # {comment}"
-            lines += [together] if comment and len(together) <= COLUMNS else [*_said(comment, "  # "), line]
+            lines += [together] if comment and len(together) <= COLUMNS else [*_wrapped(comment, "  # "), line]
     if job.open:
         lines += ["", "# For you to decide:"]
-        lines += [line for of, why in job.open for line in _said(f"{of}: {why}", "#   ", "#     ")]
+        lines += [line for of, why in job.open for line in _wrapped(f"{of}: {why}", "#   ", "#     ")]
     if job.without:
         lines += ["", "# Without a counterpart:"]
         for why, settings in job.without.items():
-            lines += _said(f"{', '.join(settings)}: {why}", "#   ", "#     ")
+            lines += _wrapped(f"{', '.join(settings)}: {why}", "#   ", "#     ")
     return "\n".join(lines) + "\n"
 
 
-def _said(text: str, first: str, others: str | None = None) -> list[str]:
+def _wrapped(text: str, first: str, others: str | None = None) -> list[str]:
     wrapped = {"width": COLUMNS, "break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(" ".join(text.split()), initial_indent=first, subsequent_indent=others or first, **wrapped)
 

@@ -182,7 +182,7 @@ def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:
     cards = listed_cards()
     seconds = time.monotonic() - began
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    yield from judge_gpus(devices, cards, seconds, _look(), engine, nccl)
+    yield from judge_gpus(devices, cards, seconds, _ask_torch(), engine, nccl)
 
 
 def listed_cards() -> list[Card]:
@@ -202,7 +202,7 @@ def parse_cards(text: str) -> list[Card]:
     return [Card(*(word.strip() for word in line.split(","))) for line in text.splitlines() if line.strip()]
 
 
-def _look() -> Torch:
+def _ask_torch() -> Torch:
     """Ask torch and, through it, the driver."""
     try:
         import torch

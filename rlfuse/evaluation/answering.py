@@ -187,7 +187,7 @@ async def carry_out(
                 await execution.run()
                 writing.cancel()
         finally:
-            _keep(responses, display)
+            _write_finished(responses, display)
 
 
 async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
@@ -196,14 +196,14 @@ async def _write(engines: Engines, recorder: Recorder, responses: Responses, dis
     while True:
         for _ in range(LOOKS):
             await asyncio.sleep(WRITE_S)
-            _keep(responses, display)
+            _write_finished(responses, display)
         recorder.drain()
         await asyncio.gather(*(each.drain() for each in recorded))
 
 
-def _keep(responses: Responses, display: Display) -> None:
+def _write_finished(responses: Responses, display: Display) -> None:
     whole = responses.write()
-    display.came(len(whole), sum(len(sample.response.token_ids) for sample in whole))
+    display.add(len(whole), sum(len(sample.response.token_ids) for sample in whole))
 
 
 def _as_part(display: Display, name: str, start: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:

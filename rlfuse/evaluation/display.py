@@ -90,7 +90,7 @@ class Display:
         """Tokens of responses per second, up to the last that came."""
         return self.tokens / max(self._last - self._began, 1e-9)
 
-    def came(self, responses: int, tokens: int) -> None:
+    def add(self, responses: int, tokens: int) -> None:
         """Count so many more."""
         self.done += responses
         self.tokens += tokens

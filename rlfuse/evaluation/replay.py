@@ -31,7 +31,7 @@ from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
 from rlfuse.observe.dataframes import PART, sample_table
 from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
-from rlfuse.rewards.table import cells
+from rlfuse.rewards.table import as_columns
 from rlfuse.run_folder.reader import RunFolder, open_run
 from rlfuse.samples import Reward, RewardFailure, Sample
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     samples, trusts = [sample_of_row(row, prompt_key) for row in rows], trusts_code(run, arguments.settings)
     rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
     table = sample_table(rows)
-    after = pd.DataFrame([cells(each, PART) for each in rewards], table.index)
+    after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
     found = compare(table, after)
     show(found, after, arguments.examples)
     out = arguments.out or run.path / "replay"

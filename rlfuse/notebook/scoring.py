@@ -15,7 +15,7 @@ from rlfuse.observe.dataframes import PART
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction
-from rlfuse.rewards.table import cells, score_items
+from rlfuse.rewards.table import as_columns, score_items
 
 
 def score(
@@ -38,7 +38,7 @@ def score(
     plain = table.astype(object).where(table.notna(), None)
     items = [_item(row, number, prompt_key) for number, row in enumerate(plain.to_dict("records"))]
     rewards = score_items(functions, items, weights, model_path, trust_remote_code)
-    scored = pd.DataFrame([cells(reward, PART) for reward in rewards], table.index)
+    scored = pd.DataFrame([as_columns(reward, PART) for reward in rewards], table.index)
     return scored.astype({"reward": float})
 
 

@@ -1,8 +1,8 @@
 """A run as it is right now: stages of the step, what each slot does, samples in flight, reward, time left.
 
 Role: the terminal asks for a `View` once a second and shows what `render` makes of it; `rlfuse watch` renders those
-that another process wrote. `look` reads the board and the driver's open spans from the thread that draws: it changes
-nothing, and takes each container's members at one stroke.
+that another process wrote. `read_board` looks at the board and the driver's open spans from the thread that draws: it
+changes nothing, and takes each container's members at one stroke.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class View:
     """What starts, and for how many seconds so far."""
 
 
-def look(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
+def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
     """(phase, stages, slots, samples in flight) of this moment; `spans`: the driver's open ones."""
     spans = list(spans)
     kinds = {span.kind for span in spans}

@@ -26,7 +26,7 @@ from rich.live import Live
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
-from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, look, render, under_way
+from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, under_way
 from rlfuse.observe.own_metrics import TRAINING
 from rlfuse.progress import SILENT_S, watched
 
@@ -61,7 +61,7 @@ class Terminal:
     def view(self) -> View:
         """Look at everything as it is now."""
         spans = list(self._recorder.open.values())
-        phase, stages, slots, in_flight = look(self.board, spans)
+        phase, stages, slots, in_flight = read_board(self.board, spans)
         if phase == BETWEEN:
             phase = "ending" if self._step >= self._total else "starting" if self.board is None else phase
         now, left = time.monotonic(), None

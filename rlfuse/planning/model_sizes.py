@@ -40,13 +40,13 @@ class Cache:
     """Layers that keep `window` tokens."""
     window: int = 0
 
-    def bytes_of(self, tokens: int, item: int, width: int = 1, ahead: int = 0) -> int:
-        """Of a sample on each of `width` tensor-parallel devices; `ahead`: tokens that the engine takes in one step.
+    def bytes_of(self, tokens: int, item: int, width: int = 1, step_tokens: int = 0) -> int:
+        """Of a sample on each of `width` tensor-parallel devices; `step_tokens`: those of an engine step.
 
         vLLM keeps layers in groups of one size, and a window's tokens beside those of a step.
         """
         token = max(1, self.heads // width) * self.numbers * item
-        windowed = min(tokens, self.window + ahead)
+        windowed = min(tokens, self.window + step_tokens)
         if not self.sliding or not self.full:
             return token * (self.full * tokens + self.sliding * windowed)
         group = min(self.full, self.sliding)

@@ -203,7 +203,7 @@ def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, top: float) -> dict[int, go.Figure]:
-    """The figures with the same axes."""
+    """Give the figures the same axes."""
     last = max((row["step"] for run in runs for row in run.rows), default=0)
     for figure in figures.values():
         figure.update_xaxes(title_text="step", range=[0.4, last + 0.6])
@@ -219,7 +219,7 @@ def timeline(shown: Timeline) -> go.Figure:
     labels = [label for label, _ in shown.rows]
     height = 24 * len(labels)
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[90, height], vertical_spacing=24 / (114 + height))
-    times, counts = zip(*shown.flight, strict=True)
+    times, counts = zip(*shown.in_flight, strict=True)
     figure.add_scatter(
         x=times,
         y=counts,

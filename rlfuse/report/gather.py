@@ -45,7 +45,7 @@ class Timeline:
     seconds: float
     rows: list[tuple[str, list[tuple[str, float, float]]]]
     """(label, [(`busy/{work}` or `idle/{cause}`, start, seconds)])."""
-    flight: list[tuple[float, int]]
+    in_flight: list[tuple[float, int]]
     """(second, samples being generated), at each change."""
 
 
@@ -88,7 +88,7 @@ class Gathered:
 def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
     """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
     rows, steps = run.rows(), run.steps()
-    chosen = _shown(steps, max(1, TIMELINES // sharing))
+    chosen = _chosen_steps(steps, max(1, TIMELINES // sharing))
     numbers = "|".join(map(str, chosen)) or "none"
     interesting = re.compile(rf'"kind":"generate"|"step":(?:{numbers}),').search
     inside: dict[int, list[Span]] = {number: [] for number in chosen}
@@ -127,7 +127,7 @@ def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int,
     return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]
 
 
-def _shown(steps: Mapping[int, Span], most: int) -> list[int]:
+def _chosen_steps(steps: Mapping[int, Span], most: int) -> list[int]:
     """Steps whose timelines are shown: the typical one, then the slowest, last, first and second slowest."""
     by_time = sorted(steps, key=lambda number: steps[number].seconds)
     wanted = [*by_time[len(by_time) // 2 :][:1], *by_time[-1:], *sorted(steps)[-1:], *sorted(steps)[:1], *by_time[-2:]]
@@ -135,7 +135,7 @@ def _shown(steps: Mapping[int, Span], most: int) -> list[int]:
 
 
 def _slim(span: Span) -> Span:
-    """Without what nobody reads of so many."""
+    """Leave out of a span what nobody reads of so many."""
     carried = {"carried_tokens": span.attributes.get("carried_tokens", 0)}
     return Span(span.kind, span.where, span.start, span.end, span.step, (), span.tokens, "", carried)
 
@@ -171,13 +171,13 @@ def _timeline(step: Span, spans: Sequence[Span], slots: int, width: int) -> Time
         if span.kind == "generate"
         for time, change in ((span.start, 1), (span.end, -1))
     )
-    flight, count = [(0.0, 0)], 0
+    in_flight, count = [(0.0, 0)], 0
     for time, change in changes:
         count += change
-        if flight[-1][0] > time - step.seconds / MARKS and len(flight) > 1:
-            flight.pop()  # no screen shows them apart
-        flight.append((time, count))
-    return Timeline(step.step, step.seconds, rows, flight)
+        if in_flight[-1][0] > time - step.seconds / MARKS and len(in_flight) > 1:
+            in_flight.pop()  # no screen shows them apart
+        in_flight.append((time, count))
+    return Timeline(step.step, step.seconds, rows, in_flight)
 
 
 def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -> list[tuple[str, float, float]]:

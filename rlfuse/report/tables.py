@@ -110,7 +110,7 @@ def date(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Say a duration as people do."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{seconds:.0f} s" if not minutes else f"{minutes} min {rest} s" if minutes < 60 else f"{minutes / 60:.1f} h"
 
@@ -128,7 +128,7 @@ def compared(runs: Sequence[Gathered]) -> Rows:
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Of the first and last steps, at most WINDOW and none twice; of a single step its value."""
+    """Return the means of the first and last steps, at most WINDOW and none twice; of a single step its value."""
     if len(values) < 2:
         return list(values)
     window = min(WINDOW, len(values) // 2)

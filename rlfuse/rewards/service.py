@@ -129,7 +129,7 @@ def application(
 
 
 def _items(payload: Any) -> list[Item]:
-    """Samples of a request; PayloadError with what is wrong."""
+    """Return the samples of a request; PayloadError says what is wrong with it."""
     form = '{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}'
     if not isinstance(payload, dict) or not isinstance(payload.get("query"), list):
         raise PayloadError(f"the request has no list `query`; it has to be {form}")
@@ -153,7 +153,7 @@ def _items(payload: Any) -> list[Item]:
 
 
 async def _outcomes(pool: ProcessPool, source: Source, items: list[Item], timeout_s: float) -> list[Outcome]:
-    """Of the samples, from a worker process."""
+    """Score the samples in a worker process."""
     try:
         return await asyncio.wrap_future(pool.schedule(_score, (items, timeout_s), timeout=timeout_s))
     except TimeoutError:
@@ -166,22 +166,18 @@ async def _outcomes(pool: ProcessPool, source: Source, items: list[Item], timeou
 
 
 def _answer(outcomes: list[Outcome]) -> web.Response:
-    failures = [
-        {"index": i, "message": outcome.message, "traceback": outcome.traceback}
-        for i, outcome in enumerate(outcomes)
-        if isinstance(outcome, RewardFailure)
-    ]
-    failures += [
-        {"index": i, "message": "the function does not apply to this sample (None)", "traceback": ""}
-        for i, outcome in enumerate(outcomes)
-        if not isinstance(outcome, RewardFailure) and outcome.value is None
-    ]
+    failures = []
+    for i, outcome in enumerate(outcomes):
+        if isinstance(outcome, RewardFailure):
+            failures.append({"index": i, "message": outcome.message, "traceback": outcome.traceback})
+        elif outcome.value is None:
+            why = "the function does not apply to this sample (None)"
+            failures.append({"index": i, "message": why, "traceback": ""})
     if failures:
         first = failures[0]
-        words = (
-            f"{len(failures)} of {len(outcomes)} samples have no reward; sample {first['index']}: {first['message']}"
-        )
-        return _refusal(500, f"{words}\n{first['traceback']}".rstrip(), failures=failures)
+        count = f"{len(failures)} of {len(outcomes)} samples have no reward"
+        words = f"{count}; sample {first['index']}: {first['message']}\n{first['traceback']}"
+        return _refusal(500, words.rstrip(), failures=failures)
     rewards = [outcome.value for outcome in outcomes]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.extras)
     logs = {name: [outcome.extras.get(name) for outcome in outcomes] for name in names}

@@ -33,7 +33,7 @@ def score_table(
     """
     items = [item_of_row(row, number) for number, row in enumerate(rows)]
     rewards = score_items(functions, items, weights, model_path)
-    return [{**row, **cells(reward)} for row, reward in zip(rows, rewards, strict=True)]
+    return [{**row, **as_columns(reward)} for row, reward in zip(rows, rewards, strict=True)]
 
 
 def score_items(
@@ -63,7 +63,7 @@ def score_items(
     return [compose(entries, item.data_source, outcomes) for item, outcomes in zip(items, known, strict=True)]
 
 
-def cells(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:
+def as_columns(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:
     """A result as columns of a table, those of its parts with `prefix` in front."""
     if isinstance(reward, RewardFailure):
         failure = f"{reward.function}: {reward.message}"

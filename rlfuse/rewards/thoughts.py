@@ -79,17 +79,14 @@ def without_thought(item: Item) -> Item:
 
 def format_gate(samples: Sequence[Item]) -> list[Reward]:
     """1 for exactly one thought first and then an answer, else 0, with the reason in words."""
-    return [_judge(item) for item in samples]
+    faults = [_fault(item.response.strip(), is_opened(item)) for item in samples]
+    return [Reward(0.0, text=fault) if fault else Reward(1.0) for fault in faults]
 
 
-def _judge(item: Item) -> Reward:
-    opened = is_opened(item)
-    if split_thought(item.response, opened) is not None:
-        return Reward(1.0)
-    return Reward(0.0, text=_reason(item.response.strip(), opened))
-
-
-def _reason(text: str, opened: bool) -> str:
+def _fault(text: str, opened: bool) -> str:
+    """What is wrong with the format of a response, if anything is."""
+    if split_thought(text, opened) is not None:
+        return ""
     opens, closes = text.count(OPEN) + opened, text.count(CLOSE)
     if not opened and not text.startswith(OPEN):
         return f"does not begin with {OPEN}"

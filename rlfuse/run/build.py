@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
-from rlfuse.config.mistakes import Mistakes
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
@@ -37,7 +36,7 @@ from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
-from rlfuse.errors import ConfigError
+from rlfuse.errors import ConfigError, Mistakes
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths

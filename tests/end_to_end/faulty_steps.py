@@ -59,7 +59,7 @@ class Saboteur(Steps):
         """One of them as a whole, of the other the process behind it; and a reward worker dies beside."""
         await self.generating(step=2, slots=[0, 1])
         first, second = await self.pid(self.engine(0)), await self.pid(self.engine(1))
-        worker = await self.pid(self.controller.engines.reward._seats[0]._actor)
+        worker = await self.pid(self.controller.engines.reward._handles[0]._actor)
         os.kill(first, signal.SIGSTOP)
         os.kill(core(second), signal.SIGSTOP)
         os.kill(worker, signal.SIGKILL)

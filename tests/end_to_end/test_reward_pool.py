@@ -357,7 +357,7 @@ async def test_a_reward_model_that_is_killed_while_it_scores_is_replaced(ray_clu
     pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
     await pool.start()
     try:
-        model = next(seat for seat in pool._seats if seat.where == "reward/model")
+        model = next(handle for handle in pool._handles if handle.where == "reward/model")
         victim = await model._actor.__ray_call__.remote(lambda _: os.getpid())
         scoring = asyncio.ensure_future(pool.score(samples(*texts)))
         while not model.recorder.open:

@@ -7,10 +7,9 @@ import pytest
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts, read_facts
-from rlfuse.config.mistakes import Mistakes
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import RANGES
-from rlfuse.errors import ConfigError, DataError
+from rlfuse.errors import ConfigError, DataError, Mistakes
 
 
 def sound(**changes):

@@ -338,7 +338,7 @@ def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):
     with display.generating(10, 2):
         for _ in range(4):
             now[0] += 20
-            display.came(1, 100)
+            display.add(1, 100)
     now[0] += 1000
     assert display.speed == 5, "what ends takes no part"
     told = console.export_text().splitlines()

@@ -15,7 +15,7 @@ from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.decisions import Slot
 from rlfuse.fusion.mini_batches import MiniBatchProgress
-from rlfuse.observe.live import Stage, View, clock, look, render, sparkline
+from rlfuse.observe.live import Stage, View, clock, read_board, render, sparkline
 from rlfuse.observe.terminal import FILE, Terminal, step_line
 from rlfuse.observe.watch import read_view
 from rlfuse.progress import part
@@ -40,18 +40,18 @@ def board():
 
 def test_a_step_under_way(board):
     recorder = Recorder("driver")
-    assert look(board, recorder.open.values()) == ("between steps", [], [], 0)
+    assert read_board(board, recorder.open.values()) == ("between steps", [], [], 0)
     with recorder.span("step"), recorder.span("gen", attributes={"slot": 0}), ExitStack() as others:
         for kind, slot in (("old_log_prob", 1), ("switch", 2)):
             others.enter_context(recorder.span(kind, attributes={"slot": slot}))
-        phase, stages, slots, in_flight = look(board, recorder.open.values())
+        phase, stages, slots, in_flight = read_board(board, recorder.open.values())
     assert phase == "training step" and in_flight == 3
     assert stages == [
         Stage("generate", 2, 3), Stage("reward", 2, 3), Stage("old_log_prob", 1, 3), Stage("train actor", 1, 4)
     ]  # fmt: skip
     assert slots == [("generate", 3), ("old_log_prob", 0), ("switch", 0), ("lost", 0), ("idle", 0)]
     with recorder.span("step"), recorder.span("update_actor"):
-        assert look(board, recorder.open.values())[2][4] == ("train actor", 0), "all ranks together"
+        assert read_board(board, recorder.open.values())[2][4] == ("train actor", 0), "all ranks together"
     assert not recorder.open
 
 

@@ -177,8 +177,8 @@ def test_keys_and_values_are_counted_as_vllm_keeps_them(tmp_path):
     assert latent.bytes_of(10, 2) == latent.bytes_of(10, 2, width=4) == 10 * 4 * (32 + 16) * 2
     mixed = cache("Gemma3TextConfig", **TRACED["gemma3"][1])
     assert mixed == Cache(2, 32, 1, 3, 16)
-    assert mixed.bytes_of(1000, 2, ahead=50) == 2 * 32 * 2 * (1000 + 3 * 66)
-    assert cache("MistralConfig", **SLIDING).bytes_of(1000, 2, ahead=50) == 2 * 32 * 2 * 4 * 66
+    assert mixed.bytes_of(1000, 2, step_tokens=50) == 2 * 32 * 2 * (1000 + 3 * 66)
+    assert cache("MistralConfig", **SLIDING).bytes_of(1000, 2, step_tokens=50) == 2 * 32 * 2 * 4 * 66
 
 
 ODD = {

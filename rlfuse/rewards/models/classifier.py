@@ -76,21 +76,14 @@ class Classifier:
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            _check_folder(folder, self._name, trust_remote_code)
-        elif looks_local(path):
-            raise RewardError(
-                f"reward.model_path: there is no folder {folder}; correct it, or give a hub name (owner/model)"
-            )
-        self._settings = Settings(
-            str(folder) if folder.is_dir() else path,
-            backend,
-            dtype,
-            device,
-            trust_remote_code,
-            json.dumps(engine_kwargs or {}, sort_keys=True),
-        )
+        path = model_place(path, "reward.model_path")
+        if Path(path).is_dir():
+            labels, own = saved(Path(path))
+            check_trust(path, "reward.model_path", own, trust_remote_code)
+            if labels:
+                columns(path, labels, [self._name])
+        more = json.dumps(engine_kwargs or {}, sort_keys=True)
+        self._settings = Settings(path, backend, dtype, device, trust_remote_code, more)
         self._model: Loaded | None = None
 
     def start(self) -> None:
@@ -130,7 +123,7 @@ class Loaded:
         """Of the latest sequences: whoever asks for one label asks for the others soon."""
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
-        """Of each sample, in order."""
+        """Return all labels' logits of each sample, in order."""
         results: list[list[float] | RewardFailure | None] = [None] * len(samples)
         sequences: dict[int, Tokens] = {}
         for position, item in enumerate(samples):
@@ -149,7 +142,7 @@ class Loaded:
         return results
 
     def _run(self, sequences: set[Tokens]) -> dict[Tokens, list[float] | RewardFailure]:
-        """Of each sequence; from those kept where they are."""
+        """Return each sequence's logits, those kept where they are."""
         found = {tokens: self._kept[tokens] for tokens in sequences if tokens in self._kept}
         if new := sorted(sequences - found.keys()):
             found |= zip(new, self._runner.logits(new), strict=True)
@@ -207,7 +200,7 @@ class Transformers:
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
     def logits(self, sequences: Sequence[Tokens]) -> list[list[float] | RewardFailure]:
-        """Of each sequence; the failure of its batch where that raised."""
+        """Return each sequence's logits, or the failure of its batch where that raised."""
         found: dict[Tokens, list[float] | RewardFailure] = {}
         for batch in self._batches(sequences):
             try:
@@ -218,7 +211,7 @@ class Transformers:
         return [found[tokens] for tokens in sequences]
 
     def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-        """Of similar length, longest first, within the token budget."""
+        """Cut batches of similar length, longest first, within the token budget."""
         batch: list[Tokens] = []
         for tokens in sorted(sequences, key=lambda tokens: -len(tokens)):
             longest = len(batch[0]) if batch else 0
@@ -247,21 +240,19 @@ class Pooling:
     """The model as vLLM's pooling runs it, without its activation."""
 
     def __init__(self, settings: Settings):
-        from rlfuse.rewards.models.vllm_engine import EngineSettings, context, engine
+        from rlfuse.rewards.models.vllm_engine import EngineSettings, engine
 
         if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
                 f"reward.model_path: {settings.path} is no sequence classifier by the architectures of its "
                 "config.json; give a trained one, not a language model"
             )
-        path, dtype, trusts = settings.path, settings.dtype, settings.trust_remote_code
-        self._engine = engine(
-            EngineSettings(path, dtype, trust_remote_code=trusts, engine_kwargs=settings.engine_kwargs, pooling=True)
-        )
-        self.context = context(self._engine)
+        same = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "engine_kwargs")}
+        self._engine = engine(EngineSettings(settings.path, **same, pooling=True))
+        self.context = self._engine.model_config.max_model_len
 
     def logits(self, sequences: Sequence[Tokens]) -> list[list[float]]:
-        """Of each sequence."""
+        """Return each sequence's logits."""
         from vllm import PoolingParams
 
         from rlfuse.rewards.models.vllm_engine import run
@@ -270,18 +261,16 @@ class Pooling:
         return [output.outputs.data.float().tolist() for output in outputs]
 
 
-def looks_local(path: Any) -> bool:
-    """Whether a model's path is a folder's and no hub name."""
-    return str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1
-
-
-def _check_folder(folder: Path, name: str, trust_remote_code: bool) -> None:
+def model_place(path: Any, key: str) -> str:
+    """Where a model is loaded from: its folder, or a hub name as it is. RewardError for a folder that is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
+            raise RewardError(f"{key}: there is no folder {folder}; correct it, or give a hub name (owner/model)")
+        return path
     if not (folder / "config.json").is_file():
-        raise RewardError(f"reward.model_path: {folder} has no config.json; give the folder that save_pretrained wrote")
-    labels, own = saved(folder)
-    check_trust(str(folder), "reward.model_path", own, trust_remote_code)
-    if labels:
-        columns(str(folder), labels, [name])
+        raise RewardError(f"{key}: {folder} has no config.json; give the folder that save_pretrained wrote")
+    return str(folder)
 
 
 def _finite(logit: float) -> float | RewardFailure:

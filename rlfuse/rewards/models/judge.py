@@ -21,13 +21,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
-from rlfuse.rewards.models.classifier import looks_local
-from rlfuse.rewards.models.vllm_engine import EngineSettings, context, engine, run
+from rlfuse.rewards.models.classifier import model_place
+from rlfuse.rewards.models.vllm_engine import EngineSettings, engine, run
 from rlfuse.samples import Reward, RewardFailure
 
 TEMPLATE = """\
@@ -71,22 +70,15 @@ class Judge:
         `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype.
         `engine_kwargs`: more of vLLM's EngineArgs.
         """
-        folder = Path(model).expanduser()
-        if not (folder / "config.json").is_file() and (folder.is_dir() or looks_local(model)):
-            raise RewardError(f"model: {folder} is no folder with a config.json; correct it, or give a hub name")
+        model = model_place(model, "model")
         if missing := [f"{{{place}}}" for place in PLACES if f"{{{place}}}" not in template]:
             raise RewardError(f"template: lacks {', '.join(missing)}; it has to show the question and both answers")
         if len(verdicts) != 2 or len(set(verdicts)) != 2 or not all(isinstance(v, str) and v for v in verdicts):
-            raise RewardError(
-                f"verdicts: got {verdicts}; give two different texts, for the first answer and the second"
-            )
+            told = f"verdicts: got {verdicts}; give two different texts, for the first answer and the second"
+            raise RewardError(told)
+        more = json.dumps(engine_kwargs or {}, sort_keys=True)
         self._settings = EngineSettings(
-            str(folder) if folder.is_dir() else model,
-            dtype,
-            max_model_len,
-            kv_cache_memory_mb,
-            trust_remote_code,
-            json.dumps(engine_kwargs or {}, sort_keys=True),
+            model, dtype, max_model_len, kv_cache_memory_mb, trust_remote_code, engine_kwargs=more
         )
         self._template, self._verdicts, self._reference = template, tuple(verdicts), reference
         self._chat_template_kwargs = chat_template_kwargs or {}
@@ -99,14 +91,14 @@ class Judge:
         llm = engine(self._settings)
         self._tokenizer = llm.get_tokenizer()
         self._tokens = [self._token(verdict) for verdict in self._verdicts]
-        self._context = context(llm)
+        self._context = llm.model_config.max_model_len
         self._engine = llm
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         """One result for each sample, in order; parts as of `verdict`."""
         orders = [self._orders(item) for item in samples]
         asked = [tokens for pair in orders if not isinstance(pair, RewardFailure) for tokens in pair]
-        said = self._said(asked) if asked else []
+        said = self._log_probs_of_verdicts(asked) if asked else []
         verdicts = map(verdict, said[::2], said[1::2])
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
@@ -145,7 +137,7 @@ class Judge:
         )
         return self._tokenizer(whole, add_special_tokens=False).input_ids
 
-    def _said(self, prompts: list[list[int]]) -> list[list[float]]:
+    def _log_probs_of_verdicts(self, prompts: list[list[int]]) -> list[list[float]]:
         """Of each prompt the log-probs of the two verdicts as its next token, among all tokens."""
         from vllm import SamplingParams
 

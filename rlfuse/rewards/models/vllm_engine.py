@@ -111,8 +111,3 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         llm.abort_request(names)
         raise
     return [found[name] for name in names]
-
-
-def context(llm: Any) -> int:
-    """Most tokens of a request."""
-    return llm.model_config.max_model_len

@@ -59,12 +59,18 @@ def not_found(answer: str | None, wanted: str) -> dict[str, Any]:
     """The result where the response holds no answer of the kind."""
     if answer is None:
         return verdict(0.0, f"the answer is longer than {MOST} characters", found=False)
-    return verdict(0.0, f"no {wanted} in {shown(answer)}", found=False)
+    return verdict(0.0, f"no {wanted} in {excerpt(answer)}", found=False)
 
 
 def wrong(found: Any, truth: Any) -> dict[str, Any]:
     """The result where the answer is not the right one."""
-    return verdict(0.0, f"answered {shown(found)}, right is {shown(truth)}")
+    return verdict(0.0, f"answered {excerpt(found)}, right is {excerpt(truth)}")
+
+
+def overlapping(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:
+    """The result of an answer that covers so much of the true one, in words; right from `threshold` on."""
+    right = overlap >= threshold
+    return verdict(overlap, "" if right else f"answered {given}, right is {true}", right=right)
 
 
 def bad_truth(ground_truth: Any, valid: str) -> ValueError:
@@ -72,7 +78,7 @@ def bad_truth(ground_truth: Any, valid: str) -> ValueError:
     return ValueError(f"ground_truth: got {ground_truth!r:.500}; valid is {valid}. Correct the row.")
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """A value in a reason: its end, where answers stand."""
     try:
         text = repr(value)

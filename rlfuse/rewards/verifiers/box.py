@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, verdict
 
 _NUMBER = r"\s*([-+]?\d{1,9}(?:\.\d{1,15})?)\s*"
 _FOUR = "[,\\s]".join([_NUMBER] * 4)
@@ -45,9 +45,7 @@ def score(
         if size is None:
             return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
         given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
-    overlap = box_iou(given, true)
-    reason = "" if overlap >= threshold else f"answered {_words(given)}, right is {_words(true)}"
-    return verdict(overlap, reason, right=overlap >= threshold)
+    return overlapping(box_iou(given, true), threshold, _words(given), _words(true))
 
 
 def box_in(text: str) -> Box | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlfuse.rewards.sandbox.sandbox import Kind, Limits, Outcome, run_code
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, shown, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, verdict
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _DEFAULT = Limits()
@@ -90,7 +90,7 @@ def _problem(kind: Kind, outcome: Outcome, right: Any) -> str:
     if outcome.reason:
         return f"{outcome.reason}: {outcome.text}"
     equal = _lines(outcome.value) == _lines(right) if kind is Kind.PROGRAM else _same(outcome.value, right)
-    return "" if equal else f"wrong: got {shown(outcome.value)}, right is {shown(right)}"
+    return "" if equal else f"wrong: got {excerpt(outcome.value)}, right is {excerpt(right)}"
 
 
 def _lines(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping
 
 _TIME = r"((?:\d{1,6}:){0,2}\d{1,6}(?:\.\d{1,6})?)(?![\d:]|\.\d)"
 _UNIT = r"(?:\s?(?:s|sec|secs|seconds?)\b)?"
@@ -40,11 +40,7 @@ def score(
     given = interval_in(answer, whole) if answer else None
     if given is None:
         return not_found(answer, "interval")
-    overlap = interval_iou(given, true)
-    reason = (
-        "" if overlap >= threshold else f"answered {given[0]:g} to {given[1]:g}, right is {true[0]:g} to {true[1]:g}"
-    )
-    return verdict(overlap, reason, right=overlap >= threshold)
+    return overlapping(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
 
 
 def interval_in(text: str, whole: bool = False) -> tuple[float, float] | None:

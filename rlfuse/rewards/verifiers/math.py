@@ -75,7 +75,7 @@ def _truth(ground_truth: Any, timeout_s: float) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=10_000)
 def _parses(latex: str, timeout_s: float) -> str:
-    """Why it does not; "" where it does."""
+    """Say why the expression does not parse; "" where it does."""
     try:
         return "" if _worker({"truth": latex}, timeout_s)["parsed"] else "it can't be parsed"
     except Refused as refused:

@@ -11,7 +11,7 @@ from typing import Any
 import regex
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, shown, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, verdict
 
 SECONDS = 1.0
 
@@ -38,7 +38,7 @@ def score(
         fits = (pattern.search if anywhere else pattern.fullmatch)(answer, timeout=timeout_s)
     except TimeoutError:
         return verdict(0.0, f"matching took longer than {timeout_s:g} s")
-    return verdict(1.0) if fits else verdict(0.0, f"{shown(answer)} does not fit {ground_truth!r:.100}")
+    return verdict(1.0) if fits else verdict(0.0, f"{excerpt(answer)} does not fit {ground_truth!r:.100}")
 
 
 @functools.lru_cache(maxsize=1000)

@@ -11,15 +11,15 @@ Invariants:
   function that took too long: all of its batch fails, because repeating each could take as long again;
 - a process that can't be started (again) is an `EngineError` for every waiting and later `score`, not a failed sample.
 
-Concurrency, all on the driver's event loop; each seat is a task with one worker process and one call under way:
+Concurrency, all on the driver's event loop; each handle is a task with one worker process and one call under way:
 
-    score() --put, waits while full--> functions queue (2 calls a seat) --> seat reward/0 --> RewardWorker process
-                                                                       \\-> seat reward/1 --> RewardWorker process
-            --put, waits while full--> batches of a model, of all `score`s -> seat reward/model -> its own process
-            --put, waits while full--> batches of a judge ------------------> seat reward/judge -> its own process
-    score() <--futures, one for each call------------------------------- seats
+    score() --put, waits while full--> functions queue (2 calls each) --> handle reward/0 --> RewardWorker process
+                                                                     \\-> handle reward/1 --> RewardWorker process
+            --put, waits while full--> batches of a model, of all `score`s -> handle reward/model -> its own process
+            --put, waits while full--> batches of a judge ------------------> handle reward/judge -> its own process
+    score() <--futures, one for each call------------------------------- handles
 
-A seat waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
+A handle waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
 resolves the call's future, so that `score` is always unblocked.
 """
 
@@ -55,6 +55,9 @@ ASYNC_ITEMS = 32
 ASYNC_GRACE_S = 5.0
 # A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
 CALL_S = 0.05
+AS_IN_CONFIG = ("functions", "weights", "model_path", "num_workers", "timeout_s", "memory_mb", "device", "batch_items",
+                "batch_age_s", "engine_kwargs")  # fmt: skip
+"""Parameters of the pool that are keys of the group `reward`."""
 
 
 class RewardPool:
@@ -91,29 +94,16 @@ class RewardPool:
         self._prompt_key, self._device = prompt_key, device
         self._batch_items, self._batch_age_s = batch_items, batch_age_s
         self._pace: dict[str, float] = {}  # seconds per sample, lately
-        self._seats: list[RewardWorkerHandle] = []
+        self._handles: list[RewardWorkerHandle] = []
         self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
         self._tasks: list[asyncio.Task] = []
 
     @classmethod
     def of(cls, reward: RewardConfig, trust_remote_code: bool = False, **more: Any) -> RewardPool:
         """As a configuration says; `more`: what is not of the group `reward`."""
-        return cls(
-            list(reward.functions),
-            list(reward.weights),
-            reward.model_path,
-            reward.num_workers,
-            reward.timeout_s,
-            reward.memory_mb,
-            device=reward.device,
-            batch_items=reward.batch_items,
-            batch_age_s=reward.batch_age_s,
-            backend=reward.model_backend,
-            dtype=reward.model_dtype,
-            engine_kwargs=reward.engine_kwargs,
-            trust_remote_code=trust_remote_code,
-            **more,
-        )
+        given = {name: getattr(reward, name) for name in AS_IN_CONFIG}
+        model = {"backend": reward.model_backend, "dtype": reward.model_dtype, "trust_remote_code": trust_remote_code}
+        return cls(**given, **model, **more)
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
         """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
@@ -152,14 +142,14 @@ class RewardPool:
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
             self._queues |= dict.fromkeys(names, Batches(self._batch_items, self._batch_age_s))
-        self._seats = [self._function_seat(i, shared) for i in range(self._workers)]
-        self._seats += [self._model_seat(i, model, slots) for i, model in enumerate(self._models)]
+        self._handles = [self._function_worker(i, shared) for i in range(self._workers)]
+        self._handles += [self._model_worker(i, model, slots) for i, model in enumerate(self._models)]
         try:
-            await asyncio.gather(*(seat.start() for seat in self._seats))
+            await asyncio.gather(*(handle.start() for handle in self._handles))
         except BaseException:
             await self.close()
             raise
-        self._tasks = [asyncio.create_task(seat.serve(), name=seat.where) for seat in self._seats]
+        self._tasks = [asyncio.create_task(handle.serve(), name=handle.where) for handle in self._handles]
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]:
         """One result for each sample, in order."""
@@ -196,8 +186,9 @@ class RewardPool:
                 known[position][entry.name] = outcome
 
     async def drain(self) -> list[Span]:
-        """The spans of all seats since the last drain: `reward` for each call, `restart` for each process replaced."""
-        return sorted((span for seat in self._seats for span in seat.recorder.drain()), key=lambda span: span.start)
+        """All spans since the last drain: `reward` for each call, `restart` for each process replaced."""
+        spans = (span for handle in self._handles for span in handle.recorder.drain())
+        return sorted(spans, key=lambda span: span.start)
 
     async def close(self) -> None:
         """Kill all processes; a `score` under way gets an EngineError."""
@@ -205,8 +196,8 @@ class RewardPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for seat in self._seats:
-            await seat.close()
+        for handle in self._handles:
+            await handle.close()
         self._sweep()
 
     async def _put(self, queue: asyncio.Queue[Call] | Batches, call: Call) -> None:
@@ -265,7 +256,7 @@ class RewardPool:
             return self._engine_timeout_s
         return self._timeout_s + (ASYNC_GRACE_S if function.is_async else 0.0)
 
-    def _function_seat(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
+    def _function_worker(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
         # On the driver's node: there the functions' files have been found.
         beside = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
@@ -274,7 +265,7 @@ class RewardPool:
         create = partial(actor.remote, where, sources, self._timeout_s, self._memory_mb)
         return RewardWorkerHandle(where, queue, create, self._engine_timeout_s)
 
-    def _model_seat(self, index: int, model: str, slots: Slots | None) -> RewardWorkerHandle:
+    def _model_worker(self, index: int, model: str, slots: Slots | None) -> RewardWorkerHandle:
         names, where = self._models[model], f"reward/{model.removeprefix('reward_')}"
         on = reward_device(self._device, slots.device if slots else "cpu")
         options = reward_options(index, len(self._models), slots, on, environment(on)) | {"max_restarts": 0}

@@ -1,14 +1,14 @@
 """The queue in front of a model: samples of any `score`s, taken together by size and by age.
 
 Role: a reward model is fast only on many samples at once, and samples finish one by one. `RewardPool` puts a call for
-each sample; the model's seat takes one call for all that it gets at a time.
+each sample; the model's process takes one call for all that it gets at a time.
 
-    score() --put, waits while full--> [call, call, ...] --`size` of them, or the first is `age_s` old--> seat
-    score() <--its own future----------------------------- answers handed out -------------------------- seat
+    score() --put, waits while full--> [call, call, ...] --`size` of them, or the first is `age_s` old--> process
+    score() <--its own future----------------------------- answers handed out ----------------------- process
 
 Invariants: what waits is taken in order, and nobody waits longer than `age_s` for company once the model is free; who
 is scored with whom changes no reward, as a model's score of a sample depends on that sample alone; a call that is taken
-is answered, also when the seat is closed while it waits for more. Calls for several labels of a
+is answered, also when the pool is closed while it waits for more. Calls for several labels of a
 model are taken label by label.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlfuse.rewards.workers.reward_worker_handle import Call, closed
 
@@ -24,7 +25,7 @@ WAITING = 2
 
 
 class Batches:
-    """Used as the queue of a seat."""
+    """Used as the queue of a `RewardWorkerHandle`."""
 
     def __init__(self, size: int, age_s: float):
         self._size, self._age_s = size, age_s
@@ -32,7 +33,7 @@ class Batches:
         self._taken: list[Call] = []
 
     async def put(self, call: Call) -> None:
-        """Waits for room."""
+        """Add a call; waits for room."""
         await self._waiting.put((asyncio.get_running_loop().time(), call))
 
     async def get(self) -> Call:
@@ -66,10 +67,9 @@ class Batches:
 
 def together(calls: Sequence[Call]) -> Call:
     """One call for all of them, of one label of a model; its answer becomes theirs; given up when all of them are."""
-    first = calls[0]
     items = [item for call in calls for item in call.items]
     positions = [position for call in calls for position in call.positions]
-    whole = Call(first.name, items, positions, first.limit_s, first.told_s, first.batched)
+    whole = replace(calls[0], items=items, positions=positions)
 
     def hand_out(answer: asyncio.Future) -> None:
         if answer.cancelled():

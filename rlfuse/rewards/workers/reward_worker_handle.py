@@ -1,11 +1,11 @@
-"""One reward process and the task that feeds it: the process may be replaced, the seat stays.
+"""One reward process and the task that feeds it: the process may be replaced, its handle stays.
 
 Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
 Invariants:
 - one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
   the next one: a process may as well be killed from outside;
 - a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
-  seat whose process could not be started again keeps answering, with that error.
+  handle whose process could not be started again keeps answering, with that error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ class Call:
     """Of the items among those that `score` was given."""
     limit_s: float
     """After this the process is killed."""
-    told_s: float
+    timeout_s: float
     """The limit as the user set it."""
     batched: bool
     """The function takes all items at once; else the worker calls it for each."""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, init=False)
     """What it took, once answered."""
     repeated: bool = False
     """It has lost a process already."""
-    answer: asyncio.Future[list[Outcome]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[list[Outcome]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
+    )
 
     def fail(self, error: Exception) -> None:
         """Answer with an error, if nobody has answered or given up."""
@@ -54,13 +56,12 @@ class Call:
             self.answer.set_exception(error)
 
     def singles(self) -> list[Call]:
-        """The same, an item a call."""
-        rest = {"limit_s": self.limit_s, "told_s": self.told_s, "batched": self.batched, "repeated": self.repeated}
-        return [Call(self.name, [i], [p], **rest) for i, p in zip(self.items, self.positions, strict=True)]
+        """Cut the call into calls of one item each."""
+        return [replace(self, items=[i], positions=[p]) for i, p in zip(self.items, self.positions, strict=True)]
 
 
 class Queue(Protocol):
-    """What a seat's calls come from."""
+    """What a handle's calls come from."""
 
     async def get(self) -> Call: ...
 
@@ -105,7 +106,7 @@ class RewardWorkerHandle:
                 call.fail(EngineError(f"{self.where} was closed while it scored {_ids(call)}"))
                 raise
             except Exception as error:
-                call.fail(remote.explain(error, self.where, f"score {_ids(call)}", call.told_s))
+                call.fail(remote.explain(error, self.where, f"score {_ids(call)}", call.timeout_s))
                 continue
             if not call.answer.done():
                 call.answer.set_result(outcomes)
@@ -124,7 +125,7 @@ class RewardWorkerHandle:
         try:
             outcomes = await self._attempt(call)
             all_failed = all(isinstance(outcome, RewardFailure) for outcome in outcomes)
-            late = call.seconds >= call.told_s  # an async function that bounded itself: repeating could take as long
+            late = call.seconds >= call.timeout_s  # an async function that bounded itself: repeating could take as long
             if late or not (several and call.batched and all_failed):
                 return outcomes
         except Lost as lost:
@@ -158,7 +159,7 @@ class RewardWorkerHandle:
             except TimeoutError:
                 stack = await watchdog.stack_of(self.where)
                 ray.kill(self._actor)
-                raise Lost(replace(timed_out(call.name, call.told_s), traceback=stack), late=True) from None
+                raise Lost(replace(timed_out(call.name, call.timeout_s), traceback=stack), late=True) from None
             except RayError as error:
                 ray.kill(self._actor)  # lives on where what it ran broke it
                 raise Lost(_death(self.where, call.name, error), late=False) from error

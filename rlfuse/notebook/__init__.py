@@ -16,7 +16,7 @@ from rlfuse.notebook.jobs import Job, JobError, start, train
 from rlfuse.notebook.judging import orders, plot_orders, plot_sureness
 from rlfuse.notebook.pictures import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
 from rlfuse.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
-from rlfuse.notebook.scoring import score
+from rlfuse.notebook.scoring import measure, score
 from rlfuse.observe.dataframes import metrics, samples, surprise, time_spent
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "JobError",
     "compare",
+    "measure",
     "metrics",
     "orders",
     "pairs",

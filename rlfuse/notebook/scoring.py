@@ -1,21 +1,27 @@
-"""A table of samples, scored with any reward in this process.
+"""A table of samples, scored with any reward and measured with any metric in this process.
 
-Role: `score` is for notebooks; rewards are loaded, called and composed as in a job. An ordinary function has no time
-limit here: interrupt the cell where it hangs.
+Role: `score` and `measure` are for notebooks; functions are loaded, called and composed as in a job. An ordinary one
+has no time limit here: interrupt the cell where it hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 
+from rlfuse.config.own_modules import load
 from rlfuse.config.rewards import Given
+from rlfuse.config.valid_values import METRICS
 from rlfuse.observe.dataframes import PART
+from rlfuse.observe.own_metrics import Finished, by_figure, finished
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample
+from rlfuse.rewards.api.results import number
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.table import as_columns, score_items
+from rlfuse.samples import Reward
 
 
 def score(
@@ -42,6 +48,22 @@ def score(
     return scored.astype({"reward": float})
 
 
+def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: str = "prompt") -> pd.DataFrame:
+    """What a metric, a function or `path/file.py:name`, says of each step's samples: a row for a step.
+
+    `table`: as `samples` gives it; a run keeps no tokens, so `response_ids` are empty. What the metric raises, or
+    returns that is no finite number, ends the cell. `prompt_key`: of a run whose data.prompt_key is another.
+    """
+    need(table, "step", "id", "finish", "prompt", "response", "reward")
+    function = load(METRICS, metric) if isinstance(metric, str) else metric
+    plain, name = table.astype(object).where(table.notna(), None), getattr(function, "__name__", "metric")
+    found = {}
+    for step, rows in plain.groupby("step"):
+        returned = by_figure(function([_finished(row, prompt_key) for row in rows.to_dict("records")]))
+        found[step] = {figure or name: number(each, "a figure") for figure, each in returned.items()}
+    return pd.DataFrame.from_dict(found, orient="index").rename_axis("step")
+
+
 def need(table: pd.DataFrame, *columns: str) -> None:
     """ValueError for what is no table, or has not all of these columns."""
     if not isinstance(table, pd.DataFrame):
@@ -56,3 +78,11 @@ def _item(row: dict, number: int, prompt_key: str) -> Item:
     if isinstance(row.get("columns"), dict) and "id" in row:
         return item_of_sample(sample_of_row(row, prompt_key), prompt_key)
     return item_of_row(row, number)
+
+
+def _finished(row: dict, prompt_key: str) -> Finished:
+    """A row of a run's table as metrics get it."""
+    sample = sample_of_row(row, prompt_key)
+    parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
+    sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)
+    return finished(sample, prompt_key)

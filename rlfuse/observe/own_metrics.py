@@ -56,6 +56,11 @@ def finished(sample: Sample, prompt_key: str = "prompt") -> Finished:
     )
 
 
+def by_figure(returned: Any) -> dict[str, Any]:
+    """What a function returned, by the names of its figures; a number alone has none."""
+    return {text(str(key)): each for key, each in returned.items()} if isinstance(returned, dict) else {"": returned}
+
+
 class OwnMetrics:
     """Raises ConfigError for a function that can't be used; `say`: for lines to the person at the terminal."""
 
@@ -78,7 +83,7 @@ class OwnMetrics:
         return found
 
     def _asked(self, value: str, function: Callable[..., Any], items: Sequence[Finished]) -> dict[str, Any]:
-        """What a function returned, by the figures' names; a number alone has none."""
+        """What a function returned, by the names of its figures."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -99,7 +104,7 @@ class OwnMetrics:
             raised = user_traceback(answer, beginning(function))
             self._tell(value, "", f"raised {headline(answer)}", f"\n{raised}")
             return {}
-        return {text(str(key)): each for key, each in answer.items()} if isinstance(answer, dict) else {"": answer}
+        return by_figure(answer)
 
     def _tell(self, value: str, figure: str, what: str, more: str = "") -> None:
         if (value, figure) not in self._told:

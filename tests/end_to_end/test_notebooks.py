@@ -55,7 +55,7 @@ def test_a_judge_is_trained_read_in_both_orders_and_put_into_a_job(tmp_path):
 
 def test_a_run_is_read(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "04_read_a_run.ipynb", tmp_path))
-    assert pictures == 5 and "idle/controller" in text and "surprise" in text
+    assert pictures == 5 and "idle/controller" in text and "surprise" in text and "subtractions" in text
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)

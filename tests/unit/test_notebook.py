@@ -53,6 +53,27 @@ def test_a_reward_sees_of_a_saved_sample_what_it_saw_in_the_run(table):
     assert completion[0]["content"].startswith(" 67 - 7 = 59") and extra["divisor"] == 7
 
 
+def test_a_metric_measures_each_step_as_a_run_does(table, tmp_path):
+    def right(samples):
+        best = {}
+        for each in samples:
+            assert each.parts["compute_score"] == each.reward and each.finish_reason in ("stop", "length")
+            best[each.prompt_index] = max(best.get(each.prompt_index, 0), each.reward)
+        return {"mean": sum(each.reward for each in samples) / len(samples), "solved": sum(best.values()) / len(best)}
+
+    measured = nb.measure(table, right)
+    assert measured["mean"].tolist() == table.groupby("step")["reward"].mean().tolist()
+    solved = table.groupby(["step", "group"])["reward"].max().groupby("step").mean()
+    assert measured["solved"].tolist() == solved.tolist() and measured.index.tolist() == list(range(1, 13))
+    (tmp_path / "mine.py").write_text("def count(samples): return len([s for s in samples if s.reward is None])\n")
+    failed = table.assign(reward=table["reward"].where(table["step"] != 2))
+    assert nb.measure(failed, f"{tmp_path}/mine.py:count")["count"].tolist()[:3] == [0, 32, 0]
+    with pytest.raises(ConfigError, match=r"trainer\.metrics=.*has no function `other`"):
+        nb.measure(table, f"{tmp_path}/mine.py:other")
+    with pytest.raises(ValueError, match="a figure has to be finite"):
+        nb.measure(table, lambda samples: float("nan"))
+
+
 def test_any_reward_scores_any_table(tmp_path):
     (tmp_path / "mine.py").write_text("def long(solution_str, weight=1):\n    return weight * len(solution_str)\n")
     rows = pd.DataFrame({"prompt": "q", "response": ["a", "bbb"], "ground_truth": [None, "x"]}, index=["one", "two"])

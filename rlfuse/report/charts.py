@@ -66,6 +66,8 @@ CURVES = (
     ("seconds per step", ("timing_s/step",)),
     ("tokens per second and slot", ("perf/throughput",)),
     ("share of slots' time without work", ("fusion/idle_share",)),
+    ("your own", ("custom/",)),
+    ("your own, held out", ("val-custom/",)),
 )
 """Title -> metrics; one that ends in / stands for all that begin with it, each with a panel of its own."""
 

@@ -1,0 +1,56 @@
+"""Pages of rooms: the files that they name are there, and the code that they show runs."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse.doctor.examine import show
+from rlfuse.report.charts import curves
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "rlfuse" / room / "README.md" for room in ("doctor", "evaluation", "notebook", "planning", "report")]
+
+
+def code_of(page):
+    return re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_a_page_names_every_file_of_its_room_and_no_other(page):
+    rows = re.findall(r"^\| (`[^|]*`) \|", page.read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w.]+\.(?:py|html|css|js))`", row)}
+    there = {path.name for path in page.parent.iterdir() if path.suffix in (".py", ".html", ".css", ".js")}
+    bare = {name for name in there if not (page.parent / name).read_text().count("\n") > 2}
+    assert named <= there and there - named <= bare
+    assert len(page.read_text().splitlines()) <= 60
+
+
+def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    exec(code_of(ROOT / "rlfuse/notebook/README.md"), names)
+    table, scored = names["table"], names["scored"]
+    assert (scored["reward"] < 1).all() and ((scored["reward"] > 0) == (table["reward"] == 1)).mean() > 0.99
+    assert names["agreement"].loc["all", "samples"] == len(table)
+    best = table.groupby(["step", "group"])["reward"].max().groupby("step").mean()
+    assert names["by_step"]["solved"].tolist() == best.tolist()
+
+
+def test_the_doctors_page_makes_a_finding(capsys):
+    names = {}
+    exec(code_of(ROOT / "rlfuse/doctor/README.md"), names)
+    show([names["judge_swap"](3 << 30), names["judge_swap"](1 << 20)])
+    told = capsys.readouterr().out
+    assert "3,072 MiB used" in told and "end what else runs here" in told and "1 MiB used" in told
+
+
+def test_a_users_figures_have_panels_in_the_report():
+    rows = [{"step": 1, "custom/work/right": 0.5, "custom/count": 3.0, "val-custom/count": 2.0, "other/x": 1.0}]
+    panels = curves([SimpleNamespace(rows=rows)])
+    assert [(panel.title, panel.lines) for panel in panels] == [
+        ("your own", (("custom/count", ""),)),
+        ("your own", (("custom/work/right", ""),)),
+        ("your own, held out", (("val-custom/count", ""),)),
+    ]

@@ -178,7 +178,7 @@ def _same_place(key: str, value: Any) -> Any:
     return [str(Path(path).absolute()) for path in value] if isinstance(value, list) else str(Path(value).absolute())
 
 
-def shown(value: Any, longest: int = 60) -> str:
+def abbreviated(value: Any, longest: int = 60) -> str:
     """A value for the table: as it is typed, without the middle of a long one."""
     text = " ".join(as_typed(value).split())
     half = (longest - 3) // 2

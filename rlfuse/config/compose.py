@@ -140,7 +140,7 @@ def _opened(word: str) -> str:
 
 
 def _each_opened(word: str) -> str:
-    """Of a sweep: the same for each of several values."""
+    """Do to each value of a sweep what `_opened` does to one."""
     override = OverridesParser.create().parse_override(word)
     if override.key_or_group not in SEVERAL or not override.is_choice_sweep():
         return word
@@ -226,7 +226,8 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
     sweep = re.search(r"Ambiguous value for argument '([^']+)'", text)
     if sweep:
         name, _, value = sweep[1].partition("=")
-        listed = f"for a list write {name}=[{value}], " if is_free(name) or _holds_list(name) else ""
+        many = is_free(name) or (name in by_name() and by_name()[name].type.startswith("list"))
+        listed = f"for a list write {name}=[{value}], " if many else ""
         return f"{sweep[1]}: several values; {listed}to run one job for each add --multirun"
     where = re.search(r"full_key: ([\w.\[\]]+)", text)
     if grammar or where is None or where[1].startswith("hydra."):  # in no key yet, or Hydra's own to explain
@@ -246,10 +247,6 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
     if re.search(r"Interpolation|resolv", text):
         return f"{prefix}{name}: {text.strip().splitlines()[0]}; correct what stands in ${{...}}"
     return prefix + explain_value(name, value[1] if value else _given(name, overrides))
-
-
-def _holds_list(name: str) -> bool:
-    return name in by_name() and by_name()[name].type.startswith("list")
 
 
 def _given(name: str, overrides: list[str]) -> str | None:

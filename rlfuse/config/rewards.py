@@ -233,7 +233,8 @@ def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[lis
     """Entries with their weights filled in: from `weights`, from themselves, or 1."""
     summed = [entry for entry in entries if not entry.gate]
     if weights and len(weights) != len(summed):
-        of = "one for each function that is no gate" + (", the last for the model" if _model_last(entries) else "")
+        last = ", the last for the model" if entries and is_model(entries[-1].path) else ""
+        of = f"one for each function that is no gate{last}"
         return entries, [
             f"reward.weights={list(weights)}: has {len(weights)} entries, must have {len(summed)} ({of}); or be empty"
         ]
@@ -245,7 +246,3 @@ def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[lis
             return entries, [f"reward.weights={list(weights)}: {given} is no finite number"]
         entry.weight = 1.0 if given is None else float(given)
     return entries, []
-
-
-def _model_last(entries: list[RewardEntry]) -> bool:
-    return bool(entries) and is_model(entries[-1].path)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -141,7 +142,7 @@ def render(view: View) -> RenderableType:
     if view.rewards:
         told = "   ".join(f"{name} {value}" for name, value in view.figures.items())
         parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {told}", overflow="ellipsis")]
-    title = f"[bold]rlfuse[/]  {_escaped(view.name)}  ·  {view.phase}"
+    title = f"[bold]rlfuse[/]  {escape(view.name)}  ·  {view.phase}"
     return Panel(Group(*parts), title=title, title_align="left", border_style="grey50")
 
 
@@ -184,10 +185,6 @@ def _slots(view: View) -> Table:
 
 def _colour(doing: str) -> str:
     return COLOURS.get(doing.split()[0], SCORING)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def sparkline(values: Sequence[float], width: int = SHOWN_STEPS) -> str:

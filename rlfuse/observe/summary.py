@@ -35,6 +35,7 @@ def summarise(
     rows = read_metrics(folder / "metrics.jsonl")
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
     name = next((key for row in rows for key in row if key.startswith("val-core/")), None)
+    promised = label(config.fusion.data, config.fusion.tail_speculation)
     window = max(1, min(WINDOW, len(rewards) // 2))
     summary = {
         "reward_first": _mean(rewards[:window]),
@@ -44,7 +45,8 @@ def summarise(
         "resumed_after": resumed_after,
         "fusion": config.fusion.policy,
         "faults": dict(faults or {}),
-        "label": _label(config, rows),
+        # One step of another label than the configuration promises is enough to say so of the run.
+        "label": MISMATCHED if any(f"fusion/{MISMATCHED}" in row for row in rows) else promised,
         **outcome(rows, name, seconds),
     }
     write_whole(folder / "summary.json", json.dumps(summary, indent=2))
@@ -65,13 +67,6 @@ def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds
         "versions": versions(),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }
-
-
-def _label(config: Config, rows: list[dict[str, float]]) -> str:
-    """Of the run; one step of another label than its configuration promises is enough to say so."""
-    if any(f"fusion/{MISMATCHED}" in row for row in rows):
-        return MISMATCHED
-    return label(config.fusion.data, config.fusion.tail_speculation)
 
 
 def _mean(values: list[float]) -> float | None:

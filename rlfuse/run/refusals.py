@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlfuse.config.changes import Change, Effect, shown
+from rlfuse.config.changes import Change, Effect, abbreviated
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.foreign import renamed
 from rlfuse.config.schema import Config
@@ -121,7 +121,7 @@ def table(changes: Sequence[Change]) -> list[str]:
     """Lines of a table of changes, the gravest first: key, before, now, what that means."""
     lines = []
     for effect in reversed(Effect):
-        rows = [(c.key, shown(c.was), shown(c.now), c.reason) for c in changes if c.effect is effect]
+        rows = [(c.key, abbreviated(c.was), abbreviated(c.now), c.reason) for c in changes if c.effect is effect]
         if rows:
             widths = [max(len(row[column]) for row in rows) for column in range(3)]
             lines.append(f"  {effect.value}:")

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlfuse.config.changes import TABLE, Effect, differences, rule, shown
+from rlfuse.config.changes import TABLE, Effect, abbreviated, differences, rule
 from rlfuse.config.documentation import by_name
 from rlfuse.config.schema import Config
 
@@ -82,4 +82,4 @@ def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monk
 
 
 def test_a_long_value_is_shown_by_its_ends():
-    assert shown([1, None]) == "[1,null]" and len(shown("x" * 100)) <= 60
+    assert abbreviated([1, None]) == "[1,null]" and len(abbreviated("x" * 100)) <= 60

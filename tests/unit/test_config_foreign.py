@@ -85,7 +85,7 @@ FACTS = {
     "responses' code runs in a sandbox": lambda _: (
         importlib.util.find_spec("rlfuse.rewards.sandbox.sandbox") is not None
     ),
-    "groups are compared by": lambda _: no_key("metric"),
+    "groups are compared by": lambda _: no_key("groups.metric"),
     "samples are reweighed": lambda _: no_key("rollout_rs", "reject"),
     "there are slots /": lambda _: no_key("data_parallel", "replicas"),
     "Ray starts with the devices": lambda _: "cluster.ray_address" in KNOWN and no_key("ray_init"),

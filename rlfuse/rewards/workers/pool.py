@@ -220,14 +220,15 @@ class RewardPool:
         verl's functions get one sample a call or as many as are quick, async ones several, batched ones all; models'
         are put together again, by `Batches`.
         """
-        function, limit = self._functions[entry.name], self._limit(entry)
+        function = self._functions[entry.name]
+        told = self._engine_timeout_s if function.is_model else self._timeout_s
+        limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
         if function.is_model:  # by length, so that a batch's items pad each other little
             positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
         start = 0
         while start < len(positions):
             chosen = positions[start : start + self._size(function, len(positions))]
             start += len(chosen)
-            told = limit if function.is_model else self._timeout_s
             call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.batched)
             call.answer.add_done_callback(lambda _, call=call: self._learn(call))
             yield call
@@ -248,13 +249,6 @@ class RewardPool:
         if call.seconds:
             pace = call.seconds / len(call.items)
             self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
-
-    def _limit(self, entry: RewardEntry) -> float:
-        """Seconds after which a call's process is killed."""
-        function = self._functions[entry.name]
-        if function.is_model:
-            return self._engine_timeout_s
-        return self._timeout_s + (ASYNC_GRACE_S if function.is_async else 0.0)
 
     def _function_worker(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.

@@ -129,7 +129,8 @@ class RewardWorkerHandle:
             if late or not (several and call.batched and all_failed):
                 return outcomes
         except Lost as lost:
-            self._replace(lost)
+            # The next call waits for the other process, the present answer does not.
+            self._restart = asyncio.create_task(self._replacement(lost))
             if (lost.late and call.batched) or (not several and (lost.late or call.repeated)):
                 return [lost.failure] * len(call.items)
             call.repeated = not lost.late
@@ -163,10 +164,6 @@ class RewardWorkerHandle:
             except RayError as error:
                 ray.kill(self._actor)  # lives on where what it ran broke it
                 raise Lost(_death(self.where, call.name, error), late=False) from error
-
-    def _replace(self, lost: Lost) -> None:
-        """Start another process; the next call waits for it, the present answer does not."""
-        self._restart = asyncio.create_task(self._replacement(lost))
 
     async def _replacement(self, lost: Lost) -> None:
         with self.recorder.span("restart", cause=lost.failure.message):

@@ -144,8 +144,10 @@ def test_commands_work_in_any_folder(installed, folder):
     told = run(installed.command, "prepare", "gsm8k", "--from", "copy.jsonl", **installed.more)
     assert (folder / "data" / "gsm8k" / "train.parquet").is_file() and "jobs/" not in told
     assert "jobs/" not in run(installed.command, "prepare", **installed.more)
-    run(installed.command, "prepare", "judge", **installed.more)
-    assert (folder / ".cache" / "rlfuse" / "judge" / "model" / "model.safetensors").is_file()
+    tasks = [f"rlfuse.tasks.{path.stem}" for path in sorted((ROOT / "jobs" / "tasks").glob("[a-z]*.py"))]
+    code = f"from importlib import import_module as of\nfor name in {tasks}: print(of(name).__file__)"
+    places = [Path(line) for line in run(installed.python, "-c", code, **installed.more).splitlines()]
+    assert [path.parent for path in places] == [installed.package / "tasks"] * len(tasks)
 
 
 def test_the_doctor_knows_the_tested_versions(installed, folder):

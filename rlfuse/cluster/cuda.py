@@ -1,6 +1,6 @@
 """Settings for GPUs: variables of the processes there, vLLM's arguments, Ray's shares, each with its reason.
 
-Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.trainer_group` and
+Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.rank_group` and
 `engines.rollout.vllm_setup` give them to processes that start, `rlfuse plan` prints `gpu_settings`. Pure, and imports
 neither Ray, torch nor vLLM. Invariants: what vLLM, torch or DeepSpeed do by default is said all the same where this
 project relies on it, so that an upgrade changes no run in silence; `rollout.engine_kwargs` has the last word on vLLM's

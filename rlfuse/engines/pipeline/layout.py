@@ -53,11 +53,9 @@ class Pipelines:
         return pipeline * self.stages + (position if self.direction == "down" else self.stages - 1 - position)
 
     def pipeline(self, device: int) -> int:
-        """The pipeline that a device belongs to."""
         return device // self.stages
 
     def stages_on(self, device: int) -> tuple[int, ...]:
-        """The stages that a device holds, in their order."""
         pipeline = self.pipeline(device)
         return tuple(stage for stage in range(self.depth) if self.device(pipeline, stage) == device)
 

@@ -182,7 +182,6 @@ class PipelineGroup(RankGroup):
         return await self._one(rank, "export_bucket", f"write weights to {path}", model, stage, names, Path(path))
 
     def writer(self, names: list[str]) -> int:
-        """The rank that has these tensors of the actor."""
         return self._owners[f"actor/{names[0]}"][0]
 
     async def save(self, folder: Path) -> None:

@@ -209,9 +209,7 @@ class PipelineRank(Rank):
     def save_config(self, model: str, folder: Path) -> None:
         """The Hugging Face configuration of a model, from a rank that has a stage of it."""
         stage = self.layout[model].stages_on(self.device_index)[0]
-        self.stages[model, stage].model.config.save_pretrained(folder)
-        if generation := getattr(self.stages[model, stage].model, "generation_config", None):
-            generation.save_pretrained(folder)
+        Exporter(self.stages[model, stage].model, 0).save_config(folder)
         sync_all(folder)
 
     def save(self, folder: Path) -> str | None:

@@ -85,5 +85,4 @@ class PipelineTrainer(PipelineGroup):
         return max(len(self._within_budget(model, rows)[0]), fullest)
 
     async def drain(self) -> list[Span]:
-        """Spans of the schedules and of all ranks since the last call."""
         return self.recorder.drain() + await super().drain()

@@ -43,7 +43,8 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing) -> None:
         path = folder / f"rank_{rank}.safetensors"
         files.write(path, lambda: (folder.mkdir(parents=True, exist_ok=True), save_file(tensors, path)))
     if rank == 0:
-        schedule = {"steps": _steps(engine), "lr_scheduler": engine.lr_scheduler.state_dict()}
+        steps = max((int(state["step"]) for state in engine.optimizer.optimizer.state.values()), default=0)
+        schedule = {"steps": steps, "lr_scheduler": engine.lr_scheduler.state_dict()}
         files.write(folder, lambda: (folder / "schedule.json").write_text(json.dumps(schedule)))
 
 
@@ -82,10 +83,6 @@ def _read(where: dict[str, Path], field: str, name: str, folder: Path) -> torch.
         raise FileNotFoundError(f"{folder} has no {field} of {name}: it was saved from another model.")
     with safe_open(where[key], "pt") as tensors:
         return tensors.get_tensor(key)
-
-
-def _steps(engine: Any) -> int:
-    return max((int(state["step"]) for state in engine.optimizer.optimizer.state.values()), default=0)
 
 
 def _make_moments(engine: Any, steps: int) -> None:

@@ -1,6 +1,6 @@
 """Generation: one vLLM engine per rollout slot, as a Ray actor.
 
-Role: `RolloutWorker` becomes an asyncio actor around vLLM's AsyncLLM; the driver has a `rollout.handle` of it.
+Role: `RolloutWorker` becomes an asyncio actor around vLLM's AsyncLLM; the driver has a `RolloutHandle` of it.
 
     controller -> RolloutHandle.generate -> [Ray stream] <- RolloutWorker.generate <- [queue] <- one task per sample
                   waits for the next item                   waits for any task                      |
@@ -132,7 +132,6 @@ class RolloutWorker:
         return self._liveness.judge(busy=generating or self._asked > 0)
 
     async def stop(self) -> None:
-        """End the engine's processes."""
         if self._engine is not None:
             with suppress(psutil.NoSuchProcess):  # vLLM kills what has just ended by itself
                 self._engine.shutdown()

@@ -13,21 +13,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlfuse.config.schema import ModelConfig, RolloutConfig
+
 DRAFT_TOKENS = 4
 
 
-def arguments(threshold: int, max_num_seqs: int, device: str) -> dict[str, Any]:
+def arguments(threshold: int, model: ModelConfig, rollout: RolloutConfig, visual: bool, device: str) -> dict[str, Any]:
     """vLLM's arguments to draft while at most `threshold` samples are decoded; none for 0.
 
-    Raises ValueError for a threshold below 0.
+    ValueError for a threshold below 0, and where vLLM can't: with several pipeline stages or data-parallel ranks,
+    beside a `speculative_config`, or for a model that is `visual`: that has visual placeholders.
     """
     if threshold < 0:
         raise ValueError(f"fusion.tail_speculation={threshold}: give a number of samples, or 0 to turn it off")
     if not threshold:
         return {}
-    schedule = [(1, min(threshold, max_num_seqs), DRAFT_TOKENS)]
-    if threshold < max_num_seqs:
-        schedule.append((threshold + 1, max_num_seqs, 0))
+    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
+        raise ValueError(
+            f"fusion.tail_speculation={threshold} doesn't go with rollout.engine_kwargs.{min(clash)}: drop one of them"
+        )
+    if visual:
+        raise ValueError(
+            f"fusion.tail_speculation={threshold} doesn't go with {model.path}: vLLM can't keep its visual "
+            "placeholders from being drawn while it drafts. Set it to 0"
+        )
+    most = rollout.max_num_seqs
+    schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
+    if threshold < most:
+        schedule.append((threshold + 1, most, 0))
     return {
         "speculative_config": {
             # The GPU's variant lets vLLM go on scheduling a step ahead of the device.

@@ -75,9 +75,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
 
-    `tail_speculation`: draft while at most so many samples are decoded, see `speculation`; 0 never. Raises ValueError
-    where vLLM can't: with several pipeline stages or data-parallel ranks, beside a `speculative_config`, or with a
-    model that has visual placeholders.
+    `tail_speculation`: draft while at most so many samples are decoded, or ValueError: see `speculation`.
     """
     from transformers import AutoConfig
 
@@ -111,24 +109,8 @@ def engine_arguments(
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
-    if tail_speculation:
-        _check_drafting(tail_speculation, model, rollout, bool(placeholder_ids(served)))
-    arguments |= speculation.arguments(tail_speculation, rollout.max_num_seqs, device)
+    arguments |= speculation.arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
     return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
-
-
-def _check_drafting(tail_speculation: int, model: ModelConfig, rollout: RolloutConfig, visual: bool) -> None:
-    """ValueError where vLLM can't draft; `visual`: whether the model has visual placeholders."""
-    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
-        raise ValueError(
-            f"fusion.tail_speculation={tail_speculation} doesn't go with rollout.engine_kwargs.{min(clash)}: "
-            "drop one of them"
-        )
-    if visual:
-        raise ValueError(
-            f"fusion.tail_speculation={tail_speculation} doesn't go with {model.path}: vLLM can't keep its visual "
-            "placeholders from being drawn while it drafts. Set it to 0"
-        )
 
 
 def token_bytes(vllm_config: Any) -> int:
@@ -283,7 +265,6 @@ class StepMeter:
         """When nothing was under way any more."""
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """One step's `SchedulerStats` and `IterationStats`."""
         decoded, begun = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
         if not decoded and not begun:
             return

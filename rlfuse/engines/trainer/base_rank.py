@@ -87,12 +87,9 @@ class Rank:
 
     def meeting_place(self) -> tuple[str, int]:
         """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
-        self.listener = self._listen()
-        return self.listener.getsockname()[:2]
-
-    def _listen(self) -> socket.socket:
         host = ray.util.get_node_ip_address()
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return self.listener.getsockname()[:2]
 
     def join(self, host: str, port: int) -> None:
         """Meet the other ranks; waits for all of them, at most `limit_s`."""
@@ -136,7 +133,6 @@ class Rank:
             time.sleep(0.5)
 
     def drain(self) -> list[Span]:
-        """Spans since the last call."""
         return self.recorder.drain()
 
 

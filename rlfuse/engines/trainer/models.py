@@ -132,8 +132,9 @@ def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -
     body, name = model.base_model, type(model).__name__
     heads = [child for child in model.children() if child is not body and not isinstance(child, torch.nn.Dropout)]
     if len(heads) != 1 or body is model:
+        names = ", ".join(type(each).__name__ for each in heads)
         raise EngineError(
-            f"model.path={path}: beside its body a {name} has {len(heads)} modules ({_names(heads)}); a reward model "
+            f"model.path={path}: beside its body a {name} has {len(heads)} modules ({names or 'none'}); a reward model "
             "has one, its head, which turns hidden states into scores. Put them into one module."
         )
 
@@ -160,10 +161,6 @@ def check_forward(model: PreTrainedModel, path: str) -> None:
             f"model.path={path}: the forward of {type(model).__name__} gives {_short(own)} where its head on the last "
             f"token's hidden state gives {_short(trained)}; only the head is trained. Compute scores in the head alone."
         )
-
-
-def _names(modules: Sequence[torch.nn.Module]) -> str:
-    return ", ".join(type(module).__name__ for module in modules) or "none"
 
 
 def _short(scores: torch.Tensor) -> str:

@@ -70,7 +70,6 @@ class RankGroup:
         return step_metrics(model, sums, count, lengths)
 
     async def drain(self) -> list[Span]:
-        """Spans of all ranks since the last call."""
         return [span for spans in await self._all("drain", "hand over its events") for span in spans]
 
     def _check_no_gradients(self, done: str) -> None:

@@ -16,7 +16,7 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference
 from rlfuse.engines.trainer.degrees import Unit
-from rlfuse.engines.trainer.rank_group import start_ranks
+from rlfuse.engines.trainer.rank_group import start_ranks, step_metrics
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
@@ -48,10 +48,8 @@ class RewardModelTrainer(TrainerGroup):
         rows = rows_of(pairs, self.labels)
         await self.accumulate(MODEL, rows)
         self._accumulated[MODEL] = []
-        shares = await self._all("step", "update the reward model", MODEL, len(pairs))
-        names = {name for sums, _ in shares for name in sums}
-        means = {name: sum(sums.get(name, 0.0) for sums, _ in shares) / len(pairs) for name in sorted(names)}
-        return {f"{MODEL}/{name}": value for name, value in (means | shares[0][1]).items()}
+        sums = await self._all("step", "update the reward model", MODEL, len(pairs))
+        return step_metrics(MODEL, sums, len(pairs), [1] * len(pairs))
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
         """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""

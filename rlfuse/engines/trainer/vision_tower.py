@@ -202,7 +202,8 @@ class MicroBatchClip:
         """Rows `first` to `last` (exclusive), in the model's precision; rows that were read are kept."""
         part = (int(first), int(last))
         if part not in self._parts:
-            source = self.visual.source.read(*part) if self._tower is None else self._encoded(*part)
+            cached, tower = self.visual.source, self._tower
+            source = cached.read(*part) if tower is None else self._owner.rows(tower, self.visual, *part)
             rows = source.to(self._owner.device, self._owner.present.dtype, copy=True)
             self._parts[part] = rows.requires_grad_(self._graded)
         return self._parts[part]
@@ -223,9 +224,6 @@ class MicroBatchClip:
                     total = torch.zeros(last - first, rows.shape[-1], device=rows.device)
                 total[low - first : high - first] += rows.grad[low - start : high - start]
         return total
-
-    def _encoded(self, first: int, last: int) -> torch.Tensor:
-        return self._owner.rows(self._tower, self.visual, first, last)
 
 
 def _whole(weights: list[torch.nn.Parameter]) -> AbstractContextManager:

@@ -36,11 +36,10 @@ class Exporter:
 
     def sizes(self) -> list[tuple[str, int]]:
         """(name, bytes) of every tensor, whole even where it is sharded; tied weights once."""
-        return [(name, self._elements(tensor) * tensor.element_size()) for name, tensor in self.tensors.items()]
-
-    @staticmethod
-    def _elements(tensor: torch.Tensor) -> int:
-        return getattr(tensor, "ds_numel", tensor.numel())
+        return [
+            (name, getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size())
+            for name, tensor in self.tensors.items()
+        ]
 
     @contextmanager
     def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -78,13 +77,15 @@ class Exporter:
     def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
 
-    def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
-        """What a Hugging Face folder has beside its shards."""
+    def save_config(self, folder: Path) -> None:
+        """What a Hugging Face folder has beside its shards and their index."""
         if self.model.is_remote_code():  # its code, and in the config where it is
             custom_object_save(self.model, str(folder), config=self.model.config)
         self.model.config.save_pretrained(folder)
         if generation := getattr(self.model, "generation_config", None):
             generation.save_pretrained(folder)
-        total = sum(size for _, size in self.sizes())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+    def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
+        self.save_config(folder)
+        index = {"metadata": {"total_size": sum(size for _, size in self.sizes())}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -7,10 +7,8 @@ trainer which bucket to hand over and the engines where to find it.
                  at most two buckets exist on a node: one being written (and copied there), one being loaded
     ipc  trainer (every rank gathers on its GPU) --CUDA IPC handles of bucket i--> the engine on the same GPU
 
-A slot's device goes through three hands. CUDA IPC opens memory of the device only, so the ranks leave after the push:
-
-    engines asleep, ranks on all devices -> engines' weights awake -> buckets -> ranks leave -> KV caches awake
-
+A slot's device goes through three hands (`colocation`); CUDA IPC opens memory of the device only, so the ranks leave
+after the push.
 Invariants:
 - whoever has a slot's device when it is pushed to, its engine has it at the end; an engine that is started in place of
   a lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;

@@ -41,9 +41,10 @@ class Cache:
     window: int = 0
 
     def bytes_of(self, tokens: int, item: int, width: int = 1, step_tokens: int = 0) -> int:
-        """Of a sample on each of `width` tensor-parallel devices; `step_tokens`: those of an engine step.
+        """Return a sample's bytes on each of `width` tensor-parallel devices.
 
-        vLLM keeps layers in groups of one size, and a window's tokens beside those of a step.
+        `step_tokens`: the most that the engine takes in one step. vLLM keeps layers in groups of one size, and a
+        window's tokens beside those of a step.
         """
         token = max(1, self.heads // width) * self.numbers * item
         windowed = min(tokens, self.window + step_tokens)
@@ -116,7 +117,7 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
         tower = _tower(config)
         model = _on_paper(config, trust_remote_code, value)
         traced = MetaModel(trainer_ready(model, ModelConfig()), _stack(model))
-        return replace(_shape_of(traced, value), tower=tower, sight=_sight(config))
+        return replace(_shape_of(traced, value), **tower)
     except VideoError as error:
         raise ConfigError([f"{key}={path}: {error}"]) from error
     except Exception as error:  # whatever a family's own code raises for a configuration that it can't take
@@ -142,25 +143,18 @@ def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) ->
         return value_class(trained, trust_remote_code)._from_config(trained)
 
 
-def _tower(config: PreTrainedConfig) -> int:
-    """Parameters of a video model's tower. Raises VideoError for a model that can't be used, as `rlfuse train` does."""
+def _tower(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of `Shape`, of a video model. Raises VideoError for one that can't be used, as `rlfuse train` does."""
     import torch
 
     from rlfuse.video.video_model import usable_family
 
     family = usable_family(config)
     if family is None:
-        return 0
+        return {}
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in family(config).parameters())
-
-
-def _sight(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Sizes of the tower, if there is one."""
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
-        return (0, 0, 0)
-    return (_first(vision, ("depth", "num_hidden_layers")) or 0, vision.hidden_size, vision.intermediate_size)
+        size = sum(parameter.numel() for parameter in family(config).parameters())
+    return {"tower": size, "sight": family.sizes(config)}
 
 
 def _stack(model: PreTrainedModel) -> Any:

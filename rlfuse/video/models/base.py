@@ -159,7 +159,7 @@ def m_rope(config: PreTrainedConfig) -> MRope | None:
 def known_families() -> str:
     """Their names, for messages."""
     _import_built_in()
-    return ", ".join(FAMILIES)
+    return ", ".join(sorted(FAMILIES))
 
 
 @cache

@@ -30,9 +30,12 @@ from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
+    REFERENCE,
+    SEVERAL,
     explain_form,
     explain_name,
     explain_override,
+    explain_type,
     explain_value,
     fits,
     is_free,
@@ -41,7 +44,6 @@ from rlfuse.config.keys import (
 )
 from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
 from rlfuse.config.schema import Config
-from rlfuse.config.types import REFERENCE, SEVERAL, explain_type
 from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()

@@ -12,13 +12,14 @@ import ast
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from omegaconf import MISSING
 
-from rlfuse.config import alerting, clusters, rewards, schema, trainer
+from rlfuse.config import rewards, run_groups, schema
 from rlfuse.config.valid_values import RANGES, VALUES
 
 
@@ -91,7 +92,7 @@ def _group_class(field: dataclasses.Field) -> type | None:
 @functools.cache
 def keys() -> tuple[Key, ...]:
     """All keys of a job, in the order of the schema."""
-    return tuple(_walk(schema.Config, ""))
+    return tuple(each for _, each in _walk(schema.Config, "") if isinstance(each, Key))
 
 
 @functools.cache
@@ -106,29 +107,20 @@ def documented() -> list[Key]:
     for key in keys():
         found.append(key)
         if key.name == "reward.functions":
-            found += _walk(rewards.RewardEntry, "reward.functions[].")
+            found += [each for _, each in _walk(rewards.RewardEntry, "reward.functions[].")]
     return found
 
 
 @functools.cache
 def groups() -> dict[str, str]:
     """Every group (`actor`, `actor.optim`, ...) with the first line of its docstring."""
-    found: dict[str, str] = {}
-
-    def visit(node: type, prefix: str) -> None:
-        for field in dataclasses.fields(node):
-            nested = _group_class(field)
-            if nested is not None:
-                found[prefix + field.name] = " ".join((nested.__doc__ or "").split())
-                visit(nested, f"{prefix}{field.name}.")
-
-    visit(schema.Config, "")
-    return found
+    found = ((name, each.__doc__) for name, each in _walk(schema.Config, "") if isinstance(each, type))
+    return {name: " ".join((text or "").split()) for name, text in found}
 
 
 @functools.cache
 def _texts() -> dict[tuple[str, str], str]:
-    return field_texts(schema, alerting, clusters, rewards, trainer)
+    return field_texts(schema, run_groups, rewards)
 
 
 def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
@@ -144,15 +136,14 @@ def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
     return found
 
 
-def _walk(node: type, prefix: str) -> list[Key]:
-    found: list[Key] = []
+def _walk(node: type, prefix: str) -> Iterator[tuple[str, type | Key]]:
+    """Names of groups with their classes and of keys, in order: what is in a group behind it."""
     for field in dataclasses.fields(node):
-        nested = _group_class(field)
+        name, nested = prefix + field.name, _group_class(field)
         if nested is not None:
-            found += _walk(nested, f"{prefix}{field.name}.")
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        type_name = str(field.type).replace("dict[str, Any]", "dict").replace("list[Any]", "list")
-        text = _texts().get((node.__name__, field.name), "")
-        found.append(Key(prefix + field.name, type_name, default, text))
-    return found
+            yield name, nested
+            yield from _walk(nested, f"{name}.")
+        else:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            type_name = str(field.type).replace("dict[str, Any]", "dict").replace("list[Any]", "list")
+            yield name, Key(name, type_name, default, _texts().get((node.__name__, field.name), ""))

@@ -20,8 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.documentation import as_typed, by_name, groups
 from rlfuse.config.input_files import lines_of
-from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, rename
-from rlfuse.config.types import explain_type, listed
+from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, explain_type, listed, rename
 from rlfuse.errors import ConfigError
 
 NAME = "given"

@@ -1,21 +1,27 @@
-"""What is wrong with the name of a setting, and which key was probably meant; names of verl that are another's alone.
+"""What is wrong with a setting's name, and which key was probably meant; what is wrong with the type of its value.
 
-Role: pure decisions on names, called by compose.py before Hydra sees a command line or a job file. Hydra by itself
-accepts `+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently.
-Invariants: None means that the name is right (its value is judged later); a message names the key received, the key to
-use and, where one is set, the value. Imports only the schema's documentation and the table of other trainers' names.
+Role: pure decisions, called by compose.py before Hydra sees a command line or a job file. Hydra by itself accepts
+`+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently. Of values
+OmegaConf stops at the first wrong one: `explain_type` tries each on the schema, as what a type takes is OmegaConf's to
+say. Invariants: None means that nothing is wrong; a message names the key received, the key to use and, where one is
+set, the value. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlfuse.config.documentation import Key, by_name, groups, keys
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config.documentation import Key, as_typed, by_name, groups, keys
 from rlfuse.config.foreign import OTHER_UNIT, VERL_PREFIXES, Counterpart, counterpart, is_verls, other_meanings, renamed
+from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
 """What conf/config.yaml chooses."""
@@ -188,9 +194,11 @@ def _plain(value: str) -> str:
     return re.sub(r"[\s'\"]", "", value).lower()
 
 
+SEVERAL = ("data.train_files", "data.val_files", "reward.functions", "trainer.logger")
+"""Lists that may be given as their only entry."""
+REFERENCE = re.compile(r"\$\{[^${}:]+\}")
+"""To another key, which may be a list; of what has more to it the value is a text."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-
-
 CLASSES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 LARGEST = 2**63
 """Whole numbers beyond it fit into no machine word."""
@@ -242,6 +250,29 @@ def explain_value(name: str, value: str | None) -> str:
         kind = KINDS.get(base, "a dictionary of options, {name: value}")
     shown = name if value is None else f"{name}={value}"
     return f"{shown}: needs {kind}{null}; {remedy} ({key.text.rstrip('.')})"
+
+
+@functools.cache
+def _tried() -> DictConfig:
+    """What values are tried on, one over the other: a copy for each would take a quarter of a second."""
+    return OmegaConf.structured(Config)
+
+
+def explain_type(name: str, value: Any) -> str | None:
+    """One line about a value that the key can't have; None for a fitting one, and for a name that is no key."""
+    if name not in by_name():
+        return None
+    try:
+        OmegaConf.update(_tried(), name, listed(name, value))
+    except (OmegaConfBaseException, ValueError):
+        return explain_value(name, as_typed(value))
+    return None
+
+
+def listed(name: str, value: Any) -> Any:
+    """`value`, in a list where it is the only entry of one: data.train_files=x.parquet, as in verl."""
+    alone = name in SEVERAL and isinstance(value, str | dict) and not REFERENCE.fullmatch(str(value))
+    return [value] if alone else value
 
 
 def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:

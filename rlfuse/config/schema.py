@@ -14,11 +14,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlfuse.config.alerting import AlertsConfig
-from rlfuse.config.clusters import ClusterConfig
 from rlfuse.config.own_functions import traits_of
 from rlfuse.config.rewards import RewardConfig
-from rlfuse.config.trainer import TrainerConfig
+from rlfuse.config.run_groups import AlertsConfig, ClusterConfig, TrainerConfig
 
 
 @dataclass

@@ -25,9 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import as_typed, by_name, groups
 from rlfuse.config.foreign import SAME_NAME, counterpart
-from rlfuse.config.keys import explain_value, fits, is_free
+from rlfuse.config.keys import SEVERAL, explain_value, fits, is_free
 from rlfuse.config.shell import Script, Word
-from rlfuse.config.types import SEVERAL
 from rlfuse.config.valid_values import CHOICES, RANGES, in_range
 from rlfuse.errors import ConfigError
 

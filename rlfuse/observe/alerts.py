@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.algorithms.corrections import BOUNDS, LOG_PROBS_DIFF_MAX, Bound
-from rlfuse.config.alerting import AlertsConfig
+from rlfuse.config.run_groups import AlertsConfig
 from rlfuse.fusion.selection import CARRIES
 from rlfuse.observe.idle import CAUSES
 

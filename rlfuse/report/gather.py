@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.config.alerting import AlertsConfig
+from rlfuse.config.run_groups import AlertsConfig
 from rlfuse.events import Span
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.idle import divide, union

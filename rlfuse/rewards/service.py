@@ -1,4 +1,4 @@
-"""`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `remote`).
+"""`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `http_service`).
 
 Role: called by `rlfuse reward`; `application` is the service itself. The function is loaded as in a job, so that one
 file serves a notebook, a job and other trainers.

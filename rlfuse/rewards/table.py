@@ -12,7 +12,7 @@ from typing import Any
 
 from rlfuse.config.rewards import Given
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.compose import Outcomes, compose, wanted, waves
+from rlfuse.rewards.api.combine import Outcomes, compose, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_row
 from rlfuse.rewards.api.shapes import RewardFunction

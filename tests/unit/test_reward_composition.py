@@ -7,7 +7,7 @@ import pytest
 
 from rlfuse.config.rewards import RewardEntry, read_entries
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.compose import compose, unscored, wanted, waves
+from rlfuse.rewards.api.combine import compose, unscored, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.table import score_table

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.compose import compose
+from rlfuse.rewards.api.combine import compose
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.table import score_table

@@ -22,7 +22,7 @@ from rlfuse.config.own_modules import module_of
 from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.remote import service
+from rlfuse.rewards.api.http_service import service
 from rlfuse.rewards.api.results import headline, user_traceback
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
 

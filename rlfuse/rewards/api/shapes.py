@@ -153,7 +153,7 @@ class RewardFunction:
         """What each call returned, or its failure."""
         results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
         waiting = [result for result in results if type(result) is CoroutineType]
-        settled = iter(_on_loop(_all(waiting)) if waiting else ())
+        settled = iter(_settled(waiting) if waiting else ())
         return [next(settled) if type(result) is CoroutineType else result for result in results]
 
     def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
@@ -364,9 +364,10 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _all(settling: list[CoroutineType]) -> list[Any]:
-    return await asyncio.gather(*settling)
+def _settled(waiting: list[CoroutineType]) -> list[Any]:
+    """What these coroutines give, awaited together on the loop."""
 
+    async def together() -> list[Any]:
+        return await asyncio.gather(*waiting)
 
-def _on_loop(coroutine: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
+    return asyncio.run_coroutine_threadsafe(together(), _loop()).result()

@@ -39,7 +39,7 @@ from rlfuse.cluster.placement import Slots, reward_device, reward_options
 from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, is_model
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.events import Span
-from rlfuse.rewards.api.compose import Outcomes, compose, covers, unscored, wanted, waves
+from rlfuse.rewards.api.combine import Outcomes, compose, covers, unscored, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction

@@ -1,4 +1,7 @@
-"""The group `trainer`. A part of the schema, whose rules hold here too (`schema.py`)."""
+"""The groups `trainer`, `cluster` and `alerts`: a run's length and logging, where it lives, when to call for a person.
+
+A part of the schema, whose rules hold here too (`schema.py`).
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,46 @@ class TrainerConfig:
     table, before anything starts."""
     default_local_dir: str = "runs"
     """Run folders are {default_local_dir}/{project_name}/{experiment_name}."""
+
+
+@dataclass
+class ClusterConfig:
+    """Ray and the devices it places work on."""
+
+    device: str = "auto"
+    """What the run works on:"""
+    ray_address: str | None = None
+    """A running Ray cluster (`auto` or host:port); null starts one for this run."""
+    timeout_s: float = 1800.0
+    """Longest time that a worker's start or one remote call may take, and a restarted run waits for lost nodes."""
+    heartbeat_s: float = 60.0
+    """A rollout engine that for so long does not answer, or stands still with samples at hand, is killed and replaced;
+    one that computes may take longer."""
+    max_restarts: int = 3
+    """Times that each rollout engine is replaced when it is lost, and that the run restarts from its last checkpoint
+    when a trainer rank is; 0: the first such loss ends the run."""
+
+
+@dataclass
+class AlertsConfig:
+    """When to call for a person: a line at the terminal and a wandb alert. null turns one off."""
+
+    reward_drop: float | None = 0.3
+    """Mean reward below its best, as a share of the range of all rewards seen."""
+    entropy_share: float | None = 0.1
+    """Entropy below this share of the first steps'."""
+    ppo_kl: float | None = 0.1
+    """Change of the policy within a step (actor/ppo_kl)."""
+    kl: float | None = None
+    """KL to the reference (critic/kl, actor/kl_loss); what is much depends on the estimator and on lengths."""
+    grad_norm_factor: float | None = 10.0
+    """Gradient norm over the median of the last 20 steps."""
+    zero_spread: float | None = 0.95
+    """Share of groups whose rewards are all equal (rollout.n > 1)."""
+    reward_failures: float | None = 0.02
+    """Share of a step's samples without a reward."""
+    log_probs_diff: float | None = 1.0
+    """training/rollout_log_probs_diff_max over what rounding explains: 1e-3 nats with model.dtype=float32, 2 with
+    bfloat16; not judged where log-probs are of other weights or of truncated sampling."""
+    idle_share: float | None = 0.5
+    """Share of the slots' time without work, start-up left out."""

@@ -70,7 +70,8 @@ def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, 
     scores: dict[str, Score] = dict(said)
     parts, text = _log(scores)
     scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
-    closed = next((entry.name for entry in entries if entry.gate and _closed(scores.get(entry.name))), None)
+    gates = [entry.name for entry in entries if entry.gate and entry.name in scores]
+    closed = next((name for name in gates if _ends(scores[name])), None)
     if closed is not None and scoring:
         return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed)
     applied = [entry for entry in scoring if scores[entry.name].value is not None]
@@ -82,10 +83,6 @@ def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, 
         why = f"the weighted sum of {dimensions} is {value:.4g}: lower the weights, or clip (training is in float32)"
         return RewardFailure(", ".join(dimensions), why)
     return Reward(value, parts, text, dimensions)
-
-
-def _closed(score: Score | None) -> bool:
-    return score is not None and _ends(score)
 
 
 def _clipped(entry: RewardEntry, value: float) -> float:

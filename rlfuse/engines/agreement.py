@@ -73,11 +73,11 @@ def _agreement(samples: Sequence[Sample], scored: Sequence[np.ndarray], engines:
     worst = int(np.nan_to_num(np.abs(engine - trainer), nan=np.inf).argmax())
     starts = np.cumsum([0, *(len(each) for each in scored)])
     number = int(np.searchsorted(starts, worst, side="right")) - 1
-    sample, place = samples[number], worst - starts[number]
+    sample, position = samples[number], worst - starts[number]
     most, mean = metrics[LOG_PROBS_DIFF_MAX], metrics[LOG_PROBS_DIFF_MEAN]
     text = (
         f"log-probs of {len(engine)} tokens by rollout engines and trainer are at most {most:.2g} apart, {mean:.2g} in "
-        f"the mean; most at token {place} of a response to row {sample.prompt.index}: {engine[worst]:.6g} by "
+        f"the mean; most at token {position} of a response to row {sample.prompt.index}: {engine[worst]:.6g} by "
         f"rollout/{sample.sibling % engines}, {trainer[worst]:.6g} by the trainer"
     )
     return Agreement(metrics, text)

@@ -144,7 +144,7 @@ def plan(
     """
     costs = costs or Costs()
     chosen = _degrees(units, ranks, budget, degrees, costs)
-    _, first = _place(units, chosen, ranks, budget, costs)
+    _, first = _assign(units, chosen, ranks, budget, costs)
     shares: list[list[Share]] = [[] for _ in range(ranks)]
     for degree in reversed(degrees):
         for group in range(0, ranks, degree):
@@ -170,7 +170,7 @@ def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[Mi
 def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> list[int]:
     """The smallest that fit, raised for the longest units where that ends the pass clearly sooner."""
     tried = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
-    best, end = tried, _place(units, tried, ranks, budget, costs)[0]
+    best, end = tried, _assign(units, tried, ranks, budget, costs)[0]
     work = sum(costs.seconds(unit, degree) * degree for unit, degree in zip(units, tried, strict=True))
     even = work * min(costs.crowded(count) / count for count in range(1, ranks + 1))
     for _ in range(_RAISES if len(degrees) > 1 else 0):
@@ -179,12 +179,12 @@ def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[i
             break
         longest = max(raisable, key=lambda i: (costs.seconds(units[i], tried[i]), -i))
         tried = [2 * degree if i == longest else degree for i, degree in enumerate(tried)]
-        if (sooner := _place(units, tried, ranks, budget, costs)[0]) < _WORTH * end:
+        if (sooner := _assign(units, tried, ranks, budget, costs)[0]) < _WORTH * end:
             best, end = tried, sooner
     return best
 
 
-def _place(
+def _assign(
     units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs
 ) -> tuple[float, list[int]]:
     """When the last rank ends, and each unit's first rank: high degrees first, the longest to the least loaded.

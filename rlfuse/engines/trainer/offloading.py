@@ -56,8 +56,8 @@ def to_device(model: torch.nn.Module) -> None:
         storage, copies = away[-1]
         sizes = [copy.numel() for copy in copies]
         storage.resize_(sum(sizes))
-        for place, copy in zip(_bytes(storage).split(sizes), copies, strict=True):
-            place.copy_(copy, non_blocking=True)
+        for part, copy in zip(_bytes(storage).split(sizes), copies, strict=True):
+            part.copy_(copy, non_blocking=True)
         away.pop()
     get_accelerator().synchronize()
 

@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterable
 
 from rlfuse.fusion.consolidation import consolidate, destinations, loaded, moves
-from rlfuse.fusion.decisions import Decision, Generate, InFlight, Move, Slot, Snapshot
+from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.sharing import (
     REWARD,
@@ -33,6 +33,7 @@ from rlfuse.fusion.sharing import (
     switch_idle_slots_to_rollout,
     switch_idle_slots_to_trainer,
 )
+from rlfuse.fusion.states import SampleRecord, SampleState
 
 LOOKS = 32
 """Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
@@ -60,8 +61,8 @@ def place(view: Snapshot) -> list[Decision]:
     if not view.waiting or paused(view):
         return []
     rooms = [Room(view, slot) for slot in view.open]
-    room = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
-    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= room > 0 == view.flying:
+    more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
+    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= more > 0 == view.flying:
         return admit(view)
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting)
     group, decisions = next(groups, None), []
@@ -80,7 +81,7 @@ def place(view: Snapshot) -> list[Decision]:
 
 def longest_on(view: Snapshot, place: Slot) -> float:
     """Most tokens that a sample on the slot still needs."""
-    return max((place.remaining(flight, view.now, view.costs) for flight in place.flights.values()), default=0.0)
+    return max((place.remaining(sample, view.now, view.costs) for sample in place.samples.values()), default=0.0)
 
 
 def in_time(view: Snapshot, remaining: float, context: float) -> int:
@@ -103,7 +104,7 @@ def release(view: Snapshot) -> list[Move]:
     count = destinations(view, view.unfinished)
     if loaded(view) <= HYSTERESIS * count or not pays(view):
         return []
-    longest = {place.index: longest_on(view, place) for place in view.slots if place.flights and place.alive}
+    longest = {place.index: longest_on(view, place) for place in view.slots if place.samples and place.alive}
     horizon = view.settings.stretch * max(longest[slot] * view.slots[slot].pace(view.costs) for slot in longest)
     order = sorted(longest, key=longest.__getitem__)  # the longest samples stay where they are
     hosts = [Host(view, slot, horizon) for slot in order[-count:]]
@@ -120,28 +121,28 @@ class Host:
     def __lt__(self, other: Host) -> bool:
         return (self.load, self.place.index) < (other.load, other.place.index)
 
-    def takes(self, flight: InFlight, source: Slot) -> bool:
+    def takes(self, sample: SampleRecord, source: Slot) -> bool:
         """Count a sample in; not if it would end later here than the last one of all does now."""
         costs, now = self.view.costs, self.view.now
-        arrival = self.arrival + costs.carry(flight.prompt_tokens + source.tokens(flight, now, costs))[1]
+        arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
         pace = costs.decode_step(self.load + 1, self.place.context) / self.place.speed
-        late = arrival + source.remaining(flight, now, costs) * pace > self.horizon
-        if late or flight.leaving or self.load >= costs.max_sequences:
+        late = arrival + source.remaining(sample, now, costs) * pace > self.horizon
+        if late or sample.state is SampleState.LEAVING or self.load >= costs.max_sequences:
             return False
         self.load, self.arrival = self.load + 1, arrival - costs.move_s  # what is handed over comes one after the other
         return True
 
 
-def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[InFlight, Slot, int]]:
+def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[SampleRecord, Slot, int]]:
     """(sample, from, to) for slot after slot, each to the host with the fewest; until a slot can't be emptied."""
     heapq.heapify(hosts)
-    found = []
+    found: list[tuple[SampleRecord, Slot, int]] = []
     for source in sources:
         mine = []
-        for flight in source.flights.values():
-            if not hosts[0].takes(flight, source):
+        for sample in source.samples.values():
+            if not hosts[0].takes(sample, source):
                 return found
-            mine.append((flight, source, hosts[0].place.index))
+            mine.append((sample, source, hosts[0].place.index))
             heapq.heapreplace(hosts, hosts[0])
         found += mine
     return found

@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
-from rlfuse.fusion.decisions import InFlight, Move, Slot, Snapshot
+from rlfuse.fusion.decisions import Move, Slot, Snapshot
+from rlfuse.fusion.states import SampleRecord, SampleState
 
 SLOW = 0.7
 """A slot so many times slower than the fastest takes samples only when others don't suffice."""
@@ -38,15 +39,15 @@ def consolidate(view: Snapshot) -> list[Move]:
     return moves(view, spread(view, order[:count], order[count:]))
 
 
-def spread(view: Snapshot, targets: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[InFlight, Slot, int]]:
+def spread(view: Snapshot, targets: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[SampleRecord, Slot, int]]:
     """Every sample of `sources` to the target with the fewest, as far as there is room: (sample, from, to)."""
     room = [(view.slots[target].load, target) for target in targets]
     heapq.heapify(room)
     for place in map(view.slots.__getitem__, sources):
-        for flight in place.flights.values():
+        for sample in place.samples.values():
             load, target = room[0]
-            if not flight.leaving and load < view.costs.max_sequences:
-                yield flight, place, target
+            if sample.state is not SampleState.LEAVING and load < view.costs.max_sequences:
+                yield sample, place, target
                 heapq.heapreplace(room, (load + 1, target))
 
 
@@ -63,10 +64,10 @@ def destinations(view: Snapshot, samples: float) -> int:
     return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
 
 
-def moves(view: Snapshot, chosen: Iterable[tuple[InFlight, Slot, int]]) -> list[Move]:
+def moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
     """(sample, from, to) as decisions, each sample carried in the way that is faster for it."""
     together = defaultdict(list)
-    for flight, place, target in chosen:
-        held = flight.prompt_tokens + place.tokens(flight, view.now, view.costs)
-        together[place.index, target, view.costs.carry(held)[0]].append(flight.sample)
+    for sample, place, target in chosen:
+        held = sample.group.prompt_tokens + place.tokens(sample, view.now, view.costs)
+        together[place.index, target, view.costs.carry(held)[0]].append(sample.id)
     return [Move(tuple(names), source, target, carry) for (source, target, carry), names in together.items()]

@@ -11,6 +11,7 @@ so latency is flat up to a batch, as decoding is bound by reading the weights un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Costs:
         beyond = (seconds - self.step_base_s) / self.step_per_sequence_s
         return max(1, min(self.max_sequences, int(self.flat_batch + beyond))) if beyond >= 0 else 1
 
-    def carry(self, tokens: float) -> tuple[str, float]:
+    def carry(self, tokens: float) -> tuple[Literal["kv", "tokens"], float]:
         """The faster way to move a sample that holds so many tokens, and its seconds."""
         prefill = tokens / self.prefill_tokens_per_s
         if self.link_bytes_per_s <= 0:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
 ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
@@ -88,26 +89,6 @@ Decision = Generate | Move | Switch | Score | Accumulate | Train | Step
 
 
 @dataclass(slots=True)
-class InFlight:
-    """A sample on its engine."""
-
-    sample: str
-    group: int
-    prompt_tokens: int
-    carried: int
-    """Response tokens it came with."""
-    since: float
-    """Decoding steps the engine had done when it came."""
-    foreseen: float
-    """Decoding steps it would have done by costs alone."""
-    expected: float
-    """Response tokens that it is expected to have in the end."""
-    reserved: float = 0.0
-    """Tokens of KV cache that room was made for."""
-    leaving: bool = False
-
-
-@dataclass(slots=True)
 class Slot:
     """A device (or tensor-parallel group) as policies see it. The board writes it, a policy only reads.
 
@@ -117,7 +98,8 @@ class Slot:
 
     index: int
     role: Role = "rollout"
-    flights: dict[str, InFlight] = field(default_factory=dict)
+    samples: dict[str, SampleRecord] = field(default_factory=dict)
+    """On its engine."""
     arriving: int = 0
     """Samples on their way here; room is kept for them."""
     reserved: float = 0.0
@@ -139,7 +121,7 @@ class Slot:
     @property
     def load(self) -> int:
         """Samples it holds or is about to."""
-        return len(self.flights) + self.arriving
+        return len(self.samples) + self.arriving
 
     @property
     def idle(self) -> bool:
@@ -147,17 +129,17 @@ class Slot:
 
     def pace(self, costs: Costs, more: int = 0) -> float:
         """Seconds of its next decoding step, with so many samples more."""
-        return costs.decode_step(len(self.flights) + more, self.context) / self.speed
+        return costs.decode_step(len(self.samples) + more, self.context) / self.speed
 
-    def tokens(self, flight: InFlight, now: float, costs: Costs) -> float:
+    def tokens(self, sample: SampleRecord, now: float, costs: Costs) -> float:
         """Response tokens that the sample has, about."""
         since_seen = (now - self.seen) / self.pace(costs)
-        return flight.carried + max(0.0, self.steps + since_seen - flight.since)
+        return sample.carried + max(0.0, self.steps + since_seen - sample.steps_before)
 
-    def remaining(self, flight: InFlight, now: float, costs: Costs) -> float:
+    def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
         """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
-        tokens = self.tokens(flight, now, costs)
-        return max(1.0, min(max(flight.expected - tokens, tokens / 4), costs.max_tokens - tokens))
+        tokens = self.tokens(sample, now, costs)
+        return max(1.0, min(max(sample.expected - tokens, tokens / 4), costs.max_tokens - tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Pure data. Prediction only ever decides *when* a sample is generated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Lengths:
         unknown = self._mean if self._mean is not None else self._longest / 4
         return min(self._of_prompt.get(prompt, unknown), self._longest)
 
-    def learn(self, lengths: dict[int, Sequence[int]]) -> None:
+    def learn(self, lengths: Mapping[int, Sequence[int]]) -> None:
         """What a step generated: prompt -> lengths of its responses."""
         self.recorded = [length for each in lengths.values() for length in each]
         if not self.recorded:
@@ -79,7 +79,7 @@ def seconds_to_generate(remaining: np.ndarray, slots: int, other_s: float, costs
     for _ in range(20):
         middle = (low + high) / 2
         step = np.clip(middle / remaining, costs.step_base_s, longest_step)
-        batch = costs.max_sequences
+        batch: np.ndarray | float = costs.max_sequences
         if costs.step_per_sequence_s > 0:
             batch = np.minimum(costs.flat_batch + (step - costs.step_base_s) / costs.step_per_sequence_s, batch)
         fits = float((remaining * step / batch).sum()) + other_s <= slots * middle

@@ -65,7 +65,7 @@ class Checked:
         try:
             decisions = self.function(view)
         except (Exception, SystemExit) as error:
-            led = "".join(traceback.format_tb(error.__traceback__.tb_next)).rstrip()
+            led = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
             raise self._error(f"raised {headline(error)}\n{led}".rstrip()) from error
         if not isinstance(decisions, list | tuple):
             raise self._error(f"returned a {type(decisions).__name__}; a policy returns a list of decisions")

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import get_args
 
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Score, Slot, Snapshot, Step, Switch, Train
+from rlfuse.fusion.states import SampleState
 
 SHOWN = 8
 """Names of what is valid that a message gives."""
@@ -34,8 +35,8 @@ def check(view: Snapshot, decisions: Sequence[Decision]) -> None:
 
 def listed(names: Iterable[object]) -> str:
     """The first of them, for a message."""
-    names = [str(name) for name in islice(iter(names), SHOWN + 1)]
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "") if names else "none"
+    found = [str(name) for name in islice(iter(names), SHOWN + 1)]
+    return ", ".join(found[:SHOWN]) + (", ..." if len(found) > SHOWN else "") if found else "none"
 
 
 def _short(text: str) -> str:
@@ -139,7 +140,7 @@ class _Reading:
             raise Refused("source and target are one slot")
         if decision.carry not in ("kv", "tokens"):
             raise Refused(f"carry={decision.carry!r}; valid: kv, tokens")
-        staying = {name for name, flight in source.flights.items() if not flight.leaving}
+        staying = {name for name, sample in source.samples.items() if sample.state is not SampleState.LEAVING}
         self._among("sample", decision.samples, staying, self.names, "move")
         self._generates(decision.target)
 

@@ -1,34 +1,52 @@
-"""What waits to be scored now, by kind: samples, their tokens, since when, and calls under way. Part of the board."""
+"""What waits to be scored, by kind: samples, their tokens, since when, and calls under way. Part of the board.
+
+Where ranks hold stages, kinds that only the actor's loss reads are deferred: they wait for the mini-batch of their
+sample, and until then fill the bubbles of an earlier one's pipelines.
+
+    finished -> deferred --(its mini-batch is the present one)--> unscored --Score--> scored
+                   +------------ Train(.., passes), Score -----------------------------> scored
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlfuse.fusion.mini_batches import MiniBatchProgress
+
 
 class ScoringQueue:
-    """`kinds` in serial order."""
+    """`kinds` in serial order; those of `deferred` wait for their mini-batch in `progress`, the actor's."""
 
-    def __init__(self, kinds: Sequence[str], now: float):
+    def __init__(
+        self, kinds: Sequence[str], now: float, deferred: Sequence[str] = (), progress: MiniBatchProgress | None = None
+    ):
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
         """Kind -> finished samples that lack it, none of them under way -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
         self.oldest = dict.fromkeys(kinds, now)
         """When the wait began that now stands."""
+        self.needed = tuple(kind for kind in kinds if kind not in deferred)
+        """Kinds without which a group can't be prepared."""
+        self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
+        """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""
+        self._progress = progress or MiniBatchProgress(0)
         self._calls = dict.fromkeys(kinds, 0)
         self._held: dict[int, dict[str, int]] = {}
 
-    def finish(self, kinds: Iterable[str], name: str, tokens: int, now: float, group: int, awaited: bool) -> None:
+    def finish(self, name: str, tokens: int, now: float, group: int, awaited: bool) -> None:
         """A sample was generated. While siblings are `awaited`, only its reward is not held back for them."""
         held = self._held.setdefault(group, {})
         held[name] = tokens
-        for kind in kinds:
+        for kind in self.needed:
             if kind == "reward":
                 self.add(kind, {name: tokens}, now)
             elif not awaited:
                 self.add(kind, held, now)
         if not awaited:
             del self._held[group]
+        for parts in self.deferred.values():
+            parts.setdefault(self._progress.of[group], {})[name] = tokens
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
         """Finished samples, with their tokens, are to be scored now."""
@@ -37,8 +55,21 @@ class ScoringQueue:
         self.unscored[kind].update(samples)
         self.tokens[kind] += sum(samples.values())
 
-    def take(self, kind: str, name: str) -> int:
-        """A call has the sample; its tokens."""
+    def add_due(self, now: float) -> None:
+        """What was deferred to the present mini-batch is to be scored now."""
+        for kind, parts in self.deferred.items():
+            for part in [part for part in parts if part <= self._progress.at]:
+                self.add(kind, parts.pop(part), now)
+
+    def take(self, kind: str, name: str, group: int) -> int:
+        """A call has the sample, which may be ahead of its mini-batch; its tokens."""
+        if parts := self.deferred.get(kind):
+            part = self._progress.of[group]
+            if name in parts.get(part, ()):
+                tokens = parts[part].pop(name)
+                if not parts[part]:
+                    del parts[part]
+                return tokens
         tokens = self.unscored[kind].pop(name)
         self.tokens[kind] -= tokens
         return tokens

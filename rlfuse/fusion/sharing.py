@@ -184,7 +184,8 @@ def ahead(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision
     """The next mini-batch's passes, when ranks have nothing else to do: training waits for rewards, say."""
     if decisions or len(view.free) < len(view.slots):
         return []
-    return [Score(kind, tuple(parts[min(parts)])) for kind, parts in view.deferred.items() if parts][:1]
+    kind = next((kind for kind, parts in view.deferred.items() if parts), None)
+    return [] if kind is None else [Score(kind, tuple(view.deferred[kind][min(view.deferred[kind])]))]
 
 
 def steps(view: Snapshot) -> list[Decision]:

@@ -1,4 +1,4 @@
-"""The slots of one step: who holds which sample, how far it is, and who is free.
+"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle.
 
 Role: the part of the board that follows generation and roles. Every change costs O(1) (the plan of `deadline`, a pass
 over all unfinished samples, is renewed each time a sixteenth of them has been admitted or finished).
@@ -6,14 +6,15 @@ over all unfinished samples, is renewed each time a sixteenth of them has been a
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import InFlight, Slot
+from rlfuse.fusion.decisions import Slot
 from rlfuse.fusion.lengths import seconds_to_generate, with_sibling
+from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 
 PLANS = 16
 TELLING = 16
@@ -26,6 +27,7 @@ class SlotTable:
     def __init__(self, count: int, costs: Costs):
         self.slots = [Slot(index) for index in range(count)]
         self.costs = costs
+        self.groups: list[GroupRecord] = []
         self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
         self.known = False
         """Whether lengths are known from before: then the longest are admitted first."""
@@ -34,173 +36,162 @@ class SlotTable:
         self.context = 0.0
         self._free: dict[int, None] = {}
         self._resting, self._open = dict.fromkeys(range(count)), dict.fromkeys(range(count))
-        self._rest: dict[int, dict[str, int]] = {}
-        self._ahead: set[int] = set()
-        self._forgotten: set[int] = set()
-        self._expected: dict[int, tuple[int, float]] = {}
-        self._finished: dict[int, int] = {}
-        self._siblings: dict[int, dict[str, InFlight]] = defaultdict(dict)
-        self._slot_of: dict[str, int] = {}
-        self._target: dict[str, int] = {}
-        self._moving: dict[str, InFlight] = {}
         self._shortest_first: list[int] = []
         self._until_plan = 0
 
     # Samples ---------------------------------------------------------------------------------------------------------
 
-    def queue(
-        self, group: int, samples: Mapping[str, int], prompt_tokens: int, expected: float, ahead: bool = False
-    ) -> None:
-        """These samples of a group (and the response tokens they have) wait for a slot.
-
-        `ahead`: of a later step, to be admitted when nothing of this one waits.
-        """
-        self._expected[group] = prompt_tokens, expected
-        if ahead:
-            self._ahead.add(group)
-        if samples:
-            self._rest.setdefault(group, {}).update(samples)
-            self.waiting[group] = len(self._rest[group])
+    def queue(self, group: GroupRecord, samples: Iterable[SampleRecord]) -> None:
+        """These samples of a group wait for a slot."""
+        group.waiting.update((sample.id, sample) for sample in samples)
+        if group.waiting:
+            self.waiting[group.number] = len(group.waiting)
 
     def admit(self, slot: int, groups: Iterable[int], now: float) -> None:
         """What waits of these groups goes to the slot."""
-        for group in groups:
-            del self.waiting[group]
-            prompt_tokens, expected = self._expected[group]
-            for name, tokens in self._rest.pop(group).items():
-                self._board(slot, InFlight(name, group, prompt_tokens, tokens, 0.0, 0.0, expected), now)
+        for number in groups:
+            del self.waiting[number]
+            group = self.groups[number]
+            for sample in group.waiting.values():
+                sample.expected = group.expected
+                self._enter(sample, slot, now)
                 self._until_plan -= 1
+            group.waiting.clear()
 
     def expected(self, group: int) -> tuple[int, float]:
         """(prompt tokens, response tokens expected of each sample)."""
-        return self._expected[group]
+        record = self.groups[group]
+        return record.prompt_tokens, record.expected
 
     def names(self, groups: Iterable[int]) -> list[str]:
         """Waiting samples of these groups."""
-        return [name for group in groups for name in self._rest[group]]
+        return [name for group in groups for name in self.groups[group].waiting]
 
-    def _board(self, slot: int, flight: InFlight, now: float) -> None:
-        place = self.slots[slot]
-        self._advance(place, now)
-        flight.since, flight.foreseen = place.steps, place.foreseen
-        place.flights[flight.sample] = flight
-        flight.reserved = flight.prompt_tokens + max(flight.expected, flight.carried)
-        place.reserved += flight.reserved
-        self._siblings[flight.group][flight.sample] = flight
-        self._hold(place, flight.prompt_tokens + flight.carried)
-        self._slot_of[flight.sample] = slot
+    def _enter(self, sample: SampleRecord, index: int, now: float) -> None:
+        sample.become(SampleState.GENERATING)
+        slot = self.slots[index]
+        self._advance(slot, now)
+        sample.slot, sample.steps_before, sample.foreseen_before = index, slot.steps, slot.foreseen
+        slot.samples[sample.id] = sample
+        prompt_tokens = sample.group.prompt_tokens
+        sample.reserved = prompt_tokens + max(sample.expected, sample.carried)
+        slot.reserved += sample.reserved
+        self._hold(slot, prompt_tokens + sample.carried)
         self.flying += 1
-        self._refresh(place)
+        self._refresh(slot)
 
-    def finish(self, name: str, group: int, tokens: int, now: float) -> None:
+    def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
         """A sample is whole; corrects its slot's pace and its siblings' expectations."""
-        place = self.slots[self._slot_of[name]]
-        flight = place.flights[name]
-        self._leave(flight, place, tokens, now)
+        self._exit(sample, tokens, now)
+        sample.become(SampleState.FINISHED)
         self._until_plan -= 1
-        if (target := self._target.pop(name, None)) is not None:  # it was asked to move, too late
-            self._arrived(target)
-        self._finished[group] = count = self._finished.get(group, 0) + 1
-        for sibling in self._siblings[group].values():
-            sibling.expected = with_sibling(sibling.expected, count, tokens)
+        self._give_up_target(sample)  # it was asked to move, too late
+        group = sample.group
+        group.generated += 1
+        for sibling in group.samples:
+            if sibling.slot is not None:
+                sibling.expected = with_sibling(sibling.expected, group.generated, tokens)
 
-    def _leave(self, flight: InFlight, place: Slot, tokens: int, now: float) -> None:
+    def _exit(self, sample: SampleRecord, tokens: int, now: float) -> None:
         """With so many tokens, which tells how many steps the engine has really done since it came."""
-        self._advance(place, now)
-        done, foreseen = tokens - flight.carried, place.foreseen - flight.foreseen
-        steps = max(place.steps, flight.since + done)
+        if sample.slot is None:
+            raise RuntimeError(f"sample {sample.id} is on no engine: it is {sample.state}")
+        slot, sample.slot = self.slots[sample.slot], None
+        self._advance(slot, now)
+        done, foreseen = tokens - sample.carried, slot.foreseen - sample.foreseen_before
+        steps = max(slot.steps, sample.steps_before + done)
         if done and foreseen >= TELLING:
-            place.speed = done / foreseen
-        self._hold(place, (steps - place.steps) * len(place.flights) - flight.prompt_tokens - tokens)
-        place.steps = steps
-        del place.flights[flight.sample]
-        del self._slot_of[flight.sample]
-        place.reserved -= flight.reserved
-        del self._siblings[flight.group][flight.sample]
-        if not place.flights or place.context < 0:
-            self._hold(place, -place.context)
+            slot.speed = done / foreseen
+        self._hold(slot, (steps - slot.steps) * len(slot.samples) - sample.group.prompt_tokens - tokens)
+        slot.steps = steps
+        del slot.samples[sample.id]
+        slot.reserved -= sample.reserved
+        if not slot.samples or slot.context < 0:
+            self._hold(slot, -slot.context)
         self.flying -= 1
-        self._refresh(place)
+        self._refresh(slot)
 
-    def _advance(self, place: Slot, now: float) -> None:
-        if place.flights and now > place.seen:
-            steps = (now - place.seen) / place.pace(self.costs)
-            place.steps += steps
-            place.foreseen += steps / place.speed
-            self._hold(place, steps * len(place.flights))
-        place.seen = now
+    def _advance(self, slot: Slot, now: float) -> None:
+        if slot.samples and now > slot.seen:
+            steps = (now - slot.seen) / slot.pace(self.costs)
+            slot.steps += steps
+            slot.foreseen += steps / slot.speed
+            self._hold(slot, steps * len(slot.samples))
+        slot.seen = now
 
-    def _hold(self, place: Slot, tokens: float) -> None:
-        place.context += tokens
+    def _hold(self, slot: Slot, tokens: float) -> None:
+        slot.context += tokens
         self.context += tokens
 
-    def forget(self, groups: set[int]) -> list[tuple[int, list[str]]]:
+    def abandon(self, groups: Iterable[GroupRecord]) -> list[tuple[int, list[str]]]:
         """These groups are not needed any more; returns (slot, samples) of those that are on engines."""
-        self._forgotten = groups
-        for group in groups & self.waiting.keys():
-            del self.waiting[group], self._rest[group]
-        flying: dict[int, list[str]] = {}
-        for place in self.slots:
-            for flight in place.flights.values():
-                if flight.group in groups:
-                    flying.setdefault(place.index, []).append(flight.sample)
-        return list(flying.items())
+        for group in groups:
+            self.waiting.pop(group.number, None)
+            for sample in group.waiting.values():
+                sample.become(SampleState.UNNEEDED)
+            group.waiting.clear()
+        held = {slot.index: [name for name, s in slot.samples.items() if s.group.unneeded] for slot in self.slots}
+        return [(slot, names) for slot, names in held.items() if names]
 
     # Moves -----------------------------------------------------------------------------------------------------------
 
-    def start_move(self, names: Iterable[str], source: int, target: int, now: float) -> None:
+    def start_move(self, names: Iterable[str], source: int, target: int) -> None:
         """These samples were told to move."""
         for name in names:
-            self.slots[source].flights[name].leaving = True
-            self._target[name] = target
+            sample = self.slots[source].samples[name]
+            sample.become(SampleState.LEAVING)
+            sample.target = target
             self.slots[target].arriving += 1
             self.flying += 1
         self._refresh(self.slots[target])
 
-    def leave(self, name: str, group: int, tokens: int, now: float) -> int | None:
+    def leave(self, sample: SampleRecord, tokens: int, now: float) -> int | None:
         """A sample left its engine; where to, None if nowhere: then it waits."""
-        place = self.slots[self._slot_of[name]]
-        flight = place.flights[name]
-        self._leave(flight, place, tokens, now)
-        target = self._target.get(name)
-        if target is not None and self.slots[target].alive and group not in self._forgotten:
-            self._moving[name] = InFlight(name, group, flight.prompt_tokens, tokens, 0.0, 0.0, flight.expected)
-            return target
-        if target is not None:
-            self._arrived(self._target.pop(name))
-        if group not in self._forgotten:
-            self.queue(group, {name: tokens}, *self._expected[group])
+        self._exit(sample, tokens, now)
+        sample.carried = tokens
+        if sample.target is not None and self.slots[sample.target].alive and not sample.group.unneeded:
+            sample.become(SampleState.MOVING)
+            return sample.target
+        self._wait(sample)
         return None
 
-    def arrive(self, name: str, slot: int, now: float) -> None:
+    def arrive(self, sample: SampleRecord, slot: int, now: float) -> None:
         """It goes on here."""
-        self._arrived(self._target.pop(name))
-        self._board(slot, self._moving.pop(name), now)
+        self._give_up_target(sample)
+        self._enter(sample, slot, now)
 
-    def _arrived(self, target: int) -> None:
-        self.slots[target].arriving -= 1
-        self.flying -= 1
-        self._refresh(self.slots[target])
+    def _give_up_target(self, sample: SampleRecord) -> None:
+        if sample.target is not None:
+            slot, sample.target = self.slots[sample.target], None
+            slot.arriving -= 1
+            self.flying -= 1
+            self._refresh(slot)
+
+    def _wait(self, sample: SampleRecord) -> None:
+        """It is on no engine any more, and goes nowhere for now."""
+        self._give_up_target(sample)
+        if sample.group.unneeded:
+            sample.become(SampleState.UNNEEDED)
+        else:
+            sample.become(SampleState.WAITING)
+            self.queue(sample.group, (sample,))
 
     def lose(self, slot: int, now: float) -> None:
         """Its engine is gone; its samples wait again."""
-        place = self.slots[slot]
-        place.alive = False
-        for flight in list(place.flights.values()):
-            self._leave(flight, place, flight.carried, now)
-            if (target := self._target.pop(flight.sample, None)) is not None:
-                self._arrived(target)
-            group = flight.group
-            if group not in self._forgotten:
-                self.queue(group, {flight.sample: 0}, *self._expected[group])
-        self._refresh(place)
+        lost = self.slots[slot]
+        lost.alive = False
+        for sample in list(lost.samples.values()):
+            self._exit(sample, sample.carried, now)
+            sample.carried = 0
+            self._wait(sample)
+        self._refresh(lost)
 
     @property
     def stranded(self) -> int | None:
         """A slot that has to get another engine now: samples wait, and there is none left to generate them."""
-        if not self.waiting or any(place.alive for place in self.slots):
+        if not self.waiting or any(slot.alive for slot in self.slots):
             return None
-        return next((place.index for place in self.slots if place.idle), None)
+        return next((slot.index for slot in self.slots if slot.idle), None)
 
     def revive(self, slot: int) -> None:
         """It has got one; it was occupied meanwhile."""
@@ -241,12 +232,12 @@ class SlotTable:
         """Slots in role `rollout` that have room."""
         return self._open.keys()
 
-    def _refresh(self, place: Slot) -> None:
+    def _refresh(self, slot: Slot) -> None:
         costs = self.costs
-        room = place.load < costs.max_sequences and (place.reserved < costs.kv_tokens or not place.load)
-        _set(self._free, place.index, place.idle and place.role == "trainer")
-        _set(self._resting, place.index, place.idle and place.role == "rollout")
-        _set(self._open, place.index, room and place.role == "rollout" and place.alive and not place.busy)
+        room = slot.load < costs.max_sequences and (slot.reserved < costs.kv_tokens or not slot.load)
+        _set(self._free, slot.index, slot.idle and slot.role == "trainer")
+        _set(self._resting, slot.index, slot.idle and slot.role == "rollout")
+        _set(self._open, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy)
 
     # Plans -----------------------------------------------------------------------------------------------------------
 
@@ -261,13 +252,16 @@ class SlotTable:
         """
         if self._until_plan > 0:
             return
-        waiting = [(self._expected[group][1], count) for group, count in self.waiting.items()]
-        remaining = [slot.remaining(f, now, self.costs) for slot in self.slots for f in slot.flights.values()]
+        waiting = [(self.groups[group].expected, count) for group, count in self.waiting.items()]
+        remaining = [slot.remaining(s, now, self.costs) for slot in self.slots for s in slot.samples.values()]
         remaining += [max(1.0, expected) for expected, count in waiting for _ in range(count)]
         alive = max(1, sum(slot.alive for slot in self.slots))
         self.deadline = now + seconds_to_generate(np.array(remaining), alive, other_s, self.costs)
-        by_length = sorted(self.waiting, key=lambda group: (group not in self._ahead, self._expected[group][1]))
-        self._shortest_first = by_length if self.known else []
+        if self.known:
+            records = sorted(map(self.groups.__getitem__, self.waiting), key=lambda g: (not g.next_step, g.expected))
+            self._shortest_first = [group.number for group in records]
+        else:
+            self._shortest_first = []
         self._until_plan = max(1, len(remaining) // PLANS)
 
     @property

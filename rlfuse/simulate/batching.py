@@ -72,8 +72,9 @@ class Batch:
 
     def _pace(self) -> float:
         """Cost seconds per second."""
-        speculates = self.speculation is not None and len(self.running) <= self.speculation.batch
-        return self.speed * (self.speculation.speedup if speculates else 1.0)
+        if self.speculation is not None and len(self.running) <= self.speculation.batch:
+            return self.speed * self.speculation.speedup
+        return self.speed
 
     def seconds(self, steps: int) -> float:
         """Time of the next `steps` steps, if nothing joins or leaves."""

@@ -56,8 +56,8 @@ class Fit:
 
 def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
     """Costs from the spans of one step or many; from `before` (or the defaults) where spans tell nothing."""
-    costs, accuracy = before or Costs(), {}
-    costs = _fit_decoding(spans, costs, accuracy)
+    accuracy: dict[str, Accuracy] = {}
+    costs = _fit_decoding(spans, before or Costs(), accuracy)
     passes = calls(spans, PASSES, PASSES)
     call_s, rate = _fit_calls("scoring", passes, accuracy) or (costs.score_call_s, costs.score_tokens_per_s)
     costs = replace(costs, score_call_s=call_s, score_tokens_per_s=rate)

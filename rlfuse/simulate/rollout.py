@@ -128,12 +128,12 @@ class SimulatedRollout:
         names = [name for name in sample_ids if name in self._held]
         if not names:
             return
-        departure = _Departure(names, carry, asyncio.get_running_loop().create_future())
-        self._departures.append(departure)
+        parted = asyncio.get_running_loop().create_future()
+        self._departures.append(_Departure(names, carry, parted))
         self._interrupt()
-        parted = await departure.parted
+        left = await parted
         await asyncio.sleep(self.batch.costs.move_s)
-        for held, partial in parted:
+        for held, partial in left:
             if self._held.get(held.sequence.name) is held:
                 self._deliver(held, partial)
 

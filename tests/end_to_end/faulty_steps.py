@@ -70,7 +70,7 @@ class Saboteur(Steps):
 
     async def generating(self, step, slots):
         """Wait for samples on these engines, some of them begun."""
-        await self.until(step, lambda: all(self.board.slot_table.slots[slot].flights for slot in slots))
+        await self.until(step, lambda: all(self.board.slot_table.slots[slot].samples for slot in slots))
         await asyncio.sleep(0.1)
 
     async def until(self, step, condition):

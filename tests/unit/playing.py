@@ -23,6 +23,7 @@ from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, T
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.states import SampleState
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
@@ -134,7 +135,7 @@ class World:
             elif isinstance(decision, Move):
                 source, target = view.slots[decision.source], view.slots[decision.target]
                 assert target.alive and target.role == "rollout" and not target.busy and source is not target
-                assert all(not source.flights[name].leaving for name in decision.samples)
+                assert all(source.samples[name].state is not SampleState.LEAVING for name in decision.samples)
                 names.update((name, "move") for name in decision.samples)
                 admitted[decision.target] += len(decision.samples)
                 assert target.load + admitted[decision.target] <= view.costs.max_sequences

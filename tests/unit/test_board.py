@@ -202,13 +202,13 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     b.start(Move(("1/0/0",), source=0, target=1), 0.0)
     assert b.parted("1/0/0", partial(7), 0.1) == 1
     assert len(b.landed("1/0/0", 1, 0.1).token_ids) == 7
-    assert [b.slot_table.slots[1].flights[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
+    assert [b.slot_table.slots[1].samples[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
     b.lost(1, 0.2)
     view = b.snapshot(0.2)
     assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.flying == 0
     assert b.partials == {}
     b.start(Generate(0, (0,)), 0.2)
-    assert b.slot_table.slots[0].flights["1/0/0"].carried == 0
+    assert b.slot_table.slots[0].samples["1/0/0"].carried == 0
 
 
 def test_a_slot_with_work_is_given_no_more():

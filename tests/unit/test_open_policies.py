@@ -246,8 +246,8 @@ WRONG = {
     "return [Switch(0, 'rollout')]": "slot 0 has that role already",
     "return [Switch(0, 'judge')]": "there is no role 'judge'; roles: rollout, trainer",
     "return admit(view) + [Move(('x',), 0, 1)]": "sample 'x' doesn't wait for that; those that do: none",
-    "return admit(view) or [Move(tuple(view.slots[0].flights), 0, 0)]": "source and target are one slot",
-    "return admit(view) or [Move(tuple(view.slots[0].flights), 0, 1, 'usb')]": "carry='usb'; valid: kv, tokens",
+    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 0)]": "source and target are one slot",
+    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1, 'usb')]": "carry='usb'; valid: kv, tokens",
     "return admit(view) or [Switch(0, 'trainer')]": "slot 0 is no engine without samples; slots that are: none",
     "return [Score('reward', ('x',))]": "sample 'x' doesn't wait for that; those that do: none",
     "return [Score('taste', ('x',))]": "there is no scoring 'taste'; kinds: ",
@@ -263,8 +263,10 @@ WRONG = {
     r"and nothing runs; what there is to do: Step the actor \(idle engines none, idle trainers ",
     "return [Switch(s, 'trainer') for s in view.resting] + [Switch(s, 'rollout') for s in view.free]": "switched slots "
     "and moved samples [0-9]+ times while no sample was finished and no other work began; what there is to do: Generat",
-    "return admit(view) or [Move(tuple(n for n, f in s.flights.items() if not f.leaving), s.index, (s.index + 1) % 3) "
-    "for s in view.slots if any(not f.leaving for f in s.flights.values())]": "switched slots and moved samples",
+    "return admit(view) or [Move(names, slot, (slot + 1) % 3) for slot, names in ("
+    "(s.index, tuple(n for n, e in s.samples.items() if e.state == 'generating')) for s in view.slots) if names]": (
+        "switched slots and moved samples"
+    ),
 }
 
 

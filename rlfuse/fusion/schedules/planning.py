@@ -1,9 +1,9 @@
 """Which schedule a run trains by, from what its operations were measured to take.
 
-Role: `rlfuse.engines.pipeline.pipeline_trainer` asks a `Planner` before every mini-batch and shows it afterwards what ran when.
-Durations are medians over the last mini-batches, by model, stage and kind; those not measured yet are guessed from
-those that were, a backward counting like two forwards. A schedule is kept until micro-batches change in number, or a
-duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
+Role: `rlfuse.engines.pipeline.pipeline_trainer` asks a `Planner` before every mini-batch and shows it afterwards what
+ran when. Durations are medians over the last mini-batches, by model, stage and kind; those not measured yet are guessed
+from those that were, a backward counting like two forwards. A schedule is kept until micro-batches change in number, or
+a duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
 backward; in the schedule they are the model's, numbered behind those that it trains on.
 """
 

@@ -1,0 +1,157 @@
+"""Where each sample and group of a step is, as one state each; a change that can't be is an error.
+
+Role: the board makes a record of each, and all of its parts read and change these. Policies see the records of samples
+on engines. What a state implies in bulk (what waits, what is unscored, which slots are idle) is kept in queues beside
+them, so that a snapshot costs O(1).
+
+    WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
+       ^                      |                   |
+       +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
+
+Once the step has enough groups, what is not finished of the others becomes UNNEEDED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import TypeVar
+
+from rlfuse.samples import Group, Sample
+
+State = TypeVar("State", bound=StrEnum)
+
+
+class SampleState(StrEnum):
+    """Where one sample is."""
+
+    WAITING = auto()
+    """No slot has it."""
+    GENERATING = auto()
+    """On an engine."""
+    LEAVING = auto()
+    """On an engine that was told to hand it over."""
+    MOVING = auto()
+    """Between two engines."""
+    FINISHED = auto()
+    """Its response is whole; it lacks scores."""
+    SCORED = auto()
+    """It has every score that its advantage needs."""
+    UNNEEDED = auto()
+    """The step ends without it."""
+
+
+class GroupState(StrEnum):
+    """How far the samples of one prompt are."""
+
+    GENERATING = auto()
+    """Some are not finished."""
+    GENERATED = auto()
+    """All are finished; some lack scores."""
+    COMPLETE = auto()
+    """All are scored: the group can be prepared."""
+    UNNEEDED = auto()
+    """The step ends without the group."""
+
+
+def _following(kind: type[State], **following: str) -> Mapping[State, frozenset[State]]:
+    """State -> those that can follow it."""
+    return {kind(state): frozenset(map(kind, names.split())) for state, names in following.items()}
+
+
+_NEXT_OF_SAMPLE = _following(
+    SampleState,
+    waiting="generating unneeded",
+    generating="leaving finished waiting unneeded",
+    leaving="moving finished waiting unneeded",
+    moving="generating",
+    finished="scored",
+    scored="",
+    unneeded="",
+)
+_NEXT_OF_GROUP = _following(
+    GroupState, generating="generated unneeded", generated="complete unneeded", complete="unneeded", unneeded=""
+)
+
+
+@dataclass(slots=True, eq=False)
+class SampleRecord:
+    """One sample of the step."""
+
+    sample: Sample = field(repr=False)
+    id: str
+    group: GroupRecord = field(repr=False)
+    carried: int
+    """Response tokens that it has when it comes to an engine."""
+    missing: set[str]
+    """Kinds of scoring that it has no result of."""
+    state: SampleState = SampleState.WAITING
+    slot: int | None = None
+    """Whose engine holds it."""
+    target: int | None = None
+    """The slot that it was told to move to, which keeps room for it."""
+    steps_before: float = 0.0
+    """Decoding steps the engine had done when it came."""
+    foreseen_before: float = 0.0
+    """Decoding steps the engine would have done by costs alone."""
+    expected: float = 0.0
+    """Response tokens that it is expected to have in the end."""
+    reserved: float = 0.0
+    """Tokens of KV cache that room was made for."""
+    prepared: bool = False
+    """Its advantage is computed; the actor's loss may still lack passes that were deferred."""
+
+    def become(self, state: SampleState) -> None:
+        """Change its state. Raises RuntimeError where that can't follow."""
+        if state not in _NEXT_OF_SAMPLE[self.state]:
+            raise RuntimeError(f"sample {self.id} can't become {state}: it is {self.state}")
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """One group of the step; `number`: its place in prompt order."""
+
+    number: int
+    group: Group
+    prompt_tokens: int
+    expected: float
+    """Response tokens expected of each sample, before any is generated."""
+    unfinished: int
+    unscored: int
+    """Samples that lack a score which the advantage needs."""
+    chosen: bool
+    """Whether the step trains on it, as far as that is decided."""
+    generated: int = 0
+    """Samples that were generated in this step."""
+    next_step: bool = False
+    """Drawn for the next step: it is admitted when nothing of this one waits."""
+    state: GroupState = GroupState.GENERATING
+    samples: list[SampleRecord] = field(default_factory=list)
+    waiting: dict[str, SampleRecord] = field(default_factory=dict)
+    """Samples in the state WAITING, in the order in which they are to be generated."""
+
+    @property
+    def unneeded(self) -> bool:
+        return self.state is GroupState.UNNEEDED
+
+    def become(self, state: GroupState) -> None:
+        """Change its state. Raises RuntimeError where that can't follow."""
+        if state not in _NEXT_OF_GROUP[self.state]:
+            raise RuntimeError(f"group {self.number} can't become {state}: it is {self.state}")
+        self.state = state
+
+    def finish(self) -> bool:
+        """One sample more is finished; whether that was the last one."""
+        self.unfinished -= 1
+        if not self.unfinished:
+            self.become(GroupState.GENERATED)
+        return not self.unfinished
+
+    def score(self) -> bool:
+        """One sample more is scored; whether the group is complete by it."""
+        self.unscored -= 1
+        if not self.unscored:
+            self.become(GroupState.COMPLETE)
+        return not self.unscored

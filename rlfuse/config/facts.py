@@ -123,9 +123,7 @@ def model_facts(config: Config) -> Facts:
     """What the policy's config.json tells; everything else is on another machine."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
-    return Facts(
-        **_of_model(model), model_problems=problems, cuda={"cpu": False, "cuda": True}.get(config.cluster.device)
-    )
+    return Facts(**_of_model(model), model_problems=problems)
 
 
 def _of_model(model: dict) -> dict[str, Any]:

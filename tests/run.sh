@@ -2,7 +2,7 @@
 # Installs if need be, then runs the tests. Everything after the optional `unit` goes to pytest.
 #
 #   bash tests/run.sh               all tests
-#   bash tests/run.sh unit -k keys  only tests/unit, only those named *keys*
+#   bash tests/run.sh unit -k keys  only tests/unit without those marked slow, only those named *keys*
 set -euo pipefail
 unset PYTHONDONTWRITEBYTECODE  # a run starts a dozen processes: cached bytecode halves that
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,7 +24,10 @@ part() { # pytest on a folder; that -k selects nothing there is no failure
 only=${1:-}
 [ "$only" != unit ] || shift
 failed=0
-part unit -n auto --maxprocesses 4 --dist loadgroup "$@" || failed=$?  # tests that import vLLM are one group
+fast=()
+[ "$only" != unit ] || fast=(-m "not slow")
+# Tests that import vLLM are one group.
+part unit -n auto --maxprocesses 4 --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
 # Two files at a time, each with a Ray of its own: starting leaves cores idle. By name: files with few tests are long.
 [ "$only" = unit ] || part end_to_end -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?

@@ -43,6 +43,8 @@ _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
 """What objectives read of a row."""
+_FOUND: dict[tuple[type, str], dict[tuple, Work]] = {}
+"""What equal models were found to need: one process may plan several jobs of a model."""
 
 
 def first_line(error: Exception) -> str:
@@ -74,13 +76,18 @@ class Work:
     """At the most, at any time of forward and backward pass."""
 
 
+def _settings(model: PreTrainedModel) -> str:
+    """The model's configuration, wherever it lies."""
+    return repr(sorted((model.config.to_dict() | {"_name_or_path": None}).items()))
+
+
 class MetaModel:
     """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers."""
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList):
         self.model, self.stack = model, stack
         self.packs = attends_by_layout(model) or "position_ids" in model.forward.__annotations__
-        self._found: dict[tuple, Work] = {}
+        self._found = _FOUND.setdefault((type(model), _settings(model)), {})
         for parameter in model.parameters():
             if parameter.requires_grad:  # as DeepSpeed, which adds it to a sum
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))

@@ -29,7 +29,7 @@ class Scene:
     excess: float = 0.5
     prompts: int = 12
     steps: int = 1
-    costs: Costs = field(default_factory=Costs)
+    costs: Costs = field(default_factory=lambda: Costs(max_tokens=50))
     settings: Settings = field(default_factory=Settings)
     known: bool = False
     failing: int = 0

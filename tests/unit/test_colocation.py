@@ -58,6 +58,8 @@ def worker():
     return worker
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
 async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(worker):
     for _ in range(2):
         await worker.sleep()

@@ -17,7 +17,7 @@ from contracts import LIBRARIES, read
 import rlfuse
 from rlfuse.config.schema import ActorConfig, ModelConfig, RolloutConfig
 
-pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
 ROOT = Path(rlfuse.__file__).parent
 DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"

@@ -74,6 +74,7 @@ def test_what_nvidia_smi_prints_is_read_and_judged():
     assert {"MIG", "ECC"} <= set(judged(cards=[mig])) and judged(cards=[mig])["ECC"].found == "3 uncorrected errors"
 
 
+@pytest.mark.slow
 def test_the_self_test_runs_all_its_steps_in_processes_of_its_own():
     found = self_test.self_test("cpu", 2, limit_s=60.0)
     assert [each.what for each in found] == [f"self-test: {step}" for step in ("gloo", "compute", "copy", "ipc")]

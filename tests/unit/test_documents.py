@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,8 +108,13 @@ class Parsed(Exception):
 
 
 def composed(words):
-    """Checked, but for what stands on other machines."""
-    return to_config(compose_job(words), lambda _: Facts())
+    """Checked, but for what stands on other machines; once for the same words and files."""
+    return composed_of(tuple(words), tuple(Path(word).read_text() for word in words if Path(word).is_file()))
+
+
+@cache
+def composed_of(words, _files):
+    return to_config(compose_job([*words]), lambda _: Facts())
 
 
 @pytest.fixture

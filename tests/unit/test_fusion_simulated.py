@@ -83,6 +83,7 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
     assert result.step_s >= result.oracle_s * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stream", "rlhfuse", "adaptive"])
 @settings(exploring, max_examples=6, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
@@ -91,6 +92,7 @@ def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, work
     assert tuned - simulate(workload, "serial").result.step_s <= tolerance(workload)
 
 
+@pytest.mark.slow
 def test_tuning_knows_what_ranks_do_together_only():
     """Tuned as if each rank were free, `adaptive` lost to `serial` here: it consolidated a tail for nothing."""
     together = Settings(lockstep=True, lockstep_backward=True)

@@ -75,6 +75,7 @@ def test_an_environment_of_the_other_kind_is_not_replaced_unasked(checkout, ther
     assert "Python 3.11 or 3.12 is needed" in error and len(list(site.iterdir())) == len(there), "kept until it can be"
 
 
+@pytest.mark.slow
 def test_an_environment_of_the_other_kind_is_made_anew_where_that_is_asked_for(checkout):
     site = installed(checkout, "vllm-0.32.0")
     lines, error = install(checkout, RLFUSE_EXTRA="cpu", PYTHON=sys.executable)

@@ -11,7 +11,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.vllm_setup import resolve_kv_transfer
 
-pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
 LAYERS, BLOCK, BLOCKS = ["layer.0", "layer.1", "layer.2"], 32, 12
 

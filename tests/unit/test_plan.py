@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from test_plan_models import FAMILIES, NARROW, SAMPLES, job
+from test_plan_models import FAMILIES, NARROW, job
 
 from rlfuse import cli
 from rlfuse.errors import ConfigError
@@ -213,7 +213,7 @@ def test_a_pass_that_fails_is_told_with_its_class(small):
 
     shape.model.model.forward = fail
     with pytest.raises(ConfigError, match=r"the actor, a Qwen2ForCausalLM: .* \(AssertionError\)"):
-        shape.model.work(job(), "actor", SAMPLES, "cuda")
+        shape.model.work(job(), "actor", Texts(((3, 2),)), "cuda")
 
 
 def test_what_does_not_fit_is_named_and_the_remedies_help(large):

@@ -91,7 +91,7 @@ def test_only_rlhfuse_and_adaptive_move_samples():
 def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
     def switches(credit):
         settings = replace(job("stream").settings, credit_samples=credit)
-        return play(job("stream", costs=Costs(max_sequences=2), settings=settings)).decided["Switch"]
+        return play(job("stream", costs=Costs(max_sequences=2, max_tokens=50), settings=settings)).decided["Switch"]
 
     assert switches(1) > switches(100)
 

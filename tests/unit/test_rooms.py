@@ -46,8 +46,9 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text())
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that stands in a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def room_of(module: str) -> str:
@@ -56,10 +57,11 @@ def room_of(module: str) -> str:
     return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in RANK)
 
 
-def imports(module: str, nodes) -> set[str]:
-    """Modules of rlfuse that these statements import."""
+@cache
+def imports(module: str) -> set[str]:
+    """Modules of rlfuse that this one imports, anywhere in it."""
     found = set()
-    for node in nodes:
+    for node in nodes(MODULES[module]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlfuse":
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
@@ -73,7 +75,7 @@ def test_no_import_runs_back_up():
     wrong = [
         f"{module} imports {other}"
         for module in MODULES
-        for other in sorted(imports(module, ast.walk(tree(module))))
+        for other in sorted(imports(module))
         if module != "rlfuse" and RANK[room_of(module)] < RANK[room_of(other)]
     ]
     assert not wrong, "\n".join(wrong)
@@ -82,7 +84,7 @@ def test_no_import_runs_back_up():
 def test_nothing_imports_bundled_tasks():
     """`rlfuse.tasks` is a link to jobs/tasks: only `rlfuse prepare` goes there, by a name that rlfuse/cli.py has."""
     assert (PACKAGE / "tasks").resolve() == ROOT / "jobs" / "tasks"
-    wanted = [module for module in MODULES for other in imports(module, ast.walk(tree(module))) if ".tasks" in other]
+    wanted = [module for module in MODULES for other in imports(module) if ".tasks" in other]
     assert not wanted
 
 
@@ -91,7 +93,7 @@ def test_every_room_of_the_list_is_there():
 
 
 def test_modules_import_in_no_circle():
-    graph = {module: imports(module, ast.walk(tree(module))) for module in MODULES}
+    graph = {module: imports(module) for module in MODULES}
     circle: list[str] = []
     try:
         TopologicalSorter(graph).prepare()
@@ -107,7 +109,7 @@ def test_files_and_functions_are_short(folder):
         text = path.read_text()
         if (lines := text.count("\n")) > LINES:
             long.append(f"{path.relative_to(ROOT)}: {lines} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if function and (length := node.end_lineno - node.lineno + 1) > FUNCTION[folder]:
                 long.append(f"{path.relative_to(ROOT)}: {node.name} has {length} lines")

@@ -3,6 +3,8 @@
 import struct
 import time
 
+import pytest
+
 from rlfuse.config.schema import Config
 from rlfuse.observe.sinks import Wandb
 from rlfuse.observe.tracking import FAILURE
@@ -34,6 +36,7 @@ def history(path):
     return [{item.key or item.nested_key[0]: item.value_json for item in row} for row in rows]
 
 
+@pytest.mark.slow
 def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_GROUP", "a sweep")
     config, rows = Config(), []

@@ -147,6 +147,7 @@ def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypat
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1
 
 
+@pytest.mark.slow
 def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
     argv = ["-m", str(job), "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]

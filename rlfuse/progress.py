@@ -1,7 +1,7 @@
 """What starts before the first step, and how long it took: a tick for each part.
 
 Role: `part` is put around everything that takes seconds until a run steps: by `rlfuse.train` before there is a journal,
-later by `Journal.part`. Waits for nothing; where it takes long a line says so now and then.
+later by `RunLog.part`. Waits for nothing; where it takes long a line says so now and then.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def quiet_libraries() -> None:
 def watched(console: Console) -> bool:
     """Whether somebody looks on, at a terminal that can draw over what it shows; nobody does at those of CI systems."""
     return console.is_terminal and not console.is_dumb_terminal and "CI" not in os.environ
+
+
+def due(every: int, step: int, total: int) -> bool:
+    """Whether something that happens every so many steps (0: never; negative: at the end) is due."""
+    return every != 0 and (step == total or (every > 0 and step % every == 0))
 
 
 def ticked(name: str, seconds: float) -> str:

@@ -7,9 +7,9 @@ come back in the order of the arguments; no method changes the samples it is giv
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -87,31 +87,28 @@ class RolloutEngine(Recorded, Protocol):
 class RewardScorer(Recorded, Protocol):
     """Reward functions and reward models in processes of their own."""
 
-    async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]: ...
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardFailure]: ...
 
 
 class Trainer(Recorded, Protocol):
-    """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them."""
+    """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them.
+
+    How it computes gradients is told by one of two more: `WholeModels` or `Stages`.
+    """
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether passes need all ranks together."""
+
+    @property
+    def lockstep_backward(self) -> bool:
+        """Whether gradients need all ranks together."""
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row of the response tokens under `actor` or `ref`, at the sampling temperature."""
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value of the state before each response token."""
-
-    async def train(
-        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
-    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
-        """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
-
-        Metrics of the schedule, and float32 [T] per scored row of each model. Where ranks hold stages.
-        """
-
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
-        """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
-
-        Rows of `actor` carry `old_log_probs`, `advantages` and what its loss needs, of `critic` `values` and `returns`.
-        """
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
@@ -128,7 +125,32 @@ class Trainer(Recorded, Protocol):
     async def save(self, folder: Path) -> None:
         """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
 
-    async def load(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+
+
+@runtime_checkable
+class WholeModels(Protocol):
+    """A `Trainer` whose ranks hold whole models: gradients of any rows of one model, on any slot."""
+
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+        """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
+
+        Rows of `actor` carry `old_log_probs`, `advantages` and what its loss needs, of `critic` `values` and `returns`.
+        """
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """A `Trainer` whose ranks hold stages of pipelines: gradients of all models in one schedule, on all slots."""
+
+    async def train(
+        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+        """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
+
+        Metrics of the schedule, and float32 [T] per scored row of each model.
+        """
 
 
 class WeightSync(Protocol):
@@ -150,14 +172,30 @@ class WeightSync(Protocol):
 class Clips(Recorded, Protocol):
     """Vision towers and what they made of clips."""
 
-    async def show(self, groups: Sequence[Group], holder: str, judge: bool = True) -> list[Group]:
+    async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
         """The groups whose prompts can be generated from: clips are encoded, and kept until `holder` is released.
 
-        `judge`: EngineError where too many of them can't.
+        `check_failures`: EngineError where too many of them can't.
         """
 
     async def release(self, holder: str) -> dict[str, float]:
         """They may be forgotten. `video/*` since the last call."""
+
+
+class NoClips:
+    """The `Clips` of a model of text."""
+
+    async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
+        """All of them."""
+        return list(groups)
+
+    async def release(self, holder: str) -> dict[str, float]:
+        """Nothing was held."""
+        return {}
+
+    async def drain(self) -> list[Span]:
+        """Nothing is recorded."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,5 +206,9 @@ class Engines:
     reward: RewardScorer
     trainer: Trainer
     weights: WeightSync
-    clips: Clips | None = None
-    """None: a model of text."""
+    clips: Clips = field(default_factory=NoClips)
+
+    @property
+    def recorded(self) -> list[Recorded]:
+        """All that keep spans."""
+        return [*self.rollout, self.trainer, self.reward, self.clips]

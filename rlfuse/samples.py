@@ -164,6 +164,13 @@ class Sample:
         return f"{self.step}/{self.prompt.index}/{self.sibling}"
 
     @property
+    def finished(self) -> Response:
+        """The response; ValueError while there is none."""
+        if self.response is None:
+            raise ValueError(f"sample {self.id} has no response yet")
+        return self.response
+
+    @property
     def tokens(self) -> int:
         """Prompt plus response tokens, 0 response tokens while unfinished."""
         return len(self.prompt.token_ids) + (len(self.response.token_ids) if self.response else 0)
@@ -174,7 +181,7 @@ class Sample:
         if video is not None and video.embedding is None:
             raise ValueError(f"sample {self.id}: its clip {video.path} is not encoded; encode it before any pass.")
         visual = () if video is None else (Visual.of(video),)
-        return Row(self.prompt.token_ids, self.response.token_ids, tensors, self.id, visual)
+        return Row(self.prompt.token_ids, self.finished.token_ids, tensors, self.id, visual)
 
 
 def prompt_of(sample_id: str) -> str:
@@ -235,7 +242,7 @@ def sample_seed(run_seed: int, step: int, prompt_index: int, sibling: int) -> in
     return int.from_bytes(digest, "little") >> 1
 
 
-def make_groups(prompts: list[Prompt], n: int, run_seed: int, step: int) -> list[Group]:
+def make_groups(prompts: Sequence[Prompt], n: int, run_seed: int, step: int) -> list[Group]:
     """`n` seeded, unfinished samples for each prompt, in the order of `prompts`."""
     return [
         Group(prompt, [Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k)) for k in range(n)])

@@ -9,7 +9,8 @@ Invariants:
   others the folder is built again;
 - the folder appears whole: it is built under another name beside its place and renamed when complete;
 - a folder that was not written by this module is never replaced.
-Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub (gsm8k), else for itself.
+Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub
+(gsm8k), else for itself.
 """
 
 from __future__ import annotations

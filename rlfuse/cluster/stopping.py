@@ -1,6 +1,6 @@
 """Stopping when told to: by Ctrl-C, or by SIGTERM, which clouds and schedulers send before they take a machine.
 
-Role: `Job.carry_out` listens while the job's work runs; the journal tells which step is under way, and asks `asked`
+Role: `Job.carry_out` listens while the job's work runs; the controller tells which step is under way, and asks `asked`
 wherever one is over.
 
     the first --> a step is under way: it ends --> checkpoint --> Stopped
@@ -59,6 +59,11 @@ class Stopping:
     @property
     def asked(self) -> bool:
         return self.by is not None
+
+    def stopped_after(self, step: int) -> Stopped:
+        """To be raised: a signal came, and the step under way is saved."""
+        by = self.by or SIGTERM
+        return Stopped(f"{NAMES[by]}: the run left after step {step}, which is saved.", by)
 
     async def listen_during(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`; Stopped if a signal came, unless it ended well nevertheless. Only a main thread gets signals."""

@@ -39,23 +39,22 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.policies import stream
 from rlfuse.fusion.slot_table import SlotTable
-from rlfuse.protocols import Engines
+from rlfuse.protocols import Engines, NoClips
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.build import start_parts
 from rlfuse.run.inference import (
     clip_reader,
     reward_pool,
     rollout_handles,
     start_engine,
     starting_costs,
-    step_clips,
-    tower_settings,
     video_model_of,
+    video_parts,
     with_served_models,
     with_transfer,
 )
+from rlfuse.run.starting import start_parts
 from rlfuse.samples import Group, make_groups
-from rlfuse.step.executor import Executor
+from rlfuse.step.executor import Executor, StepContext
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
@@ -98,6 +97,10 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
 class _Untrained:
     """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
 
+    async def start(self) -> tuple[_Untrained, dict[str, Any]]:
+        """There is nothing to start."""
+        return self, {}
+
     async def leave_device(self, slot: int) -> None: ...
 
     async def restart_engine(self, slot: int) -> None:
@@ -136,8 +139,7 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
     display.say(slots.told)
     config = with_transfer(config, slots.device)
     rollouts = rollout_handles(config, slots, recorder, display.say)
-    towers = tower_settings(config, loaded.video_model, slots.device) if loaded.video_model else None
-    clips = step_clips(config, towers, slots, display.say) if towers else None
+    clips = video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
     untrained, reward = _Untrained(), loaded.reward
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
@@ -145,15 +147,15 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
             _as_part(display, f"engine {i + 1} of {len(rollouts)}", partial(start_engine, each, config, slots, i))
             for i, each in enumerate(rollouts)
         ]
-        rewards = _as_part(display, "rewards", partial(reward.start, slots)) if reward else _nothing
-        encoders = _as_part(display, "encoder ranks", clips.start) if clips else None
-        ranks = partial(_nothing, (untrained, {}))
+        rewards = [_as_part(display, "rewards", partial(reward.start, slots))] if reward else []
+        towers = [_as_part(display, "encoder ranks", clips.start)] if clips else []
         telling = asyncio.ensure_future(display.tell())
         try:
-            _, facts = await watched(start_parts(slots.device, ranks, encoders, starts, rewards), occupants)
+            parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
+            facts = (await watched(parts, occupants)).engine_facts
         finally:
             telling.cancel()
-        engines = Engines(rollouts, reward, untrained, untrained, clips)
+        engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())
         slot_table = SlotTable(len(rollouts), starting_costs(config, facts, slots))
         await watched(carry_out(config, groups, engines, slot_table, recorder, responses, display), occupants)
     finally:
@@ -171,15 +173,15 @@ async def carry_out(
     display: Display,
 ) -> None:
     """As `Controller.validate`, with what has come written meanwhile."""
-    if engines.clips is not None:
+    if any(group.prompt.video is not None for group in groups):
         with display.part("clips encoded"):
-            groups = await engines.clips.show(groups, PURPOSE)
+            groups = await engines.clips.encode(groups, PURPOSE)
     if not groups:
         return
     kinds = ("reward",) if engines.reward else ()
     board = Board(groups, slot_table, kinds, purpose=PURPOSE, now=time.monotonic())
-    step, sampling = groups[0].samples[0].step, validation(config)
-    execution = Executor(board, engines, stream, step, sampling, recorder, lambda: None)
+    context = StepContext(step=groups[0].samples[0].step, sampling=validation(config))
+    execution = Executor(board, engines, stream, context, recorder)
     with display.generating(responses.total, responses.written):
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -192,7 +194,7 @@ async def carry_out(
 
 async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
     """What has come, now and then; what everyone notes of its work is not kept."""
-    recorded = [*engines.rollout, *(part for part in (engines.reward, engines.clips) if part)]
+    recorded = [*engines.rollout, *([engines.reward] if engines.reward else []), engines.clips]
     while True:
         for _ in range(LOOKS):
             await asyncio.sleep(WRITE_S)
@@ -212,10 +214,6 @@ def _as_part(display: Display, name: str, start: Callable[[], Awaitable[Any]]) -
             return await start()
 
     return started
-
-
-async def _nothing(result: Any = None) -> Any:
-    return result
 
 
 def _first(error: BaseException) -> BaseException:

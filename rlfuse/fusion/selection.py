@@ -56,8 +56,9 @@ class Draw:
 class Source(Protocol):
     """Where prompts come from (`rlfuse.data.prompts.PromptSource`)."""
 
-    prompts: Sequence[Prompt]
-    """The whole data set."""
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The whole data set."""
 
     def next_batch(self) -> list[Prompt]: ...
 

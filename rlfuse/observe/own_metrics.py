@@ -1,8 +1,8 @@
 """Figures of a user's own beside a step's: functions of its finished samples, named by `trainer.metrics`.
 
-Role: the journal makes `OwnMetrics` before anything starts, which loads the functions, and asks it at the end of each
-step and validation. A function `f(samples)` gets a list of `Finished` and returns a number or a dictionary of numbers;
-the mean, or whatever else is made of the samples, is its own affair. Invariants:
+Role: the metric log makes `OwnMetrics` before anything starts, which loads the functions, and asks it at the end of
+each step and validation. A function `f(samples)` gets a list of `Finished` and returns a number or a dictionary of
+numbers; the mean, or whatever else is made of the samples, is its own affair. Invariants:
 - a function gets copies, so that nothing it does changes what is learned;
 - no metric ends a run: what it raises, what it returns that is no finite number, and a call that takes too long cost
   that figure alone, and are told with the file, once for each function and figure;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,26 +146,33 @@ def with_served_models(config: Config, folder: Path) -> Config:
     )
 
 
-def tower_settings(config: Config, model: VideoModel, device: str) -> TowerSettings:
+@dataclass(frozen=True, slots=True)
+class VideoParts:
+    """What a job has beside others where its model is shown clips."""
+
+    towers: TowerSettings
     """How the tower runs, wherever it does, and how its frames are decoded."""
-    video = config.video
-    encoder = EncoderSettings(
-        model.folder, config.model.video_family, device, config.model.dtype,
-        decode_timeout_s=2 * video.decode_timeout_s,
-    )  # fmt: skip
-    return TowerSettings(encoder, DecodePool(video.decode_workers, video.decode_timeout_s))
-
-
-def step_clips(config: Config, towers: TowerSettings, slots: placement.Slots, say: Callable[[str], None]) -> StepClips:
+    clips: StepClips
     """Encoder ranks on the slots, with decoders of their own."""
+
+
+def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:
+    """Nothing of them is started."""
     video, cpu = config.video, slots.device == "cpu"
-    ranks = video.encoder_ranks or slots.count
+    settings = EncoderSettings(
+        model.folder,
+        config.model.video_family,
+        slots.device,
+        config.model.dtype,
+        decode_timeout_s=2 * video.decode_timeout_s,
+    )
+    pool, ranks = DecodePool(video.decode_workers, video.decode_timeout_s), video.encoder_ranks or slots.count
     encoder = SequenceParallelEncoder(
-        towers.encoder,
+        settings,
         CacheSettings(video.cache_mb << 20, video.disk_cache),
-        towers.pool.decode,
+        pool.decode,
         [Place(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},
     )
-    return StepClips(encoder, video.max_failure_rate, say)
+    return VideoParts(TowerSettings(settings, pool), StepClips(encoder, video.max_failure_rate, say))

@@ -1,4 +1,4 @@
-"""What every job has around it: a folder, a checkpoint to go on from, a journal, and an end that cleans up.
+"""What every job has around it: a folder, a checkpoint to go on from, a log, and an end that cleans up.
 
 Role: `rlfuse.run.build` (reinforcement learning) and `rlfuse.run.reward_model` (reward models) get a `Job` from
 `rlfuse.run.restarts` and carry their work out by `Job.carry_out`. Nothing here starts an engine.
@@ -30,7 +30,7 @@ from rlfuse.config.secrets import hidden
 from rlfuse.errors import WorkerLost
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.run_log import RunLog
 from rlfuse.run import inputs
 from rlfuse.run.acceptance import NothingToDo, accept, refuse_running
 from rlfuse.run.refusals import long_enough
@@ -60,8 +60,8 @@ class Job:
     inputs: dict[str, str] = field(default_factory=dict)
     """What else the run is made of, by `rlfuse.run.inputs`."""
 
-    def journal(self, total_steps: int) -> Journal:
-        """The run folder's, with `config.yaml` beside it; before this the job has touched nothing.
+    def begin(self, total_steps: int) -> RunLog:
+        """The run folder's log, with `config.yaml` beside it; before this the job has touched nothing.
 
         NothingToDo where no step is left; RunRefused if another process has begun the run since it was accepted.
         """
@@ -77,34 +77,34 @@ class Job:
         _note_changes(self.folder, self.state["step"], self.changes)
         inputs.note(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-        journal = Journal(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
+        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
         if self.restart is not None:
             self.restart.end = time.time()
-            journal.recorder.add(self.restart)
+            log.journal.recorder.add(self.restart)
         if abandoned := checkpoints.later(self.folder, self.state["step"]):
             names, go = ", ".join(path.name for path in abandoned), "goes" if len(abandoned) == 1 else "go"
-            journal.say(
+            log.say(
                 f"{names} in {self.folder} {go} once a checkpoint is whole: the run goes on after step "
                 f"{self.state['step']}. Move what you want to keep to another folder."
             )
-        return journal
+        return log
 
-    def carry_out(self, work: Coroutine[Any, Any, None], journal: Journal) -> float:
-        """Run `work`; on any end leave Ray, close the journal and say how to go on. Returns seconds since the start.
+    def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
+        """Run `work`; on any end leave Ray, close the log and say how to go on. Returns seconds since the start.
 
         Stopped if Ctrl-C or SIGTERM ended it.
         """
         error: BaseException | None = None
         try:
-            with watching(self.folder, journal.recorder, journal.say):
-                asyncio.run(journal.stopping.listen_during(work))
+            with watching(self.folder, log.journal.recorder, log.say):
+                asyncio.run(log.stopping.listen_during(work))
         except BaseException as caught:
             error = _one(caught)
             raise error from error.__cause__
         finally:
             ended = _state(error)
             with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
-                ending.callback(journal.close, error)
+                ending.callback(log.close, error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
             if error is not None and not isinstance(error, WorkerLost):  # else `recovery` says how it goes on
                 print(how_to_resume(self), flush=True)

@@ -1,7 +1,7 @@
 """A run that outlives its workers: when one is lost without which the step can't end, it goes on from a checkpoint.
 
 Role: `recovered` makes the attempts of `rlfuse.run.build` and `rlfuse.run.reward_model`; each has Ray, engines and
-journal of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
+log of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
 attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration, of the user's code or of a
 start; an attempt that got no further than the one before is the last. Steps after the checkpoint are logged again, as
 when an interrupted run resumes.
@@ -19,7 +19,7 @@ from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Span
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run.acceptance import NothingToDo
 from rlfuse.run.job import Job, how_to_resume, noting_the_end, open_job
@@ -57,9 +57,9 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
 
 
 @contextmanager
-def starting(journal: Journal) -> Iterator[None]:
+def starting(log: RunLog) -> Iterator[None]:
     """The start of workers: one that is lost here would be so again."""
-    with journal.recorder.span("start", cause="run"):
+    with log.journal.recorder.span("start", cause="run"):
         try:
             yield
         except WorkerLost as error:

@@ -12,6 +12,7 @@ Waits: for the ranks, each call at most cluster.timeout_s.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -24,9 +25,11 @@ from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.trainer.reward_model import MODEL, RewardModelTrainer
-from rlfuse.observe.journal import Journal, due
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
+from rlfuse.observe.run_log import RunLog
+from rlfuse.progress import due
 from rlfuse.rewards.api.labels import head_labels
+from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.job import Job
 from rlfuse.run.restarts import recovered, starting
 
@@ -44,9 +47,9 @@ def _attempt(job: Job) -> Path:
     held_out, more = load_preferences(data.val_files, tokenizer, data, labels) if data.val_files else ([], "")
     source = PromptSource(pairs, data.train_batch_size, data.shuffle, data.seed)
     total = trainer.total_training_steps or trainer.total_epochs * source.steps_per_epoch
-    journal = job.journal(total)
-    journal.say(f"{report}\n{more}".strip())
-    seconds = job.carry_out(_run(job, tokenizer, source, held_out, journal, labels), journal)
+    log = job.begin(total)
+    log.say(f"{report}\n{more}".strip())
+    seconds = job.carry_out(_run(job, tokenizer, source, held_out, log, labels), log)
     summarise_pairs(job.folder, seconds)
     return job.folder
 
@@ -56,66 +59,94 @@ async def _run(
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
     held_out: Sequence[Preference],
-    journal: Journal,
+    log: RunLog,
     labels: Sequence[str],
 ) -> None:
-    with journal.part("Ray"):
+    with log.part("Ray"):
         slots = await placement.start(job.config, again=job.restart is not None)
-    journal.say(slots.told)
+    log.say(slots.told)
     occupants = slots.occupants()
-    with starting(journal), journal.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):
+    with starting(log), log.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):
         padding = tokenizer.pad_token_id
-        ranks = RewardModelTrainer.start(job.config, slots, journal.total_steps, padding, labels)
+        ranks = RewardModelTrainer.start(job.config, slots, log.total_steps, padding, labels)
         trainer, facts = await watched(ranks, occupants)
 
     async def save(folder: Path) -> None:
         await trainer.save(folder)
         tokenizer.save_pretrained(folder / MODEL / "huggingface")
 
-    journal.attach([trainer], save, lambda _: {"pairs": source.state_dict()}, facts)
+    log.attach([trainer], facts, lambda: source.epoch)
+    checkpointing = Checkpointing(
+        log,
+        start=job.state["step"],
+        keep=job.config.trainer.max_ckpt_to_keep,
+        save=save,
+        state=lambda _: {"pairs": source.state_dict()},
+    )
     if job.checkpoint is not None:
         await trainer.load(job.checkpoint)
         source.load_state_dict(job.state["pairs"])
-        journal.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
-    await watched(_steps(trainer, source, held_out, journal, job.state["step"]), occupants)
-
-
-async def _steps(
-    trainer: RewardModelTrainer, source: PromptSource, held_out: Sequence[Preference], journal: Journal, step: int
-) -> None:
-    """From the state after `step` to the last step. Stopped after a step in which it was told to."""
-    settings, total = journal.config.trainer, journal.total_steps
-    if step == 0 and held_out and settings.val_before_train:
-        await journal.trained(0, await evaluate(trainer, held_out, journal, 0))
-    while step < total:
-        step += 1
-        journal.begin(step)
-        with journal.recorder.span("step", step=step):
-            values = {"training/global_step": step, "training/epoch": source.epoch}
-            values |= await trainer.learn(source.next_batch())
-        if held_out and due(settings.test_freq, step, total) and not journal.leaving:
-            values |= await evaluate(trainer, held_out, journal, step)
-        if due(settings.save_freq, step, total):
-            await journal.checkpoint(step)
-        await journal.trained(step, values)
-        await journal.leave_if_told(step, journal.checkpoint)
-
-
-async def evaluate(
-    trainer: RewardModelTrainer, pairs: Sequence[Preference], journal: Journal, step: int
-) -> dict[str, float]:
-    """Held-out accuracy, also of each dimension, calibration error, gap and loss; redraws the picture of them."""
-    with journal.recorder.span("testing"):
-        scores = await trainer.scores(pairs)
-    gaps = scores[:, 0].astype(float) - scores[:, 1]
-    found = calibrate(gaps)
-    journal.draw(step, PICTURE, journal.folder / PICTURE, "rlfuse.observe.pairs:draw_calibration", found, gaps)
-    values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
-    values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
-    for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):
-        own = gaps[[pair.dimension == dimension for pair in pairs]]
-        values[f"val-aux/{MODEL}/acc/{dimension}"] = calibrate(own).accuracy
-    journal.say(
-        "held-out pairs  " + "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
+        log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    training = Training(
+        config=job.config, trainer=trainer, source=source, held_out=held_out, log=log, checkpointing=checkpointing
     )
-    return values
+    await watched(training.run(job.state["step"]), occupants)
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The steps of a reward model, with its evaluations and checkpoints between them."""
+
+    config: Config
+    trainer: RewardModelTrainer
+    source: PromptSource
+    held_out: Sequence[Preference]
+    log: RunLog
+    checkpointing: Checkpointing
+
+    async def run(self, step: int) -> None:
+        """From the state after `step` to the last step. Stopped after a step in which it was told to."""
+        settings, total, stopping = self.config.trainer, self.log.total_steps, self.log.stopping
+        if step == 0 and self.held_out and settings.val_before_train:
+            await self._end(0, await self.evaluate(0))
+        while step < total:
+            step += 1
+            stopping.step = step
+            with self.log.journal.recorder.span("step", step=step):
+                values = {"training/global_step": step, "training/epoch": self.source.epoch}
+                values |= await self.trainer.learn(self.source.next_batch())
+            if self.held_out and due(settings.test_freq, step, total) and not stopping.asked:
+                values |= await self.evaluate(step)
+            if due(settings.save_freq, step, total):
+                await self._save(step)
+            await self._end(step, values)
+            if stopping.asked and step < total:
+                if self.checkpointing.step != step:
+                    await self._save(step)
+                    self.checkpointing.publish()
+                raise stopping.stopped_after(step)
+
+    async def _save(self, step: int) -> None:
+        with self.log.journal.recorder.span("save_checkpoint", step=step, cause="step"):
+            await self.checkpointing.write(step)
+
+    async def _end(self, step: int, values: dict[str, float]) -> None:
+        self.log.metrics.log(step, values, await self.log.journal.collect(step))
+        self.checkpointing.publish()
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out accuracy, also of each dimension, calibration error, gap and loss; redraws the picture of them."""
+        pairs, log = self.held_out, self.log
+        with log.journal.recorder.span("testing"):
+            scores = await self.trainer.scores(pairs)
+        gaps = scores[:, 0].astype(float) - scores[:, 1]
+        found = calibrate(gaps)
+        log.metrics.draw(step, PICTURE, log.folder / PICTURE, "rlfuse.observe.pairs:draw_calibration", found, gaps)
+        values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
+        values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
+        for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):
+            own = gaps[[pair.dimension == dimension for pair in pairs]]
+            values[f"val-aux/{MODEL}/acc/{dimension}"] = calibrate(own).accuracy
+        told = "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
+        log.say(f"held-out pairs  {told}")
+        return values

@@ -27,7 +27,12 @@ PASS_OF = {"actor": "old_log_prob", "ref": "ref"}
 
 
 class SimulatedTrainer:
-    """One rank on each device. `scored` and `trained` count how often each sample was, per kind and model."""
+    """One rank on each device, with whole models.
+
+    `scored` and `trained` count how often each sample was, per kind and model.
+    """
+
+    lockstep = lockstep_backward = False
 
     def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros):
         self.devices, self.costs, self._zeros = list(devices), costs, zeros

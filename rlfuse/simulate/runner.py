@@ -1,7 +1,7 @@
 """One training step of a workload in virtual time: the real controller, board and policy on simulated engines.
 
 Role: `simulate` is what the command, the tuning of thresholds and the benchmarks call. The controller is the one that
-runs real jobs; only its surroundings are stand-ins: prompts without text, an experience without numbers, a journal in
+runs real jobs; only its surroundings are stand-ins: prompts without text, an experience without numbers, a log in
 memory. Waits for nothing: minutes of a cluster pass in the time that their decisions take to compute.
 Invariant: a run is audited before it is believed; a sample that was not generated once, scored once per kind and
 trained on once per epoch is an error.
@@ -13,14 +13,16 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from rlfuse.cluster.stopping import Stopping
 from rlfuse.config.schema import Config
+from rlfuse.engines.agreement import Agreement
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
@@ -36,7 +38,9 @@ from rlfuse.simulate.clock import run_virtual
 from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
+from rlfuse.step.advantages import Advantages
 from rlfuse.step.controller import Controller
+from rlfuse.step.groups import GroupSource
 
 WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
 """Spans in which a slot is busy; changing roles is not work."""
@@ -103,10 +107,10 @@ def _spans(machine: Machine, policy: Policy, settings: Settings) -> list[Span]:
     try:
         return run_virtual(machine.run(policy, settings))
     except BaseExceptionGroup as group:
-        mistakes = group.subgroup(PolicyError)
-        while isinstance(mistakes, BaseExceptionGroup):
-            mistakes = mistakes.exceptions[0]
-        raise mistakes or group from None
+        error: BaseException | None = group.subgroup(PolicyError)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error or group from None
 
 
 @contextmanager
@@ -166,26 +170,36 @@ class Machine:
     async def run(self, policy: Policy, settings: Settings) -> list[Span]:
         """One step; its spans."""
         loop = asyncio.get_running_loop()
-        journal = _Journal([*self.rollouts, self.trainer])
+        log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
         for failure in self.workload.failures:  # the step starts when the first weights are out
             loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
+        groups = GroupSource(
+            config=config,
+            engines=self.engines,
+            prompts=prompts,
+            selection=Selection("exact", 0.0, self.workload.prompts, prompts),
+            recorder=log.recorder,
+        )
         controller = Controller(
-            self._config(policy.__name__),
-            self.engines,
-            policy,
-            _Experience(self.workload),
-            prompts,
-            (),
-            journal,
-            Selection("exact", 0.0, self.workload.prompts, prompts),
-            Tuning(self.costs, self._expectations(), settings),
+            config=config,
+            engines=self.engines,
+            policy=policy,
+            groups=groups,
+            advantages=Advantages(
+                experience=_Experience(self.workload), groups=groups, metrics=log, failures=log, recorder=log.recorder
+            ),
+            tuning=Tuning(self.costs, self._expectations(), settings),
+            journal=log,
+            metrics=log,
+            checkpoints=_NoCheckpoints(),
+            stopping=Stopping(0.0, print),
             total_steps=1,
             clock=loop.time,
         )
-        await controller.sync(0)
-        await controller.steps(0)
-        return journal.spans
+        await controller.update_weights(0)
+        await controller.train(0)
+        return log.spans
 
     def _config(self, policy: str) -> Config:
         workload, config = self.workload, Config()
@@ -245,35 +259,49 @@ class _Clocked(Recorder):
             self.add(span)
 
 
-class _Journal:
-    """Keeps the spans of the step and nothing else."""
-
-    leaving = False
+class _Log:
+    """Keeps the spans of the step and nothing else: journal, metrics and failure budget."""
 
     def __init__(self, engines: Sequence[Recorded]):
-        self.recorder, self._engines, self.spans = _Clocked("driver"), engines, []
+        self.recorder, self._engines = _Clocked("driver"), engines
+        self.spans: list[Span] = []
 
-    def begin(self, step: int) -> None:
-        """Nobody tells it to stop."""
-
-    def note(self, values: dict[str, float]) -> None:
-        """There are no metrics."""
-
-    def watch(self, board: Board) -> None:
-        """Nobody looks on."""
-
-    def failures(self, step: int, board: Board) -> None:
-        """Simulated rewards don't fail."""
-
-    async def leave_if_told(self, step: int, checkpoint: Callable) -> None:
-        """Nobody tells."""
-
-    async def finish(self, step: int, board: Board) -> list[Span]:
+    async def collect(self, step: int) -> list[Span]:
         """All spans since the start."""
         self.spans += self.recorder.drain()
         for engine in self._engines:
             self.spans += await engine.drain()
         return self.spans
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """There are no metrics."""
+
+    def watch(self, board: Board) -> None:
+        """Nobody looks on."""
+
+    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
+        """The caller looks at the spans."""
+
+    def log_validation(self, step: int, board: Board) -> None:
+        """There are no held-out prompts."""
+
+    def log_agreement(self, step: int, agreement: Agreement) -> None:
+        """There are no numbers to compare."""
+
+    def check(self, step: int, board: Board) -> None:
+        """Simulated rewards don't fail."""
+
+
+class _NoCheckpoints:
+    """There is nothing to go on from."""
+
+    step = 0
+
+    async def write(self, step: int) -> None:
+        """Not asked for."""
+
+    def publish(self) -> None:
+        """Nothing was written."""
 
 
 class _Experience:
@@ -294,7 +322,7 @@ class _Experience:
         if "critic" in self._training.models:
             for group in groups:
                 for sample in group.samples:
-                    sample.tensors |= dict.fromkeys(("values", "returns"), sample.response.log_probs)
+                    sample.tensors |= dict.fromkeys(("values", "returns"), sample.finished.log_probs)
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """There are no metrics."""
@@ -304,13 +332,17 @@ class _Experience:
         """There are none here either."""
         return {}
 
+    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+        """All: there is no dynamic sampling."""
+        return list(range(len(groups)))
+
 
 class _Prompts:
     """The workload's prompts, all in one batch."""
 
     def __init__(self, workload: Workload):
         tokens = np.zeros(workload.prompt_tokens, np.int32)
-        self._prompts = [Prompt(index, tokens, "", (), "", None) for index in range(workload.prompts)]
+        self.prompts = [Prompt(index, tokens, "", (), "", None) for index in range(workload.prompts)]
 
     def next_batch(self) -> list[Prompt]:
-        return self._prompts
+        return self.prompts

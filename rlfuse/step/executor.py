@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from rlfuse.engines.colocation import to_engine, to_ranks
 from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.errors import EngineLost, WorkerLost
-from rlfuse.events import Recorder
+from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
-from rlfuse.protocols import Engines, Sampling
+from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Sample
 
 PULSE_S = 0.25
@@ -34,28 +36,34 @@ PULSE_SHARE = 0.05
 wait of days would else be looked at every quarter of a second."""
 
 
-class Executor:
-    """`run` until the board is done. `scored`: called each time samples gained scores, to prepare what is complete.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """What holds for all work of one board."""
 
-    `row_tensors`: model -> the per-token arrays that its loss reads; `note` takes an optimizer step's metrics.
-    """
+    step: int
+    sampling: Sampling
+    on_scored: Callable[[], object] = lambda: None
+    """Called each time samples gained scores, to prepare what is complete."""
+    row_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Model -> the per-token arrays that its loss reads."""
+    note: Callable[[Mapping[str, float]], None] = lambda values: None
+    """Takes an optimizer step's metrics."""
+
+
+class Executor:
+    """`run` until the board is done; spans go to `recorder`."""
 
     def __init__(
         self,
         board: Board,
         engines: Engines,
         policy: Policy,
-        step: int,
-        sampling: Sampling,
+        context: StepContext,
         recorder: Recorder,
-        scored: Callable[[], None],
-        row_tensors: dict[str, tuple[str, ...]] | None = None,
-        note: Callable[[dict[str, float]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.board, self.engines, self.policy, self.step, self.sampling = board, engines, policy, step, sampling
-        self.recorder, self.scored, self.row_tensors, self.note = recorder, scored, row_tensors or {}, note
-        self.clock = clock
+        self.board, self.engines, self.policy, self.context = board, engines, policy, context
+        self.recorder, self.clock = recorder, clock
         self._changed, self._happened = asyncio.Event(), 0.0
         self._restarting = False
 
@@ -87,33 +95,36 @@ class Executor:
             self._happened = loop.time()
 
     def _start(self, decision: Decision) -> None:
-        names: Sequence[str] = ()
-        if isinstance(decision, Generate):
-            names = self.board.slot_table.names(decision.groups)
+        names = self.board.slot_table.names(decision.groups) if isinstance(decision, Generate) else ()
         self.board.start(decision, self.clock())
-        if isinstance(decision, Generate):
-            partials = {name: self.board.partials.pop(name) for name in names if name in self.board.partials}
-            self._tasks.create_task(self._generate(decision.slot, names, partials))
-        elif isinstance(decision, Move):
-            self._tasks.create_task(self._move(decision))
-        elif isinstance(decision, Switch):
-            self._tasks.create_task(self._switch(decision))
-        elif isinstance(decision, Score):
-            self._tasks.create_task(self._score(decision))
-        elif isinstance(decision, Accumulate):
-            self._tasks.create_task(self._accumulate(decision))
-        elif isinstance(decision, Train):
-            self._tasks.create_task(self._train(decision))
-        else:
-            self._tasks.create_task(self._step(decision))
+        self._tasks.create_task(self._effect(decision, names))
+
+    def _effect(self, decision: Decision, names: Sequence[str]) -> Coroutine[None, None, None]:
+        """`names`: of the samples that a `Generate` admits."""
+        match decision:
+            case Generate():
+                partials = {name: self.board.partials.pop(name) for name in names if name in self.board.partials}
+                return self._generate(decision.slot, names, partials)
+            case Move():
+                return self._move(decision)
+            case Switch():
+                return self._switch(decision)
+            case Score():
+                return self._score(decision)
+            case Accumulate():
+                return self._accumulate(decision)
+            case Train():
+                return self._train(decision)
+            case Step():
+                return self._step(decision)
 
     # Generation ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, slot: int, names: Sequence[str], partials: dict[str, Partial]) -> None:
         samples = self._samples(names)
-        with self.recorder.span("gen", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
+        with self._span("gen", attributes={"slot": slot}):
             try:
-                async for name, result in self.engines.rollout[slot].generate(samples, self.sampling, partials):
+                async for name, result in self.engines.rollout[slot].generate(samples, self.context.sampling, partials):
                     if isinstance(result, Partial):
                         self._parted(name, result)
                     else:
@@ -131,7 +142,7 @@ class Executor:
                 "The last rollout engine was lost when the step had updated the actor already: another one can't have "
                 "the weights that the step's samples are drawn from."
             )
-        with self.recorder.span("renew", step=self.step, cause=self.board.purpose, attributes={"slot": slot}):
+        with self._span("renew", attributes={"slot": slot}):
             await self.engines.weights.restart_engine(slot)
         self.board.slot_table.revive(slot)
         self._restarting = False
@@ -154,14 +165,14 @@ class Executor:
             await self.engines.rollout[slot].evict(names, carry)
 
     async def _move(self, decision: Move) -> None:
-        with self.recorder.span("move", step=self.step, cause=self.board.purpose, samples=decision.samples) as span:
+        with self._span("move", samples=decision.samples) as span:
             span.attributes |= {"source": decision.source, "target": decision.target, "carry": decision.carry}
             await self._evict(decision.source, decision.samples, decision.carry)
 
     async def _switch(self, decision: Switch) -> None:
         slot, attributes = decision.slot, {"slot": decision.slot, "to": decision.role}
         give = to_ranks if decision.role == "trainer" else to_engine
-        with self.recorder.span("switch", step=self.step, cause=self.board.purpose, attributes=attributes):
+        with self._span("switch", attributes=attributes):
             await give(self.engines.rollout[slot], self.engines.trainer, slot)
         self.board.switched(slot, decision.role)
         self._changed.set()
@@ -172,30 +183,32 @@ class Executor:
         await self._spanned(decision.kind, decision, score(self.engines, decision, self._samples(decision.samples)))
         self.board.scored(decision, self.clock())
         if decision.kind in self.board.needed:
-            self.scored()
+            self.context.on_scored()
         self._changed.set()
 
     async def _accumulate(self, decision: Accumulate) -> None:
-        rows = [sample.row(*self.row_tensors[decision.model]) for sample in self._samples(decision.samples)]
-        work = self.engines.trainer.accumulate(decision.model, rows, decision.slot)
+        rows = [sample.row(*self.context.row_tensors[decision.model]) for sample in self._samples(decision.samples)]
+        trainer = self.engines.trainer
+        assert isinstance(trainer, WholeModels), f"{type(trainer).__name__} computes gradients of all models together"
+        work = trainer.accumulate(decision.model, rows, decision.slot)
         await self._spanned(f"update_{decision.model}", decision, work)
         self.board.accumulated(decision)
         self._changed.set()
 
     async def _train(self, decision: Train) -> None:
         rows = {
-            model: [sample.row(*self.row_tensors[model]) for sample in self._samples(names)]
+            model: [sample.row(*self.context.row_tensors[model]) for sample in self._samples(names)]
             for model, names in decision.samples.items()
         }
         passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
         scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
+        trainer = self.engines.trainer
+        assert isinstance(trainer, Stages), f"{type(trainer).__name__} has no schedules of several models"
         with ExitStack() as spans:
             for model, names in decision.samples.items():
-                spans.enter_context(
-                    self.recorder.span(f"update_{model}", step=self.step, cause=self.board.purpose, samples=names)
-                )
-            metrics, scores = await self.engines.trainer.train(rows, scored)
-        self.note(metrics)
+                spans.enter_context(self._span(f"update_{model}", samples=names))
+            metrics, scores = await trainer.train(rows, scored)
+        self.context.note(metrics)
         for kind, samples in passes.items():
             keep(kind, samples, scores[model_of(kind)])
         self.board.trained(decision, self.clock())
@@ -203,16 +216,18 @@ class Executor:
 
     async def _step(self, decision: Step) -> None:
         samples = self._samples(self.board.mini_batches[decision.model].names)
-        with self.recorder.span(f"update_{decision.model}", step=self.step, cause="scored", attributes={"step": True}):
-            lengths = [len(sample.response.token_ids) for sample in samples]
-            self.note(await self.engines.trainer.step(decision.model, lengths))
+        with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
+            lengths = [len(sample.finished.token_ids) for sample in samples]
+            self.context.note(await self.engines.trainer.step(decision.model, lengths))
         self.board.stepped(decision)
         self._changed.set()
 
+    def _span(self, kind: str, **fields: Any) -> AbstractContextManager[Span]:
+        return self.recorder.span(kind, **{"step": self.context.step, "cause": self.board.purpose} | fields)
+
     async def _spanned(self, kind: str, decision: Score | Accumulate, work: Awaitable[None]) -> None:
         where = {} if decision.slot is None else {"slot": decision.slot}
-        cause = self.board.purpose
-        with self.recorder.span(kind, step=self.step, cause=cause, samples=decision.samples, attributes=where):
+        with self._span(kind, samples=decision.samples, attributes=where):
             await work
 
     def _samples(self, names: Sequence[str]) -> list[Sample]:

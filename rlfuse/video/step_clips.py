@@ -28,18 +28,18 @@ class StepClips:
         """Encoder ranks and caches stand when this returns."""
         await self.encoder.start()
 
-    async def show(self, groups: Sequence[Group], holder: str, judge: bool = True) -> list[Group]:
+    async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
         """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
-        shown = {group.prompt.index: group.prompt for group in groups if group.prompt.video is not None}
-        if not shown:
+        prompts = {group.prompt.index: group.prompt for group in groups if group.prompt.video is not None}
+        if not prompts:
             return list(groups)
-        clips = [Clip(f"of prompt {index}", p.video.path, p.video.plan) for index, p in shown.items()]
-        outcomes = dict(zip(shown, await self.encoder.encode(clips, holder), strict=True))
-        plans = [prompt.video.plan for prompt in shown.values()]
+        clips = [Clip(f"of prompt {index}", p.video.path, p.video.plan) for index, p in prompts.items()]
+        outcomes = dict(zip(prompts, await self.encoder.encode(clips, holder), strict=True))
+        plans = [prompt.video.plan for prompt in prompts.values()]
         self._shapes += [(plan.frames, plan.tokens, plan.level) for plan in plans]
         failed = {index: found for index, found in outcomes.items() if isinstance(found, ClipFailure)}
-        if judge:
-            self._judge(failed, len(shown))
+        if check_failures:
+            self._check_failures(failed, len(prompts))
         kept = [group for group in groups if group.prompt.index not in failed]
         self._dropped += len(groups) - len(kept)
         for group in kept:
@@ -49,7 +49,7 @@ class StepClips:
                     sample.prompt = group.prompt
         return kept
 
-    def _judge(self, failed: dict[int, ClipFailure], of: int) -> None:
+    def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
         if not failed:
             return
         first = next(iter(failed.values())).message

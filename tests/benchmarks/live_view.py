@@ -30,7 +30,7 @@ class Looking:
 
     async def drive(self, controller: Controller, start: int) -> None:
         """As the run would, with somebody looking on."""
-        looking = asyncio.create_task(self._look(controller.journal._terminal))
+        looking = asyncio.create_task(self._look(controller.metrics.loggers.terminal))
         await controller.run(start)
         looking.cancel()
 

@@ -62,7 +62,7 @@ class Benchmark:
 
     async def drive(self, controller: Controller, _: int) -> None:
         """Teach lengths and costs, then measure every policy on every repetition's batch."""
-        await controller.sync(0)
+        await controller.update_weights(0)
         tuning = controller.tuning
         taught: list[Span] = []
         for repeat in range(self.repeats):
@@ -99,10 +99,10 @@ class Benchmark:
 
     async def _step(self, controller: Controller, policy: str, batch: int, number: int, learn: bool) -> list[Span]:
         """One step on the prompts of this batch with the seeds of this step; its spans."""
-        controller.policy, controller.prompts.taken = POLICIES[policy], batch
+        controller.policy, controller.groups.prompts.taken = POLICIES[policy], batch
         with controller.recorder.span("step", step=number):
             board = await controller.learn(number)
-            await controller.sync(number)
+            await controller.update_weights(number)
         if learn:
             controller.tuning.lengths.learn(board.generated())
         return await controller.journal.collect(number)

@@ -34,13 +34,13 @@ class Saboteur(Steps):
             assert await self.go_on("calm")
             await trainer.load(start)
         self.controller, self.board = controller, None
-        executor = controller.executor
+        execute = controller.execute
 
-        def watched(board, number, *more):
+        async def watched(board, number, *more):
             self.board, self.step = board, number
-            return executor(board, number, *more)
+            await execute(board, number, *more)
 
-        controller.executor = watched
+        controller.execute = watched
         plot = asyncio.create_task(self.strike())
         try:
             await Controller.run(controller, step)

@@ -24,10 +24,10 @@ class Filled(Steps):
         self.controller, trainer = controller, controller.engines.trainer
         for case in ("serial", "fused"):
             await trainer.setup(tuple(trainer.layout.values()), optimizer_steps=100)  # fresh weights and optimizers
-            controller.prompts.taken = 0
+            controller.groups.prompts.taken = 0
             controller.config.fusion.training = case
             trainer.planner = Planner(2, case)
-            await controller.sync(0)
+            await controller.update_weights(0)
             self.found[case] = [await self.step(number) for number in range(1, STEPS + 1)]
 
     def described(self, spans):

@@ -48,24 +48,25 @@ class Steps:
         await controller.engines.trainer.save(self.folder)
         for case, (policy, settings, data) in CASES.items():
             await controller.engines.trainer.load(self.folder)
-            controller.policy, controller.prompts.taken = POLICIES[policy], 0
+            controller.policy, groups = POLICIES[policy], controller.groups
+            groups.prompts.taken = 0
             batch = controller.config.data.train_batch_size
-            controller.selection = Selection(data, 0.5, batch, controller.prompts)
+            groups.selection = Selection(data, 0.5, batch, groups.prompts)
             link = 1e30 if "KV" in case else 0.0
             controller.tuning.costs = replace(controller.tuning.costs, **FREE, link_bytes_per_s=link)
             controller.tuning.fixed = settings
-            await controller.sync(0)
+            await controller.update_weights(0)
             self.found[case] = [await self.step(step) for step in range(1, 1 + STEPS.get(data, 2))]
 
     async def step(self, number):
         """One step, and everything about it that tests look at."""
-        controller, journal = self.controller, self.controller.journal
+        controller, noted = self.controller, self.controller.metrics._notes
         with controller.recorder.span("step", step=number):
             board = await controller.learn(number)
-            await controller.sync(number)
-        spans = await journal.collect(number)
-        metrics = {name: sum(values) / len(values) for name, values in journal._notes.items()}
-        journal._notes.clear()
+            await controller.update_weights(number)
+        spans = await controller.journal.collect(number)
+        metrics = {name: sum(values) / len(values) for name, values in noted.items()}
+        noted.clear()
         samples = board.whole()
         return {
             "metrics": metrics,

@@ -47,18 +47,19 @@ class Steps:
     def __init__(self, folder: Path):
         self.folder, self.found = folder, {"rows": {}, "times": {}}
 
-    async def stand(self, *given):
+    async def wired(self, *given, **named):
         """In place of the run's own: remembers what a controller is made of."""
-        self.given = given
-        return await make(*given)
+        self.given = given, named
+        return await wired(*given, **named)
 
     async def controller(self, name: str):
         """A new one, from what the folder of the job `name` has, and the step after which it goes on."""
-        work, job, engines, costs, _, facts = self.given
+        (loaded, job, _), named = self.given
+        engines = named["engines"]
         trainer = replace(job.config.trainer, experiment_name=name)
         job = open_job(replace(job.config, trainer=trainer))
-        data, journal = job.config.data, job.journal(work.total)
-        prompts = PromptSource(work.prompts.prompts, data.train_batch_size, data.shuffle, data.seed)
+        data, log = job.config.data, job.begin(loaded.total_steps)
+        prompts = PromptSource(loaded.prompts.prompts, data.train_batch_size, data.shuffle, data.seed)
         for model, rows in engines.trainer._accumulated.items():  # a killed rank holds no gradients
             if rows:
                 await engines.trainer.step(model, list(rows))
@@ -67,8 +68,8 @@ class Steps:
             await engine.wake()
         if job.checkpoint is None:
             await engines.trainer.load(self.folder / "start")
-        work = replace(work, prompts=prompts, config=job.config)
-        return await make(work, job, engines, costs, journal, facts), job.state["step"]
+        self.log, loaded = log, replace(loaded, prompts=prompts, config=job.config)
+        return await wired(loaded, job, log, **named), job.state["step"]
 
     async def go_on(self, name: str, prepare=lambda controller: None) -> bool:
         """Run the job `name` to its end; False if it was killed."""
@@ -81,7 +82,7 @@ class Steps:
                 raise
             return False
         finally:
-            controller.journal.close()
+            self.log.close()
             while any([(await engine.load()).running for engine in controller.engines.rollout]):
                 await asyncio.sleep(0.01)
         return True
@@ -93,7 +94,7 @@ class Steps:
         assert not await self.go_on(name, lambda controller: kill_in(controller, kind))
         if kind == "a push":  # a new engine has none under way
             await asyncio.sleep(0.5)
-            ends = (engine.finish_update(0) for engine in self.given[2].rollout)
+            ends = (engine.finish_update(0) for engine in self.given[1]["engines"].rollout)
             await asyncio.gather(*ends, return_exceptions=True)  # one whose bucket was gone has ended it already
         if kind == "a checkpoint":  # what a process that dies there leaves
             assert not list(self.folder.glob(f"{name}/*.partial"))
@@ -135,8 +136,8 @@ class Steps:
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "full" / "global_step_1")
 
         def fill(controller):
-            journal, size = controller.journal, checkpoints._size
-            whole, call = journal.checkpoint, journal._call
+            checkpointing, loggers, size = controller.checkpoints, self.log.loggers, checkpoints._size
+            whole, call = checkpointing.write, loggers.alert
 
             async def checkpoint(step):
                 if step == 2:
@@ -147,8 +148,8 @@ class Steps:
                 told.append([path.stem for path in self.folder.glob("full/global_step_*")])
                 filler.unlink(missing_ok=True)
 
-            journal.checkpoint = checkpoint
-            journal._call = lambda step, alert: (told.append(alert.text), call(step, alert))
+            checkpointing.write = checkpoint
+            loggers.alert = lambda step, alert: (told.append(alert.text), call(step, alert))
 
         assert await self.go_on("full", fill)
         self.found["told of a full disk"] = told
@@ -178,8 +179,8 @@ class Steps:
 
 def kill_in(controller, kind: str) -> None:
     """Arrange for `Killed` in the second step."""
-    journal, recorder, push = controller.journal, controller.recorder, controller.engines.weights
-    plain, save, receive = recorder.span, journal._save, push.engines[0].receive
+    checkpointing, recorder, push = controller.checkpoints, controller.recorder, controller.engines.weights
+    plain, save, receive = recorder.span, checkpointing._save, push.engines[0].receive
 
     @contextmanager
     def span(name, **fields):
@@ -201,18 +202,18 @@ def kill_in(controller, kind: str) -> None:
 
     recorder.span = span
     if kind == "a checkpoint":
-        journal._save = saves_half
+        checkpointing._save = saves_half
     if kind == "a push":
         push.engines[0].receive = receives_half
 
 
-make = running._controller
+wired = running.wired
 
 
 def main():
     config = load(sys.argv[2:])
     steps = Steps(config.run_folder.parent)
-    running._controller = steps.stand
+    running.wired = steps.wired
     running.run(config, steps.drive)
 
 

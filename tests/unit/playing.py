@@ -17,6 +17,7 @@ from random_engines import Rollout, Trainer
 from scenes import Scene
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.colocation import all_to, to_engine
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
@@ -28,7 +29,9 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
+from rlfuse.step.advantages import Advantages
 from rlfuse.step.controller import Controller
+from rlfuse.step.groups import GroupSource
 
 PATIENCE_S = 100_000.0
 """Virtual seconds after which a run counts as stuck; the longest take hundreds."""
@@ -56,6 +59,7 @@ class World:
         self.selection = Selection(scene.data, scene.excess, scene.batch, self.source)
         self.rollouts = [Rollout(self, index) for index in range(scene.slots)]
         self.trainer, self.experience = Trainer(self), Watched(self)
+        self.stopping = Stopping(0.0, print)
         self.first: dict[str, int] = {}
         self.has: dict[str, Partial] = {}
         self.scored: dict[str, Counter] = defaultdict(Counter)
@@ -71,17 +75,35 @@ class World:
             lengths.learn({i: [int(self.rng.integers(1, lengths.expect(i) * 4))] for i in range(self.scene.prompts)})
         for slot, when in enumerate(self.scene.lost):
             loop.call_later(when, self.rollouts[slot].fail)
-        self.controller = Watching(
-            self.config(),
-            Engines(self.rollouts, self, self.trainer, self),
-            self.policy,
-            self.experience,
-            self.source,
-            prompts(2, first=self.scene.prompts),
-            self,
-            self.selection,
-            Tuning(self.scene.costs, lengths, self.scene.settings),
+        config, engines = self.config(), Engines(self.rollouts, self, self.trainer, self)
+        groups = GroupSource(
+            config=config,
+            engines=engines,
+            prompts=self.source,
+            selection=self.selection,
+            recorder=self.recorder,
+            held_out=prompts(2, first=self.scene.prompts),
+        )
+        self.controller = Controller(
+            config=config,
+            engines=engines,
+            policy=self.policy,
+            groups=groups,
+            advantages=Advantages(
+                experience=self.experience,
+                groups=groups,
+                metrics=self,
+                failures=self,
+                recorder=self.recorder,
+                clock=loop.time,
+            ),
+            tuning=Tuning(self.scene.costs, lengths, self.scene.settings),
+            journal=self,
+            metrics=self,
+            checkpoints=self,
+            stopping=self.stopping,
             total_steps=self.scene.steps,
+            say=lambda text: None,
             clock=loop.time,
         )
         if self.resumed:
@@ -183,7 +205,7 @@ class World:
             load, reserved, alone = load + count, reserved + count * sum(view.expected(group)), not load
             assert alone or (load <= view.costs.max_sequences and reserved <= view.costs.kv_tokens)
 
-    # The journal -----------------------------------------------------------------------------------------------------
+    # Journal, metrics, failures and checkpoints ----------------------------------------------------------------------
 
     @property
     def recorder(self):
@@ -193,33 +215,28 @@ class World:
     def span(self, kind, **fields):
         yield type("Span", (), {"attributes": {}})()
 
-    leaving = False
-
-    def begin(self, step) -> None:
-        pass
-
-    def say(self, text) -> None:
-        pass
-
     def note(self, values) -> None:
         pass
 
-    async def leave_if_told(self, step, checkpoint) -> None:
-        pass
-
     def watch(self, board) -> None:
+        self.board = board
+
+    def check(self, step, board) -> None:
         pass
 
-    def failures(self, step, board) -> None:
+    def publish(self) -> None:
         pass
 
-    def compared(self, step, agreement) -> None:
+    async def collect(self, step) -> list:
+        return []
+
+    def log_agreement(self, step, agreement) -> None:
         assert agreement.metrics["training/rollout_log_probs_diff_max"] == 0
 
-    def validated(self, step, board) -> None:
+    def log_validation(self, step, board) -> None:
         assert all(sample.reward is not None for sample in board.samples.values())
 
-    async def finish(self, step, board) -> list:
+    def log_step(self, step, board, spans) -> None:
         """A step is over: everything in it happened as often as it should."""
         assert not any(rollout.held for rollout in self.rollouts)
         config, kept, whole = self.scene.config(), board.kept(), {sample.id for sample in board.whole()}
@@ -241,7 +258,6 @@ class World:
         self.learned.append(kept)
         self.staleness += [step - 1 - s.response.weight_version for g in kept for s in g.samples]
         self.experience.prepared, self.experience.completed = Counter(), 0
-        return []
 
     def _chosen(self, board) -> set[int]:
         """Groups that the step should learn from."""
@@ -256,14 +272,6 @@ class World:
         chosen = {number for number in numbers if id(board.groups[number]) not in left}
         assert len(chosen) == self.scene.batch
         return chosen
-
-
-class Watching(Controller):
-    """Shows its board."""
-
-    def executor(self, board, *arguments):
-        self.board = board
-        return super().executor(board, *arguments)
 
 
 class Watched(Experience):

@@ -143,7 +143,7 @@ class Trainer:
         return {}, scores
 
     async def step(self, model, lengths) -> dict[str, float]:
-        names, board = self.gradients.pop(model), self.world.controller.board
+        names, board = self.gradients.pop(model), self.world.board
         assert len(set(names)) == len(names)
         assert sorted(lengths) == sorted(len(board.samples[name].response.token_ids) for name in names)
         with self._working(None, "step"):

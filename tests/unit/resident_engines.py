@@ -15,14 +15,12 @@ from pathlib import Path
 from playing import World
 from random_engines import Rollout, Trainer
 
-from rlfuse.cluster.stopping import Stopped
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
-from rlfuse.observe.journal import due
 from rlfuse.planning.residency import Ledger
 from rlfuse.protocols import PARTS
-from rlfuse.run.build import start_parts
+from rlfuse.run.starting import start_parts
 
 BUCKETS = [["embedding"], ["layer"]]
 
@@ -213,11 +211,10 @@ class ResidentWorld(World):
         self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
         self.not_saved: list[int] = []
-        self.now = 0
 
     async def run(self):
         starts = [rollout.start for rollout in self.rollouts]
-        await start_parts("cuda", self.trainer.start, None, starts, self.pass_time)
+        await start_parts("cuda", trainer=self.trainer.start, engines=starts, rewards=[self.pass_time])
         await super().run()
 
     def config(self):
@@ -237,13 +234,13 @@ class ResidentWorld(World):
         await self.weights.restart_engine(slot)
         self.renewed += 1
 
-    # The journal
+    # Checkpoints
 
     @property
-    def leaving(self):
-        return 0 < self.told <= self.now
+    def step(self):
+        return max(self.saved, default=0)
 
-    async def checkpoint(self, step):
+    async def write(self, step):
         try:
             await self.trainer.save(Path(f"global_step_{step}"))
         except NotSaved:
@@ -251,12 +248,7 @@ class ResidentWorld(World):
         else:
             self.saved.append(step)
 
-    async def finish(self, step, board):
-        self.now = step
-        return await super().finish(step, board)
-
-    async def leave_if_told(self, step, checkpoint):
-        if self.leaving and not due(0, step, self.scene.steps):
-            if step not in self.saved:
-                await checkpoint(step)
-            raise Stopped(f"step {step}", signal.SIGTERM)
+    def log_step(self, step, board, spans):
+        super().log_step(step, board, spans)
+        if step == self.told:
+            self.stopping.by = signal.SIGTERM

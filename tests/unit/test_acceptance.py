@@ -116,9 +116,9 @@ def test_epochs_are_judged_once_the_data_is_there(config):
     job = open_job(changed(by_epochs, trainer__total_epochs=2))
     before = (job.folder / "config.yaml").read_text()
     with pytest.raises(NothingToDo, match="is after step 4 already, and 3 are asked for"):
-        job.journal(3)
+        job.begin(3)
     assert (job.folder / "config.yaml").read_text() == before
-    job.journal(8).close()
+    job.begin(8).close()
     assert yaml.safe_load((job.folder / "config.yaml").read_text())["trainer"]["total_epochs"] == 2
 
 
@@ -173,7 +173,7 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     assert "  take effect, but before and after are then no longer one experiment:\n    data.train_batch_size" in said
     assert "start another run: rlfuse train ... trainer.experiment_name=mine-2" in said
     assert not (folder / "changes.jsonl").exists()
-    job.journal(4).close()
+    job.begin(4).close()
     rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
     assert rows == [
         {"step": 2, "key": "data.train_batch_size", "was": 64, "is": 32},
@@ -185,10 +185,10 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
 
 def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_dropped(config):
     folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
-    open_job(faster).journal(8).close()
+    open_job(faster).begin(8).close()
     leave(faster, 4, state="stopped")
     slow = changed(faster, actor__optim__lr=1e-9)
-    open_job(slow).journal(8).close()
+    open_job(slow).begin(8).close()
 
     def noted():
         rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
@@ -199,7 +199,7 @@ def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_
     assert accept(changed(faster, **back)).changes == ()
     [change] = accept(changed(slow, **back)).changes
     assert (change.was, change.now) == (1e-3, 1e-9), "though config.yaml has it"
-    open_job(changed(faster, **back)).journal(8).close()
+    open_job(changed(faster, **back)).begin(8).close()
     assert noted() == [(2, 1e-6, 1e-3)]
 
 
@@ -209,7 +209,7 @@ def test_settings_that_could_not_be_compared_are_told_once(config, capsys):
     job = open_job(config)
     told = f"{folder} has no config.yaml that can be read"
     assert capsys.readouterr().out.count(told) == 1
-    job.journal(4).close()
+    job.begin(4).close()
     assert told not in accept(config).told
 
 
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_joined(config, untouched):
             accept(config)
         late = dataclasses.replace(job, folder=folder)  # accepted before the other began
         with pytest.raises(RunRefused):
-            late.journal(4)
+            late.begin(4)
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -293,7 +293,7 @@ def test_of_two_that_begin_at_once_one_does(config):
     def begin(job):
         both.wait()
         try:
-            job.journal(4)
+            job.begin(4)
             told.put("begun")
         except RunRefused as error:
             told.put("goes on" if "a run that goes on" in str(error) else str(error))

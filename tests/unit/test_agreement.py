@@ -9,11 +9,11 @@ import pytest
 from rlfuse.config.schema import Config
 from rlfuse.engines.agreement import SAMPLES, compare
 from rlfuse.errors import EngineError, EngineLost
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
-from rlfuse.protocols import Engines, Sampling
+from rlfuse.protocols import Engines, NoClips, Sampling
 from rlfuse.samples import Prompt, Response, make_groups
-from rlfuse.step.controller import Controller
+from rlfuse.step.groups import GroupSource
 
 SAMPLING = Sampling(1.0, 1.0, -1, 5)
 
@@ -81,16 +81,15 @@ class Clips:
     def __init__(self, broken):
         self.broken, self.seen = broken, []
 
-    async def show(self, groups, holder, judge=True):
-        assert not judge, "one bad clip of one would end the run"
+    async def encode(self, groups, holder, check_failures=True):
+        assert not check_failures, "one bad clip of one would end the run"
         self.seen += [group.prompt.index for group in groups]
         return [group for group in groups if group.prompt.index not in self.broken]
 
 
-def controller_of(prompts, clips, said):
-    journal = SimpleNamespace(recorder=None, say=said.append)
+def groups_of(prompts, clips, said):
     engines, source = Engines([None, None], None, None, None, clips), SimpleNamespace(prompts=prompts)
-    return Controller(Config(), engines, None, None, source, (), journal, None, None, 1)
+    return GroupSource(config=Config(), engines=engines, prompts=source, selection=None, recorder=None, say=said.append)
 
 
 async def test_the_prompt_that_tells_most_is_compared():
@@ -99,26 +98,26 @@ async def test_the_prompt_that_tells_most_is_compared():
 
     prompts = [prompt(0, 10, False), prompt(1, 2000, False), prompt(2, 9000, True), prompt(3, 80, True)]
     clips, said = Clips({3}), []
-    group = await controller_of(prompts, clips, said).comparable(0)
+    group = await groups_of(prompts, clips, said).comparison(0)
     assert clips.seen == [3, 2] and group.prompt.index == 2 and len(group.samples) == 2 * SAMPLES
-    assert await controller_of(prompts[2:], Clips({2, 3}), said).comparable(0) is None
+    assert await groups_of(prompts[2:], Clips({2, 3}), said).comparison(0) is None
     assert "not compared" in said[0]
-    assert (await controller_of(prompts[:2], None, said).comparable(0)).prompt.index == 1, "windows slide within it"
+    assert (await groups_of(prompts[:2], NoClips(), said).comparison(0)).prompt.index == 1, "windows slide within it"
 
 
 async def test_a_run_whose_engines_disagree_stops_or_is_labelled(tmp_path, capsys):
     config = Config()
     config.model.dtype, config.trainer.logger = "float32", ["console"]
-    journal = Journal(config, {}, tmp_path, total_steps=1, start=0)
+    metrics = RunLog(config, {}, tmp_path, total_steps=1, start=0).metrics
     found, _ = await agreement(0.0, -0.25)
     with pytest.raises(EngineError, match=r"-1.25 by rollout/1, -1 by the trainer.*float32.*rollout.on_mismatch=alert"):
-        journal.compared(0, found)
+        metrics.log_agreement(0, found)
     config.rollout.on_mismatch = "alert"
-    journal.compared(0, found)
+    metrics.log_agreement(0, found)
     assert "engine and trainer disagree" in capsys.readouterr().out
-    labels = [journal.label({}), Journal(config, {}, tmp_path, 1, 0).label({})]
+    labels = [metrics.label({}), RunLog(config, {}, tmp_path, 1, 0).metrics.label({})]
     assert labels == ["mismatched", "exact"]
-    assert Journal(config, {}, tmp_path, 1, 0).label(found.metrics) == "mismatched", "a step that shows it"
+    assert RunLog(config, {}, tmp_path, 1, 0).metrics.label(found.metrics) == "mismatched", "a step that shows it"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "fusion/mismatched": 1.0}) + "\n")
     assert summarise(tmp_path, config, 1.0)["label"] == "mismatched"
     assert "exact" not in capsys.readouterr().out

@@ -35,7 +35,7 @@ def model_in(folder, weights=WEIGHTS, layers=2):
 
 def begun(config, *steps):  # noqa: F811
     """The folder of a run that began and was stopped after the last of these steps, at each of which it was saved."""
-    open_job(config).journal(8).close()
+    open_job(config).begin(8).close()
     leave(config, 0, state="stopped", rows=False)
     return saved(config, *steps)
 
@@ -65,7 +65,7 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     first = recorded(folder)[0]["sha256"][:12]
     assert f"    {reward}  {first} -> " in said and "edited: another reward: values before and after can't be" in said
     assert "no longer one experiment" in said and "another run: rlfuse train ... trainer.experiment_name=mine-2" in said
-    job.journal(8).close()
+    job.begin(8).close()
     assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
     assert accept(config).told == "", "said once"
 
@@ -94,12 +94,12 @@ def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, rewa
 def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     first, folder = reward.read_text(), begun(config, 2, 4)
     reward.write_text(first.replace("1.0", "2.0"))
-    open_job(config).journal(8).close()
+    open_job(config).begin(8).close()
     back = changed(config, trainer__resume_mode=str(folder / "global_step_2"))
     assert "edited" in accept(back).told
     reward.write_text(first)
     assert accept(back).told == "" and "edited" in accept(config).told
-    open_job(back).journal(8).close()
+    open_job(back).begin(8).close()
     assert [row["step"] for row in recorded(folder)] == [0], "of the steps that are abandoned nothing is left"
 
 
@@ -122,7 +122,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
     [change] = accepted.changes
     assert (change.key, change.effect) == (f"{key}.path", Effect.BESIDE)
     assert f"{key}.path" in accepted.told and "moved, or copied: the same config.json and weights of" in accepted.told
-    open_job(moved).journal(8).close()
+    open_job(moved).begin(8).close()
     assert accept(moved).told == ""
     others = {
         "further": {"weights": WEIGHTS[:-1] + b"x"},

@@ -11,8 +11,11 @@ from rlfuse.errors import NotWritten, RewardError
 from rlfuse.events import Span, read_events
 from rlfuse.files import RowFile
 from rlfuse.observe.alerts import Alert
-from rlfuse.observe.journal import Journal, due
+from rlfuse.observe.loggers import Loggers
+from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics, sample_row
+from rlfuse.progress import due
+from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
@@ -49,39 +52,34 @@ def board_of(samples):
 @pytest.fixture
 def told(monkeypatch):
     sink = Told()
-    monkeypatch.setattr("rlfuse.observe.journal.sinks", lambda *_: [sink])
+    monkeypatch.setattr("rlfuse.observe.loggers.sinks", lambda *_: [sink])
     return sink
 
 
-def journal_in(folder, start=0, timeline_freq=2, metrics=()):
+def log_in(folder, start=0, timeline_freq=2, metrics=()):
     config = Config()
     config.trainer.metrics = list(metrics)
     config.trainer.logger, config.trainer.log_samples, config.trainer.timeline_freq = [], 2, timeline_freq
-    config.trainer.max_ckpt_to_keep, config.reward.max_failure_rate = 1, 0.5
-    journal = Journal(config, {}, folder, total_steps=3, start=start)
-
-    async def save(partial):
-        (partial / "weights").write_text("w")
-
-    journal.attach([], save, lambda _: {"prompts": {"epoch": 0}}, {})
-    return journal
+    config.reward.max_failure_rate = 0.5
+    return RunLog(config, {}, folder, total_steps=3, start=start)
 
 
-async def run_step(journal, step, rewards):
+async def run_step(log, step, rewards):
+    journal = log.journal
     with journal.recorder.span("step", step=step) as span:
         journal.recorder.add(Span("gen", "driver", span.start, span.start + 1e-3, step, attributes={"slot": 0}))
         decode = {"batch": 3, "context": 9}
         journal.recorder.add(Span("decode", "rollout/0", span.start, span.start + 1e-3, step, attributes=decode))
     samples = [finished(step, number, reward) for number, reward in enumerate(rewards)]
-    await journal.finish(step, board_of(samples))
+    log.metrics.log_step(step, board_of(samples), await journal.collect(step))
 
 
 async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsys):
-    journal = journal_in(tmp_path)
+    log = log_in(tmp_path)
     for step in (1, 2, 3):
-        journal.note({"actor/ppo_kl": 0.5})
-        await run_step(journal, step, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out")])
-    journal.close(ValueError("the end"))
+        log.metrics.note({"actor/ppo_kl": 0.5})
+        await run_step(log, step, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out")])
+    log.close(ValueError("the end"))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [values for _, values in told.of("log")] == [{k: v for k, v in row.items() if k != "step"} for row in rows]
     assert rows[0]["reward/failure_rate"] == pytest.approx(1 / 3) and rows[0]["busy/generate"] > 0
@@ -98,20 +96,20 @@ async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsy
 
 
 async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, tmp_path):
-    journal = journal_in(tmp_path, timeline_freq=0)
+    log = log_in(tmp_path, timeline_freq=0)
     for step in (1, 2):
-        journal.note({"actor/ppo_kl": 0.5})
-        await run_step(journal, step, [Reward(1.0)])
-    journal.close()
-    journal = journal_in(tmp_path, start=1, timeline_freq=0)
+        log.metrics.note({"actor/ppo_kl": 0.5})
+        await run_step(log, step, [Reward(1.0)])
+    log.close()
+    log = log_in(tmp_path, start=1, timeline_freq=0)
     assert [row["step"] for name in ("metrics", "samples") for row in read_metrics(tmp_path / f"{name}.jsonl")] == [
         1,
         1,
     ]
-    journal.note({"actor/ppo_kl": 0.5})
-    await run_step(journal, 2, [Reward(1.0)])
+    log.metrics.note({"actor/ppo_kl": 0.5})
+    await run_step(log, 2, [Reward(1.0)])
     assert [step for step, _ in told.of("alert")] == [1]
-    journal.close()
+    log.close()
 
 
 def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
@@ -120,11 +118,11 @@ def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
         samples = [finished(step + 1, number, reward) for number, reward in enumerate(rewards)]
         return SimpleNamespace(groups=[Group(samples[0].prompt, samples)])
 
-    journal = journal_in(tmp_path, timeline_freq=0)
-    journal.config.trainer.log_val_generations = 2
+    log = log_in(tmp_path, timeline_freq=0)
+    log.metrics.config.trainer.log_val_generations = 2
     for step in (0, 2):
-        journal.validated(step, board(step))
-    journal.close()
+        log.metrics.log_validation(step, board(step))
+    log.close()
     rows = read_metrics(tmp_path / "validation.jsonl")
     assert [(row["step"], row["reward"], row["note"]) for row in rows] == [
         (0, 0.0, None),
@@ -134,9 +132,9 @@ def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
     ]
     shown = [(row | {"step": step}, name) for step, part, name in told.of("samples") for row in part]
     assert shown == [(row, "val/generations") for row in rows]
-    journal_in(tmp_path, start=1, timeline_freq=0).close()
+    log_in(tmp_path, start=1, timeline_freq=0).close()
     assert read_metrics(tmp_path / "validation.jsonl") == rows[:2]
-    journal_in(tmp_path, timeline_freq=0).close()
+    log_in(tmp_path, timeline_freq=0).close()
     assert read_metrics(tmp_path / "validation.jsonl") == []
 
 
@@ -181,11 +179,17 @@ async def go_on(folder):
     """As a run of two steps, which saves each and keeps one checkpoint, does from where it left off. That step."""
     checkpoint = checkpoints.find(folder, "auto")
     start = checkpoints.read_state(checkpoint)["step"] if checkpoint else 0
-    journal = journal_in(folder, start, timeline_freq=0)
+    log = log_in(folder, start, timeline_freq=0)
+
+    async def save(partial):
+        (partial / "weights").write_text("w")
+
+    checkpointing = Checkpointing(log, start=start, keep=1, save=save, state=lambda _: {})
     for step in range(start + 1, 3):
-        await journal.checkpoint(step)
-        await run_step(journal, step, [Reward(1.0), Reward(0.0)])
-    journal.close()
+        await checkpointing.write(step)
+        await run_step(log, step, [Reward(1.0), Reward(0.0)])
+        checkpointing.publish()
+    log.close()
     return start
 
 
@@ -229,12 +233,12 @@ async def test_rows_are_on_the_disk_before_a_checkpoint_counts(told, tmp_path, m
 
 
 async def test_failures_are_told_once_and_of_their_step(told, tmp_path):
-    journal = journal_in(tmp_path)
+    log = log_in(tmp_path)
     board = board_of([finished(4, 0, Reward(1.0)), finished(4, 1, RewardFailure("judge", "timed out"))])
     board.purpose = "training"
-    journal.failures(4, board)
-    journal.failures(4, board)
-    journal.close()
+    log.failures.check(4, board)
+    log.failures.check(4, board)
+    log.close()
     [(step, rows)] = told.of("reward_failures")
     assert step == 4 and [row["message"] for row in rows] == ["timed out"]
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 1
@@ -242,46 +246,46 @@ async def test_failures_are_told_once_and_of_their_step(told, tmp_path):
 
 async def test_a_reward_that_raises_is_told_once_whether_the_run_goes_on_or_stops(told, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(Journal, "say", lambda _, text: said.append(text))
+    monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
     failed = RewardFailure("f", "ValueError: boom", "Traceback (most recent call last):\n  x.py\nValueError: boom")
-    journal = journal_in(tmp_path)  # of whose samples half may fail
+    log = log_in(tmp_path)  # of whose samples half may fail
     some, all_of_them = (
         board_of([finished(1, 0, Reward(1.0)), finished(1, 1, failed)]),
         board_of([finished(2, 0, failed)]),
     )
     some.purpose = all_of_them.purpose = "training"
-    journal.failures(1, some)
+    log.failures.check(1, some)
     assert "".join(said).count("ValueError: boom") == 1
     said.clear()
     with pytest.raises(RewardError) as error:
-        journal.failures(2, all_of_them)
-    journal.close()
+        log.failures.check(2, all_of_them)
+    log.close()
     assert said == [] and str(error.value).count("ValueError: boom") == 1 and "max_failure_rate" in str(error.value)
 
 
 async def test_every_sink_is_closed_where_the_disk_is_full(told, tmp_path, monkeypatch):
-    journal = journal_in(tmp_path)
-    journal.recorder.add(Span("gen", "driver", 0, 1))
+    log = log_in(tmp_path)
+    log.journal.recorder.add(Span("gen", "driver", 0, 1))
     full = NotWritten("events.jsonl: 9 bytes could not be added")
     monkeypatch.setattr(RowFile, "append", lambda *_: (_ for _ in ()).throw(full))
-    journal.close(full)
+    log.close(full)
     assert told.of("failure") == [("run", f"NotWritten: {full}")] and told.calls[-1] == ("close", 1)
-    journal = journal_in(tmp_path)
-    journal.recorder.add(Span("gen", "driver", 0, 1))
+    log = log_in(tmp_path)
+    log.journal.recorder.add(Span("gen", "driver", 0, 1))
     with pytest.raises(NotWritten):
-        journal.close()
+        log.close()
     assert told.calls[-1] == ("close", 0)
 
 
 async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(Journal, "say", lambda _, text: said.append(text))
-    journal = journal_in(tmp_path, timeline_freq=0)
+    monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
+    log = log_in(tmp_path, timeline_freq=0)
     lost = SimpleNamespace(log=lambda *_: (_ for _ in ()).throw(ConnectionResetError("Connection lost")))
-    journal._sinks.insert(0, lost)
+    log.loggers._sinks.insert(0, lost)
     for step in (1, 2):
-        await run_step(journal, step, [Reward(1.0)])
-    journal.close()
+        await run_step(log, step, [Reward(1.0)])
+    log.close()
     assert [step for step, _ in told.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     (left_out,) = (text for text in said if "Connection lost" in text)
     assert left_out.startswith("SimpleNamespace takes nothing more, the run folder has all: ConnectionResetError")

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_journal import finished, journal_in, run_step, told  # noqa: F401
+from test_journal import finished, log_in, run_step, told  # noqa: F401
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
@@ -65,12 +65,12 @@ async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(told, write, 
     write("def share(samples): return {'right': sum(s.reward or 0 for s in samples) / len(samples)}\n"
           "def count(samples): return len(samples)\n")  # fmt: skip
     (tmp_path / "run").mkdir()
-    journal, said = journal_in(tmp_path / "run", timeline_freq=0, metrics=["mine.py:share", "mine.py:count"]), []
-    monkeypatch.setattr(journal._terminal, "say", said.append)
+    log, said = log_in(tmp_path / "run", timeline_freq=0, metrics=["mine.py:share", "mine.py:count"]), []
+    monkeypatch.setattr(log.loggers.terminal, "say", said.append)
     held_out = samples(Reward(1.0), Reward(1.0))
-    journal.validated(0, SimpleNamespace(groups=[Group(held_out[0].prompt, held_out)]))
-    await run_step(journal, 1, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"), Reward(0.0)])
-    journal.close()
+    log.metrics.log_validation(0, SimpleNamespace(groups=[Group(held_out[0].prompt, held_out)]))
+    await run_step(log, 1, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"), Reward(0.0)])
+    log.close()
     before, first = read_metrics(tmp_path / "run/metrics.jsonl")
     assert (before["val-custom/share/right"], before["val-custom/count"]) == (1.0, 2.0)
     assert (first["custom/share/right"], first["custom/count"]) == (0.25, 4.0)
@@ -149,7 +149,7 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, name, says):
 def test_a_file_that_fails_ends_the_job_before_its_run_has_a_file(write, tmp_path):
     write("def f(samples): ...\n1 / 0\n")
     with pytest.raises(ConfigError, match=r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"):
-        journal_in(tmp_path / "run", metrics=["mine.py:f"])
+        log_in(tmp_path / "run", metrics=["mine.py:f"])
     assert not list(tmp_path.glob("run/*"))
 
 

@@ -79,7 +79,7 @@ def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
         raise ValueError("a defect")
 
     with pytest.raises(ValueError, match="a defect"):
-        job.carry_out(fail(), job.journal(8))
+        job.carry_out(fail(), job.begin(8))
     assert capsys.readouterr().out.splitlines()[-1] == f"logs: {job.folder}/logs"
     assert (job.folder / "logs" / "trainer-0.log").read_text() == "words to http://***@host\n"
 

@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
     def attempt(job):
         seen.append(state := status.read(job.folder))
         assert state is None or state.now == "running"
-        job.carry_out(work(), job.journal(8))
+        job.carry_out(work(), job.begin(8))
         assert status.read(job.folder).state == "running", "those who look on read the summary first"
         return job.folder
 
@@ -82,12 +82,12 @@ def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
 
 def test_a_run_that_fails_before_its_work_says_so_and_draws_nothing_more(config, monkeypatch):
     def attempt(job):
-        job.journal(8)
+        job.begin(8)
 
     def refused(*_):
         raise RuntimeError("no key for wandb")
 
-    monkeypatch.setattr("rlfuse.observe.journal.sinks", refused)
+    monkeypatch.setattr("rlfuse.observe.loggers.sinks", refused)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no key"):
         recovered(config, attempt)
@@ -118,7 +118,7 @@ def test_who_goes_back_is_told_which_checkpoints_go(config, capsys):
     config.trainer.logger = ["console"]
     for resume_mode in (str(config.run_folder / "global_step_2"), "auto"):
         config.trainer.resume_mode = resume_mode
-        open_job(config).journal(8).close()
+        open_job(config).begin(8).close()
         said = capsys.readouterr().out
         told = f"global_step_4, global_step_6 in {config.run_folder} go once a checkpoint is whole: the run goes on"
         assert (told in said) == (resume_mode != "auto")

@@ -15,7 +15,7 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
-from rlfuse.run.build import start_parts
+from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
@@ -127,15 +127,17 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
             order.append(f"leave {slot}")
 
     engines = [start("engine 0", 7), start("engine 1", 8)]
-    parts = {"ranks": start("ranks", (Ranks(), {})), "towers": start("towers"), "rewards": start("rewards")}
-    (_, facts), found = await start_parts("cuda", parts["ranks"], parts["towers"], engines, parts["rewards"])
-    assert facts == {} and found == [7, 8]
+    ranks, rewards = start("ranks", (Ranks(), {})), [start("rewards")]
+    gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=[start("towers")], rewards=rewards)
+    assert gpu.trainer_facts == {} and gpu.engine_facts == [7, 8]
     began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
     assert order == [*began, "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
-    (_, _), found = await start_parts("cpu", parts["ranks"], None, engines, parts["rewards"])
-    assert found == [7, 8] and order[:4] == [f"{name} begins" for name in ("ranks", "engine 0", "engine 1", "rewards")]
+    cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
+    assert cpu.engine_facts == [7, 8] and order[:4] == [
+        f"{name} begins" for name in ("ranks", "engine 0", "engine 1", "rewards")
+    ]
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():

@@ -15,8 +15,8 @@ from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
-from rlfuse.run.build import updates
 from rlfuse.run.job import Job
+from rlfuse.run.wiring import updates
 
 STEPS = 4
 KINDS = [(TrainerRank, 0, "float32"), (TrainerRank, 0, "bfloat16"), (TrainerRank, 1, "bfloat16")]

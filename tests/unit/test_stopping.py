@@ -12,9 +12,10 @@ from rlfuse.cluster import stopping
 from rlfuse.cluster.stopping import ONCE_S, Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.run.reward_model import _steps
+from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.reward_model import Training
 from rlfuse.run_folder import checkpoints
 from rlfuse.train import reported
 
@@ -160,19 +161,26 @@ class Learner:
 async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
     config = Config()
     config.trainer.logger = []
-    journal = Journal(config, {}, tmp_path, total_steps=5, start=0)
+    log = RunLog(config, {}, tmp_path, total_steps=5, start=0)
 
     async def save(folder):
         (folder / "weights").write_text("w")
 
-    journal.attach([], save, lambda _: {}, {})
     source = SimpleNamespace(epoch=0, next_batch=list)
+    training = Training(
+        config=config,
+        trainer=Learner(),
+        source=source,
+        held_out=[],
+        log=log,
+        checkpointing=Checkpointing(log, start=0, keep=None, save=save, state=lambda _: {}),
+    )
     default = signal.signal(SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(Stopped, match="Ctrl-C: the run left after step 2, which is saved"):
-            await journal.stopping.listen_during(_steps(Learner(), source, [], journal, 0))
+            await log.stopping.listen_during(training.run(0))
     finally:
         signal.signal(SIGINT, default)
-        journal.close()
+        log.close()
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_2"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

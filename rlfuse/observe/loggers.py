@@ -1,0 +1,63 @@
+"""Whoever is told what goes on: the person at the terminal, and wandb and TensorBoard as trainer.logger names them.
+
+Role: the parts of a run's log tell; nothing is computed here, and nothing told here is the only record of it: the run
+folder has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden_text
+from rlfuse.events import Recorder
+from rlfuse.observe.alerts import Alert
+from rlfuse.observe.sinks import Sink, sinks
+from rlfuse.observe.terminal import Terminal
+
+
+class Loggers:
+    """Of a run that goes on after the step `start`; `recorder`: the driver's, for the live view."""
+
+    def __init__(
+        self, config: Config, resolved: dict[str, Any], folder: Path, total_steps: int, start: int, recorder: Recorder
+    ):
+        self._sinks = sinks(config, resolved, folder, start > 0)
+        # Last: it draws and has a thread, which nobody would end if a sink could not be made.
+        self.terminal = Terminal(config, total_steps, start, recorder, folder)
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        self.terminal.say(hidden_text(text))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A step's scalars, for every sink; the terminal has a line of its own for a step."""
+        self.tell(lambda sink: sink.log(step, dict(values)))
+
+    def alert(self, step: int, alert: Alert) -> None:
+        """For a person, at the terminal and wherever the curves are."""
+        self.say(f"step {step}: {alert.title}: {alert.text}")
+        self.tell(lambda sink: sink.alert(step, alert))
+
+    def tell(self, told: Callable[[Sink], None]) -> None:
+        """Tell every sink; one that fails (its process ended, its disk is full) is left out from then on."""
+        for sink in list(self._sinks):
+            try:
+                told(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                name = type(sink).__name__
+                self.say(f"{name} takes nothing more, the run folder has all: {type(error).__name__}: {error}")
+
+    def close(self, error: BaseException | None) -> None:
+        """Close all; an error is told to each sink before."""
+        if error is not None:
+            text = hidden_text(f"{type(error).__name__}: {error}")
+            self.tell(lambda sink: sink.failure("run", text))
+        with ExitStack() as closing:  # all of them, whichever fails
+            for sink in self._sinks:
+                closing.callback(sink.close, exit_code=int(error is not None))
+            closing.callback(self.terminal.close)

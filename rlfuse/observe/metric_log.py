@@ -1,0 +1,192 @@
+"""The scalars of a run: worked out once a step, for `metrics.jsonl`, terminal, wandb, and alerts to be judged on.
+
+Role: the controller notes what a step taught it and has `log_step` close the step; reward models have `log`. Nothing
+is measured here: seconds come from spans, rewards from samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlfuse.algorithms.corrections import BOUNDS
+from rlfuse.config.schema import Config
+from rlfuse.engines.agreement import Agreement
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.selection import MISMATCHED, label
+from rlfuse.observe import metrics as figures
+from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
+from rlfuse.observe.drawing import Drawing
+from rlfuse.observe.faults import fault_metrics
+from rlfuse.observe.idle import account
+from rlfuse.observe.journal import Journal
+from rlfuse.observe.loggers import Loggers
+from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
+from rlfuse.observe.sample_log import SampleLog
+from rlfuse.observe.tracking import StepFile, read_metrics
+from rlfuse.progress import due
+
+
+class MetricLog:
+    """Of a run that goes on after the step `start`."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        total_steps: int,
+        start: int,
+        journal: Journal,
+        samples: SampleLog,
+        loggers: Loggers,
+        drawing: Drawing,
+        own_metrics: OwnMetrics,
+    ):
+        self.config, self.folder, self.total_steps = config, folder, total_steps
+        self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
+        self._own_metrics = own_metrics
+        self.facts: Mapping[str, Any] = {}
+        """Of the engines, once they stand."""
+        self.epoch: Callable[[], int] = lambda: 0
+        """How often the data was passed, once there are some."""
+        self._accounted = time.time()
+        self._notes: dict[str, list[float]] = defaultdict(list)
+        self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
+        rollout = config.rollout
+        drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p)
+        self._bound = bound_in_steps(config.model.dtype, *drawn)
+        self._disagreed = False
+        self._alerts = Alerts(config.alerts, rollout.n, self._bound)
+        self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
+        for name, value in values.items():
+            self._notes[name].append(value)
+
+    def watch(self, board: Board) -> None:
+        """What is being worked on from now on, for those who look on."""
+        self.loggers.terminal.board = board
+
+    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
+        """Close the step: its scalars and samples to the run folder and the loggers."""
+        self._log(step, self._scalars(step, board, spans))
+        self.samples.log_step(step, board.whole())
+        if due(self.config.trainer.timeline_freq, step, self.total_steps):
+            path = self.folder / "timelines" / f"step_{step}.png"
+            events = (self.journal.path, *self.journal.last_step)
+            self.draw(step, "timeline", path, "rlfuse.simulate.picture:draw_step", *events, self.config.fusion.policy)
+        self._notes.clear()
+
+    def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
+        """Close a step that has no samples, of these scalars and what its spans tell."""
+        tokens = sum(span.tokens for span in spans if span.kind == "forward")
+        found = figures.time_metrics(spans, {"step": tokens}, self.config.slots) | figures.memory_metrics(spans)
+        self._log(step, {**values, **found, **fault_metrics(self.journal.faults)})
+
+    def log_validation(self, step: int, board: Board) -> None:
+        """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
+        answers = [sample for group in board.groups for sample in group.samples]
+        values = figures.validation_metrics(board.groups) | self._own_metrics.of(answers, HELD_OUT)
+        main = {name: value for name, value in values.items() if name.startswith(("val-core", HELD_OUT))}
+        self.loggers.say("validation  " + "  ".join(f"{name} {value:.3f}" for name, value in main.items()))
+        if step:
+            self.note(values)
+        else:
+            self._write(0, values)
+        self.samples.log_validation(step, answers)
+
+    def log_agreement(self, step: int, agreement: Agreement) -> None:
+        """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
+        dtype = self.config.model.dtype
+        bound = BOUNDS[dtype]
+        if not bound.broken_by(agreement.metrics):
+            self.loggers.say(agreement.text)
+            return
+        text = (
+            f"{agreement.text}. With model.dtype={dtype} at most {bound.most:g} ({bound.mean:g} in the mean) is "
+            "rounding: the engines don't compute the model that is trained. rlfuse/engines/FAMILIES.md says which "
+            "families agree"
+        )
+        if self.config.rollout.on_mismatch == "stop":
+            raise EngineError(f"{text}; rollout.on_mismatch=alert goes on all the same, and the run is then labelled.")
+        self._disagreed = True
+        self.loggers.alert(step, Alert("engine and trainer disagree", text))
+
+    def draw(self, step: int, name: str, path: Path, target: str, *arguments: Any) -> None:
+        """Have `target` ("module:function") draw `path` from the arguments; the sinks are told once it is there."""
+
+        def tell() -> None:
+            if path.exists():
+                self.loggers.tell(lambda sink: sink.picture(step, name, path))
+
+        self.drawing.ask(str(path), tell, target, path, *arguments)
+
+    def label(self, values: Mapping[str, float]) -> str:
+        """What fusion changes; `MISMATCHED` where this step, or the first weights, show engines with another model."""
+        if self._disagreed or self._bound.broken_by(values):
+            return MISMATCHED
+        return label(self.config.fusion.data, self.config.fusion.tail_speculation)
+
+    def sync(self) -> None:
+        """What is written is on the disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """The file."""
+        self._file.close()
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(step, values)
+        if step:
+            self.loggers.terminal.log(step, values)
+        self.drawing.tell()
+        for alert in self._alerts.check(values):
+            self.loggers.alert(step, alert)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(step, dict(values))
+        self.loggers.log(step, values)
+
+    def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
+        data, slots, kept = self.config.data, self.config.slots, board.kept()
+        width = self.config.rollout.tensor_model_parallel_size
+        values: dict[str, float] = {"training/global_step": step, "training/epoch": self.epoch()}
+        if kept:
+            values |= figures.sample_metrics(
+                kept, self.config.rollout.n, data.max_prompt_length, data.max_response_length, slots
+            )
+        whole = board.whole()
+        responses = sum(len(sample.response.token_ids) for sample in whole)
+        tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in whole))
+        # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
+        values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in whole)
+        values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
+        if self.config.algorithm.filter_groups.max_num_gen_batches:
+            values["train/num_gen_batches"] = board.batches
+        values |= self._own_metrics.of(whole)
+        values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
+        values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
+        values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
+        values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
+        values |= self._account(spans)
+        values |= figures.repetition(spans, board.samples)
+        values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
+        if any(sample.prompt.video is not None for sample in whole):
+            values |= figures.video_metrics(spans)
+        values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
+        values |= fault_metrics(self.journal.faults) | {name: sum(v) / len(v) for name, v in self._notes.items()}
+        return values | {f"fusion/{self.label(values)}": 1.0}
+
+    def _account(self, spans: Sequence[Span]) -> dict[str, float]:
+        """busy/* and idle/* since the last row: start-up, validation and checkpoints are in the row that follows."""
+        start, self._accounted = self._accounted, time.time()
+        width = self.config.rollout.tensor_model_parallel_size
+        return account(spans, start, self._accounted, self.config.slots, width).metrics()

@@ -1,0 +1,97 @@
+"""All that is kept of a run, as parts that are made, synced and closed together.
+
+Role: a job has one `RunLog` from its first line to its end, and hands its parts to the controller by name.
+
+    run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
+                events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
+                reward_failures.jsonl (FailureBudget, where rewards failed)
+                summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
+                global_step_N/
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from rlfuse.cluster.stopping import Stopping
+from rlfuse.config.schema import Config
+from rlfuse.errors import NotWritten
+from rlfuse.observe.drawing import Drawing
+from rlfuse.observe.failures import FailureBudget
+from rlfuse.observe.journal import Journal
+from rlfuse.observe.loggers import Loggers
+from rlfuse.observe.metric_log import MetricLog
+from rlfuse.observe.own_metrics import OwnMetrics
+from rlfuse.observe.sample_log import SampleLog
+from rlfuse.progress import timed
+from rlfuse.protocols import Recorded
+
+DRAWN_S = 60.0
+"""For pictures that are not drawn yet when a run ends."""
+
+
+class RunLog:
+    """Of a run that goes on after the step `start`; `attach` gives it the engines once they stand."""
+
+    def __init__(
+        self,
+        config: Config,
+        resolved: dict[str, Any],
+        folder: Path,
+        total_steps: int,
+        start: int,
+        faults: Counter[str] | None = None,
+    ):
+        """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on."""
+        own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed leaves no trace of a run
+        self.folder, self.total_steps = folder, total_steps
+        self.journal = Journal(folder, Counter() if faults is None else faults)
+        self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
+        self.drawing = Drawing(self.say)
+        self.samples = SampleLog(config, folder, start, self.loggers, self.drawing)
+        self.metrics = MetricLog(
+            config,
+            folder,
+            total_steps,
+            start,
+            journal=self.journal,
+            samples=self.samples,
+            loggers=self.loggers,
+            drawing=self.drawing,
+            own_metrics=own_metrics,
+        )
+        self.failures = FailureBudget(config.reward.max_failure_rate, folder, self.loggers)
+        self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)
+
+    def attach(self, engines: Sequence[Recorded], facts: Mapping[str, Any], epoch: Callable[[], int]) -> None:
+        """The engines whose spans to collect, what is known of them, and how often the data was passed."""
+        self.journal.engines, self.metrics.facts, self.metrics.epoch = engines, facts, epoch
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        self.loggers.say(text)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around what starts: shown while it does, and ticked off with its seconds."""
+        with timed(name, self.say), self.journal.recorder.span("start", cause=name):
+            yield
+
+    def sync(self) -> None:
+        """Every row is on the disk."""
+        for part in (self.journal, self.metrics, self.samples):
+            part.sync()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close every part, whichever fails; what ended the run is told to the loggers before."""
+        with ExitStack() as closing:  # the last first
+            closing.callback(self.loggers.close, error)
+            for part in (self.samples, self.metrics):
+                closing.callback(part.close)
+            closing.callback(self.drawing.close, DRAWN_S)
+            with suppress(NotWritten) if error is not None else nullcontext():  # it may be what the error is about
+                self.journal.close()

@@ -1,0 +1,57 @@
+"""Checkpoints of a run that is under way: written whole or not at all, counted once the step's rows are on disk.
+
+Role: the controller has one written and, after the step is logged, published. Waits for the trainer to write its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rlfuse.errors import NotSaved
+from rlfuse.observe.alerts import Alert
+from rlfuse.observe.run_log import RunLog
+from rlfuse.run_folder import checkpoints
+
+
+class Checkpointing:
+    """`save` writes the models into a folder, `state` is everything else after a step.
+
+    `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        *,
+        start: int,
+        keep: int | None,
+        save: Callable[[Path], Awaitable[None]],
+        state: Callable[[int], dict[str, Any]],
+    ):
+        self._log, self._keep, self._save, self._state = log, keep, save, state
+        self.step = self._written = start
+
+    async def write(self, step: int) -> None:
+        """Write one; `publish` makes it count.
+
+        Where that fails for want of room the run goes on and a person is called. NotSaved where no later one can make
+        up for it: after the last step, or when told to leave.
+        """
+        try:
+            await checkpoints.write(self._log.folder, step, self._state(step), self._save)
+        except NotSaved as error:
+            if step == self._log.total_steps or self._log.stopping.asked:
+                raise
+            text = f"{error} The run goes on, and tries again at the next one."
+            self._log.loggers.alert(step, Alert("no checkpoint", text))
+        else:
+            self._written = step
+
+    def publish(self) -> None:
+        """Runs resume from what was written last; rows of its step are on the disk first, so that none is missing."""
+        if self._written != self.step:
+            self._log.sync()
+            checkpoints.publish(self._log.folder, self._written, self._keep)
+            self.step = self._written

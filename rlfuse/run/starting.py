@@ -1,0 +1,60 @@
+"""Starts the parts of a job: side by side on CPU hosts, one after the other where they share GPUs.
+
+Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.evaluation.answering` those that answer without a trainer of
+weights. Waits for all of them; the first that fails ends the wait, the others are dropped.
+
+vLLM takes a share of the device, refuses where less is free and fails where somebody gives memory back meanwhile, so
+on GPUs ranks have loaded and left before an engine starts, and models of rewards share what engines leave:
+
+    trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+
+class Leaver(Protocol):
+    """Trainer ranks, which give devices up."""
+
+    async def leave_device(self, slot: int) -> None: ...
+
+
+Ranks = TypeVar("Ranks", bound=Leaver)
+Facts = dict[str, Any]
+Start = Callable[[], Awaitable[Any]]
+"""Begins to start something that is ready when what it returns has been awaited."""
+
+
+class Started(NamedTuple):
+    """What stands. On GPUs the engines have the devices, and no rank is on one."""
+
+    trainer: Any
+    trainer_facts: Facts
+    engine_facts: list[Facts]
+
+
+async def start_parts(
+    device: str,
+    *,
+    trainer: Callable[[], Awaitable[tuple[Ranks, Facts]]],
+    engines: Sequence[Callable[[], Awaitable[Facts]]],
+    towers: Sequence[Start] = (),
+    rewards: Sequence[Start] = (),
+) -> Started:
+    """Start all of them, in the order that the device needs."""
+    if device == "cpu":
+        (ranks, facts), *others = await _together(trainer, *engines, *rewards, *towers)
+        return Started(ranks, facts, others[: len(engines)])
+    (ranks, facts), *_ = await _together(trainer, *towers)
+    await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
+    engine_facts = await _together(*engines)
+    await _together(*rewards)
+    return Started(ranks, facts, engine_facts)
+
+
+async def _together(*starts: Start) -> list[Any]:
+    """All results; the first failure ends the wait at once, the others are dropped."""
+    return await asyncio.gather(*(start() for start in starts))

@@ -1,0 +1,147 @@
+"""The controller of a job, wired by name from engines that stand, where its checkpoint left off if there is one.
+
+Role: `rlfuse.run.build` calls `wired` once everything is started. Waits for trainer ranks to read a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.config.schema import Config
+from rlfuse.data.prompts import PromptSource
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Policy, Settings
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.own_policies import found
+from rlfuse.fusion.registry import traits_of
+from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.observe.run_log import RunLog
+from rlfuse.protocols import Engines, Trainer
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.job import Job
+from rlfuse.samples import Prompt
+from rlfuse.simulate.learning import Learning
+from rlfuse.step.advantages import Advantages
+from rlfuse.step.controller import Controller
+from rlfuse.step.groups import GroupSource
+from rlfuse.video.video_model import VideoModel
+
+TOKEN_BYTES = 8
+"""A finished sample holds its token and the engine's log-prob of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a job works on, loaded and checked before anything starts."""
+
+    config: Config
+    """With the paths of what engines and trainers load."""
+    tokenizer: PreTrainedTokenizerBase
+    reward: RewardPool
+    prompts: PromptSource
+    held_out: Sequence[Prompt]
+    video_model: VideoModel | None
+    total_steps: int
+
+
+async def wired(
+    loaded: Loaded, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Mapping[str, Any]
+) -> Controller:
+    """`costs`: what policies go by until the run has measured its own; `facts`: of the trainer, to be logged."""
+    config, prompts, recorder = loaded.config, loaded.prompts, log.journal.recorder
+    experience = Experience(config, loaded.reward.entries)
+    selection = Selection(config.fusion.data, config.fusion.excess, config.data.train_batch_size, prompts)
+    lengths = Lengths(config.data.max_response_length)
+    kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": lengths}
+    kept["rewards"] = experience.normaliser
+    if job.checkpoint is not None:
+        for name, part in kept.items():
+            part.load_state_dict(job.state[name])
+
+    def state(step: int) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in kept.items()} | {"updates": updates(job, step)}
+
+    log.attach(engines.recorded, facts, lambda: prompts.epoch)
+    groups = GroupSource(
+        config=config,
+        engines=engines,
+        prompts=prompts,
+        selection=selection,
+        recorder=recorder,
+        held_out=loaded.held_out,
+        say=log.say,
+    )
+    controller = Controller(
+        config=config,
+        engines=engines,
+        policy=_policy(config, experience, log),
+        groups=groups,
+        advantages=Advantages(
+            experience=experience, groups=groups, metrics=log.metrics, failures=log.failures, recorder=recorder
+        ),
+        tuning=Tuning(costs, lengths, _settings(config, engines.trainer), Learning(config, len(engines.rollout))),
+        journal=log.journal,
+        metrics=log.metrics,
+        checkpoints=_checkpointing(loaded, job, log, engines.trainer, state),
+        stopping=log.stopping,
+        total_steps=loaded.total_steps,
+        say=log.say,
+    )
+    if job.checkpoint is not None:
+        await controller.load(job.checkpoint)
+        log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    return controller
+
+
+def _checkpointing(
+    loaded: Loaded, job: Job, log: RunLog, trainer: Trainer, state: Callable[[int], dict[str, Any]]
+) -> Checkpointing:
+    async def save(folder: Path) -> None:
+        await trainer.save(folder)
+        loaded.tokenizer.save_pretrained(folder / "actor" / "huggingface")
+        if loaded.video_model is not None:
+            await asyncio.to_thread(loaded.video_model.complete, folder / "actor" / "huggingface")
+
+    return Checkpointing(
+        log, start=job.state["step"], keep=loaded.config.trainer.max_ckpt_to_keep, save=save, state=state
+    )
+
+
+def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
+    """The person is told why one that trains early can't."""
+    policy = found(config.fusion.policy)
+    if traits_of(policy).trains_early and (why := experience.why_late()):
+        log.say(why)
+    return policy
+
+
+def _settings(config: Config, trainer: Trainer) -> Settings:
+    """What the configuration decides for policies."""
+    fusion, unlimited = config.fusion, Settings()
+    credit = unlimited.credit_tokens if fusion.credit_mb is None else int(fusion.credit_mb * 2**20 / TOKEN_BYTES)
+    return Settings(
+        credit_samples=fusion.credit_samples or unlimited.credit_samples,
+        credit_tokens=max(1, credit),
+        lockstep=trainer.lockstep,
+        lockstep_backward=trainer.lockstep_backward,
+        pipelined=config.training.pipeline_parallel_size > 1,
+    )
+
+
+def updates(job: Job, step: int) -> int:
+    """Optimizer steps until the end of this step; of the last one that is the length of the learning-rate schedule.
+
+    Before the checkpoint a batch may have had another number of them, so it tells how many there were.
+    """
+    config, before = job.config, job.state["step"]
+    passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    return job.state.get("updates", before * passes) + (step - before) * passes

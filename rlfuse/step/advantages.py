@@ -1,0 +1,60 @@
+"""What follows when samples gain scores: advantages of what is complete, and other groups for those without spread.
+
+Role: the executor of a training step calls `scored` each time, so that groups become trainable while others are still
+generated; of a validation it is `complete` alone. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlfuse.events import Recorder
+from rlfuse.fusion.board import Board
+from rlfuse.step.groups import GroupSource
+from rlfuse.step.protocols import Experience, FailureBudget, Metrics
+
+
+@dataclass(kw_only=True)
+class Advantages:
+    """`experience` computes them; `groups` has more prompts where dynamic sampling needs some."""
+
+    experience: Experience
+    groups: GroupSource
+    metrics: Metrics
+    failures: FailureBudget
+    recorder: Recorder
+    clock: Callable[[], float] = time.monotonic
+
+    def scored(self, board: Board, step: int) -> None:
+        """Samples gained scores: make what is complete trainable; the whole step, when all is scored."""
+        early = [model for model in board.mini_batches if self.experience.early(model)]
+        if complete := board.take_complete():
+            if groups := board.kept(complete):
+                with self.recorder.span("adv", step=step, cause="scored"):
+                    self.experience.prepare(groups)
+            for model in early:
+                board.prepared(model, complete)
+        if self.complete(board, step):
+            with self.recorder.span("adv", step=step, cause="scored"):
+                self.metrics.note(self.experience.complete(board.kept()))
+            for model in set(board.mini_batches) - set(early):
+                board.prepared(model, range(len(board.groups)))
+
+    def complete(self, board: Board, step: int) -> bool:
+        """Whether all is scored, and something is left to train on; RewardError where too many rewards failed.
+
+        With dynamic sampling, groups without spread are replaced first, and so not all is scored any more.
+        """
+        if not board.all_scored:
+            return False
+        self.failures.check(step, board)
+        config = self.groups.config
+        limit, size = config.algorithm.filter_groups.max_num_gen_batches, config.data.train_batch_size
+        if limit and board.mini_batches:
+            board.keep(self.experience.with_spread(board.groups), at_most=size)
+            if len(board.kept()) < size and board.batches < limit:
+                more = self.groups.more(step)
+                board.extend([group for group in more if group.samples[0].id not in board.samples], self.clock())
+        return board.all_scored and bool(board.kept())

@@ -1,0 +1,68 @@
+"""Groups of unfinished samples: of the prompts that a step draws, of held-out prompts, and of one for a comparison.
+
+Role: the controller's source of work. Samples are seeded by their prompt and step, whoever generates them when. Clips
+of prompts are encoded here, and groups whose clip can't be read are left out.
+Waits: for encoders, bounded by their own limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.agreement import SAMPLES, TRIED, telling
+from rlfuse.events import Recorder
+from rlfuse.fusion.selection import Draw, Selection, Source
+from rlfuse.protocols import Engines
+from rlfuse.samples import Group, Prompt, make_groups
+
+
+@dataclass(kw_only=True)
+class GroupSource:
+    """`say` tells the person."""
+
+    config: Config
+    engines: Engines
+    prompts: Source
+    selection: Selection
+    recorder: Recorder
+    held_out: Sequence[Prompt] = ()
+    say: Callable[[str], None] = print
+
+    async def draw(self, step: int) -> Draw:
+        """What the step generates; without groups whose clips can't be encoded."""
+        with self.recorder.span("data", step=step):
+            draw = self.selection.draw(lambda prompts: self.of(prompts, step))
+            groups = await self._encoded(draw.groups, step, "training")
+        among = sum(any(group is kept for kept in groups) for group in draw.groups[: draw.among])
+        return replace(draw, groups=groups, among=among, enough=min(draw.enough, among))
+
+    async def validation(self, step: int) -> list[Group]:
+        """Of the held-out prompts."""
+        groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
+        return await self._encoded(groups, step, "testing")
+
+    async def comparison(self, step: int) -> Group | None:
+        """Of the prompt that tells most, if its clip can be read, else of the next; None if none of `TRIED` can be."""
+        count = SAMPLES * len(self.engines.rollout)
+        for prompt in sorted(self.prompts.prompts, key=telling)[:TRIED]:
+            groups = make_groups([prompt], count, self.config.data.seed, step)
+            if groups := await self.engines.clips.encode(groups, "testing", check_failures=False):
+                return groups[0]
+        self.say(f"engines and trainer are not compared: none of {TRIED} clips can be read")
+        return None
+
+    def more(self, step: int) -> list[Group]:
+        """Of the next batch, for dynamic sampling."""
+        return self.of(self.prompts.next_batch(), step)
+
+    def of(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+        """Unfinished, seeded samples of these prompts."""
+        return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
+
+    async def _encoded(self, groups: list[Group], step: int, holder: str) -> list[Group]:
+        if all(group.prompt.video is None for group in groups):
+            return groups
+        with self.recorder.span("encode_clips", step=step, cause=holder):
+            return await self.engines.clips.encode(groups, holder)

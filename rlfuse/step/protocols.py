@@ -1,0 +1,96 @@
+"""What a step needs beside engines: the algorithm's numbers, and those who keep what happened.
+
+Role: a run's own parts satisfy these, and so do the simulator's stand-ins, so that one controller runs on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rlfuse.engines.agreement import Agreement
+from rlfuse.events import Recorder, Span
+from rlfuse.fusion.board import Board
+from rlfuse.samples import Group
+
+
+class Experience(Protocol):
+    """From scored samples to what the losses read (`rlfuse.algorithms.experience.Experience`)."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of scoring that every sample needs, in the serial order."""
+
+    @property
+    def actor_tensors(self) -> tuple[str, ...]:
+        """Per-token arrays that the actor's loss reads."""
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Of `kinds`, those that may fill the bubbles of pipelines."""
+
+    def early(self, model: str) -> bool:
+        """Whether the model's loss on a group can be computed before other groups are finished."""
+
+    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+        """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Compute what depends on each of these groups alone."""
+
+    def complete(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Compute what is normalised over the batch, all of which is prepared; metrics of it."""
+
+    def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
+        """How far engines and trainer are apart on the step's samples."""
+
+
+class Journal(Protocol):
+    """Keeps every span (`rlfuse.observe.journal.Journal`)."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """The driver's."""
+
+    async def collect(self, step: int) -> list[Span]:
+        """All spans since the last call, of every process."""
+
+
+class Metrics(Protocol):
+    """Keeps the scalars of steps and shows them (`rlfuse.observe.metric_log.MetricLog`)."""
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Scalars of the present step; several of a name are averaged."""
+
+    def watch(self, board: Board) -> None:
+        """This is worked on from now on, for those who look on."""
+
+    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
+        """The step is over."""
+
+    def log_validation(self, step: int, board: Board) -> None:
+        """The held-out prompts of this board are answered and scored."""
+
+    def log_agreement(self, step: int, agreement: Agreement) -> None:
+        """Engines and trainer scored the same tokens. EngineError where they are too far apart to go on."""
+
+
+class FailureBudget(Protocol):
+    """How many rewards may fail (`rlfuse.observe.failures.FailureBudget`)."""
+
+    def check(self, step: int, board: Board) -> None:
+        """Show what newly failed to be scored; RewardError where too much did."""
+
+
+class Checkpoints(Protocol):
+    """Writes checkpoints (`rlfuse.run.checkpointing.Checkpointing`)."""
+
+    @property
+    def step(self) -> int:
+        """The last one that runs resume from."""
+
+    async def write(self, step: int) -> None:
+        """Write one, whole or not at all, from ranks that have the devices. NotSaved if it is the last chance."""
+
+    def publish(self) -> None:
+        """The rows of the step are on disk: what was written counts from now on."""

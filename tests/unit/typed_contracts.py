@@ -1,0 +1,71 @@
+"""Every implementation satisfies its protocol: a type checker looks at this file, nobody runs it (test_types.py)."""
+
+from __future__ import annotations
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
+from rlfuse.engines.rollout.rollout_handle import RolloutHandle
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.engines.weights.sync import WeightPush
+from rlfuse.fusion import selection
+from rlfuse.observe.run_log import RunLog
+from rlfuse.protocols import Clips, RewardScorer, RolloutEngine, Stages, Trainer, WeightSync, WholeModels
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
+from rlfuse.simulate.rollout import SimulatedRollout
+from rlfuse.step import protocols
+from rlfuse.video.step_clips import StepClips
+
+
+def rollout_engines(real: RolloutHandle, simulated: SimulatedRollout) -> list[RolloutEngine]:
+    return [real, simulated]
+
+
+def reward_scorers(real: RewardPool, simulated: SimulatedReward) -> list[RewardScorer]:
+    return [real, simulated]
+
+
+def trainers(whole: TrainerGroup, stages: PipelineTrainer, simulated: SimulatedTrainer) -> list[Trainer]:
+    return [whole, stages, simulated]
+
+
+def whole_models(real: TrainerGroup, simulated: SimulatedTrainer) -> list[WholeModels]:
+    return [real, simulated]
+
+
+def stages(real: PipelineTrainer) -> Stages:
+    return real
+
+
+def weights(real: WeightPush, simulated: SimulatedWeights) -> list[WeightSync]:
+    return [real, simulated]
+
+
+def clips(real: StepClips) -> Clips:
+    return real
+
+
+def prompts(real: PromptSource) -> selection.Source:
+    return real
+
+
+def experience(real: Experience) -> protocols.Experience:
+    return real
+
+
+def journal(log: RunLog) -> protocols.Journal:
+    return log.journal
+
+
+def metrics(log: RunLog) -> protocols.Metrics:
+    return log.metrics
+
+
+def failures(log: RunLog) -> protocols.FailureBudget:
+    return log.failures
+
+
+def checkpoints(real: Checkpointing) -> protocols.Checkpoints:
+    return real

@@ -17,7 +17,7 @@ from rlfuse.errors import WorkerLost
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.step.executor import Executor
+from rlfuse.step.executor import Executor, StepContext
 
 SCORING = {"old_log_prob", "ref", "values"}
 exploring = settings(deadline=None, derandomize=True, max_examples=16)
@@ -91,7 +91,7 @@ def test_only_rlhfuse_and_adaptive_move_samples():
 def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
     def switches(credit):
         settings = replace(job("stream").settings, credit_samples=credit)
-        return play(job("stream", costs=Costs(max_sequences=2, max_tokens=50), settings=settings)).decided["Switch"]
+        return play(job("stream", costs=Costs(max_sequences=2), settings=settings)).decided["Switch"]
 
     assert switches(1) > switches(100)
 
@@ -105,4 +105,4 @@ def test_the_last_engine_is_replaced_within_the_step(policy):
 async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():
     board = SimpleNamespace(mini_batches={"actor": SimpleNamespace(at=1)})
     with pytest.raises(WorkerLost, match="updated the actor already"):
-        await Executor(board, None, None, 1, None, None, None)._restart_engine(0)
+        await Executor(board, None, None, StepContext(step=1, sampling=None), None)._restart_engine(0)

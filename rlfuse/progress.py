@@ -1,6 +1,6 @@
 """What starts before the first step, and how long it took: a tick for each part.
 
-Role: `part` is put around everything that takes seconds until a run steps: by `rlfuse.train` before there is a journal,
+Role: `part` is put around everything that takes seconds until a run steps: by `rlfuse.train` before there is a log,
 later by `RunLog.part`. Waits for nothing; where it takes long a line says so now and then.
 """
 

@@ -1,8 +1,8 @@
 """What a person would want to be called for: thresholds on a step's scalars, as configured in the group `alerts`.
 
-Role: the journal asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers, keeps
-their recent past. Invariants: an alert that goes on is told once, and again only after it was over; a number that is
-missing raises none.
+Role: the metric log asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers,
+keeps their recent past. Invariants: an alert that goes on is told once, and again only after it was over; a number that
+is missing raises none.
 """
 
 from __future__ import annotations

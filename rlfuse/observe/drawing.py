@@ -1,6 +1,6 @@
 """Pictures of a run, drawn in a process of their own: no step waits for one, and none ends a run.
 
-Role: the journal asks; `main` is that process, which starts with the first picture, imports Matplotlib, draws one
+Role: the log of a run asks; `main` is that process, which starts with the first picture, imports Matplotlib, draws one
 picture after the other at the lowest priority, and lives as long as the run's. A process of subprocess, not of
 multiprocessing: that would run the user's script anew in it, and leave semaphores where it is killed.
 

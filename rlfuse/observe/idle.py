@@ -1,6 +1,6 @@
 """Where every second of every slot went: busy with a named kind of work, or idle for a named cause.
 
-Role: the journal accounts for each row of metrics with `account`; reports draw what `divide` gives for a step. Pure
+Role: the metric log accounts for each row of metrics with `account`; reports draw what `divide` gives for a step. Pure
 functions of spans. Invariant: claims on a slot's time are heard in order and each takes only what is left, so busy and
 idle add up to the window, and work of two processes at the same time counts once.
 

@@ -1,6 +1,6 @@
 """A step's scalars under verl's names: pure functions of its samples and spans.
 
-Role: the journal calls these once a step. Seconds come from the spans alone, so every chart can be traced to events.
+Role: the metric log calls these once a step. Seconds come from the spans alone, so every chart can be traced to events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Contact sheets of logged samples: what the model saw of a clip, the question, all answers and their rewards.
 
-Role: at the end of a step the journal asks `sheets_of` which prompts get one, and has `draw_sheets` draw them in the
+Role: at the end of a step the sample log asks `sheets_of` which prompts get one, and has `draw_sheets` draw them in the
 process of `drawing`: PNG files in the run folder. There it waits for decoders, each clip at most
 `video.decode_timeout_s`; a clip that can't be decoded again has no sheet.
 """

@@ -1,6 +1,6 @@
 """Where scalars, samples, pictures and alerts go beside the run folder's files: wandb, TensorBoard.
 
-Role: owned by the journal, which tells every sink of trainer.logger the same. Nothing is computed here. wandb is
+Role: owned by `Loggers`, which tells every sink of trainer.logger the same. Nothing is computed here. wandb is
 offline unless trainer.wandb_mode=online; TensorBoard's files lie in `tensorboard/` of the run folder.
 """
 
@@ -30,7 +30,7 @@ SHOWN = 32
 
 
 class Sink(Protocol):
-    """Takes what the journal tells; steps ascend."""
+    """Takes what a run tells; steps ascend."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 

@@ -1,10 +1,10 @@
 """What the person at the terminal sees of a run: a line for each step and, below them, a live view of the present one.
 
-Role: told by the journal. Lines stay in the scrollback; the view is drawn once a second where somebody looks on. In
+Role: told by `Loggers`. Lines stay in the scrollback; the view is drawn once a second where somebody looks on. In
 logs and CI there are the lines alone, and one every `SILENT_S` in which nothing else was said. For those who look on
 from elsewhere (`rlfuse watch`) the view goes to `live.json` of the run folder.
 
-    journal, event loop --log, say--> console          thread `live view`: once a second look, write live.json,
+    loggers, event loop --log, say--> console          thread `live view`: once a second look, write live.json,
                                                         break a long silence
 """
 

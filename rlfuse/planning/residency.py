@@ -4,7 +4,7 @@ Role: `contents` tells `rlfuse plan` what to add up in each phase; tests replay 
 `Ledger`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read CALLS: a
 phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
 
-One slot's life, as `engines.colocation` and `run.start_parts` have it (#: there, +: while the phase lasts):
+One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +: while the phase lasts):
 
                      loading   generating   training     syncing     saving
     parameters          #                      #            #           #       of actor and critic

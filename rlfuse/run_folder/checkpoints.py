@@ -1,6 +1,6 @@
 """Where a run's state lies on disk, and which of it is whole.
 
-Role: called by the journal to write and by the run to resume. Layout, in the run folder:
+Role: called by `run.checkpointing` to write and by the run to resume. Layout, in the run folder:
 
     global_step_N/{actor,critic}/   weights and optimizer; actor/huggingface loads with from_pretrained and vLLM
     global_step_N/run.json          step, position in the data, KL coefficient, number of optimizer steps

@@ -288,3 +288,21 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     assert len(view.unscored["ref"]) == 6 and view.together
     calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], least=0)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
+
+
+def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_not_be_is_told():
+    b = board(made(1), slots=2)
+    record = b.records["1/0/0"]
+    assert (record.state, record.group.state) == ("waiting", "generating")
+    b.start(Generate(0, (0,)), 0.0)
+    b.start(Move((record.id,), source=0, target=1), 0.0)
+    assert record.state == "leaving"
+    with pytest.raises(RuntimeError, match="sample 1/0/0 can't become leaving: it is leaving"):
+        b.start(Move((record.id,), source=0, target=1), 0.0)
+    b.parted(record.id, partial(7), 0.1)
+    assert record.state == "moving"
+    b.landed(record.id, 1, 0.1)
+    b.finished(record.id, response(), 0.2)
+    assert (record.state, record.group.state) == ("finished", "generated")
+    reward(b, 0)
+    assert (record.state, record.group.state) == ("scored", "complete")

@@ -101,6 +101,7 @@ NEEDED = (
     ("reward", "functions", "reward.functions=[a.py:f]"),
 )
 """What a document's part of a job leaves to the others: (group, key, setting)."""
+COMPOSED = cache(lambda words, files: to_config(compose_job([*words]), lambda _: Facts()))
 
 
 class Parsed(Exception):
@@ -109,12 +110,7 @@ class Parsed(Exception):
 
 def composed(words):
     """Checked, but for what stands on other machines; once for the same words and files."""
-    return composed_of(tuple(words), tuple(Path(word).read_text() for word in words if Path(word).is_file()))
-
-
-@cache
-def composed_of(words, _files):
-    return to_config(compose_job([*words]), lambda _: Facts())
+    return COMPOSED(tuple(words), tuple(Path(word).read_text() for word in words if Path(word).is_file()))
 
 
 @pytest.fixture
@@ -351,10 +347,9 @@ def test_names_of_verl_exist_and_become_what_the_table_says():
             there = counterpart(name, frozenset(by_name()))
             same = name in by_name() or any(key.startswith(tuple(ours)) for key in there.keys)
             assert same or name in CONVERSIONS, name
-    prefixes = dict(VERL_PREFIXES)
     for theirs, ours in (row[:2] for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" in str(row)):
         for there, here in zip(theirs, ours, strict=False):
-            assert prefixes[there.removesuffix("X")] == here.removesuffix("X")
+            assert dict(VERL_PREFIXES)[there.removesuffix("X")] == here.removesuffix("X")
 
 
 def test_names_of_trl_are_those_of_the_installed_one():

@@ -23,7 +23,7 @@ class Lengths:
         self._longest, self._decay = longest, decay
         self._mean: float | None = None
         self._of_prompt: dict[int, float] = {}
-        self.recorded: list[int] = []
+        self.recorded: list[float] = []
         """Lengths of the last step, for tuning."""
         self.known_share = 0.0
         """Part of the last step's prompts whose lengths were known before it."""
@@ -36,7 +36,7 @@ class Lengths:
         unknown = self._mean if self._mean is not None else self._longest / 4
         return min(self._of_prompt.get(prompt, unknown), self._longest)
 
-    def learn(self, lengths: Mapping[int, Sequence[int]]) -> None:
+    def learn(self, lengths: Mapping[int, Sequence[float]]) -> None:
         """What a step generated: prompt -> lengths of its responses."""
         self.recorded = [length for each in lengths.values() for length in each]
         if not self.recorded:

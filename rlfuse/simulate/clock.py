@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         """A turn. asyncio calls timers that are due within its clock's resolution; late floats have a coarser one."""
         self._clock_resolution = max(RESOLUTION_S, math.ulp(self._clock.now))
-        super()._run_once()
+        super()._run_once()  # type: ignore[misc]  # of asyncio, which typeshed leaves out
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -69,12 +70,12 @@ def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
         "switch_s": [span.seconds for span in _driver(spans, ("switch",))],
         "move_s": [span.seconds for span in _driver(spans, ("move",))],
     }
+    means: dict[str, Any] = {}
     for name, seconds in single.items():
         if seconds:
-            mean = _mean(np.array(seconds))
-            costs = replace(costs, **{name: mean})
+            means[name] = mean = _mean(np.array(seconds))
             accuracy[name.removesuffix("_s")] = _accuracy(np.full(len(seconds), mean), np.array(seconds))
-    rest = list(_unexplained(spans))
+    costs, rest = replace(costs, **means), list(_unexplained(spans))
     if rest:  # with the way back to generating, which the simulated ranks take for themselves
         costs = replace(costs, step_s=max(0.0, _mean(np.array(rest)) - costs.switch_s))
     return Fit(costs, accuracy)

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -86,8 +87,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     shown = _rows(slots)
     largest = max((bar.batch for each in bars for bar in each), default=1.0)
     height = max(0.9, 0.115 * len(shown) + 0.35)
-    figure = Figure(figsize=(12.0, height * len(timelines) + 1.35), layout="constrained")
-    figure.get_layout_engine().set(hspace=0.05)
+    figure = Figure(figsize=(12.0, height * len(timelines) + 1.35), layout=ConstrainedLayoutEngine(hspace=0.05))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axes, timeline, each in zip(panels, timelines, bars, strict=True):
         _panel(axes, timeline, each, shown, Normalize(0, largest))

@@ -72,11 +72,13 @@ def read_run(folder: Path) -> Recording:
 
 def _config(path: Path) -> Config:
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
     except (OmegaConfBaseException, YAMLError, RecursionError) as error:
         raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
+    assert isinstance(config, Config)
+    return config
 
 
 def during(spans: Sequence[Span], step: Span) -> list[Span]:

@@ -134,7 +134,8 @@ class SimulatedRollout:
         left = await parted
         await asyncio.sleep(self.batch.costs.move_s)
         for held, partial in left:
-            if self._held.get(held.sequence.name) is held:
+            held_still = self._held.get(held.sequence.name) is held  # or it was taken elsewhere meanwhile
+            if held_still:
                 self._deliver(held, partial)
 
     async def load(self) -> Load:

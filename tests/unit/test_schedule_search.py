@@ -147,7 +147,7 @@ def best_of_all(given_problem):
     shop = compiled(given_problem)
     best = np.inf
     for strings in itertools.product(*(list(rows_of(shop, device)) for device in range(shop.devices))):
-        seen = np.zeros(len(shop.count), int)
+        seen = np.zeros(len(shop.micro_batches), int)
         order = np.empty((shop.devices, shop.row_length), np.int64)
         for device, string in enumerate(strings):
             for place, own in enumerate(string):
@@ -171,7 +171,7 @@ def rows_of(shop, device):
             yield row
         for own in classes:
             done, source = row.count(own), before[own]
-            if done < shop.count[own] and (source is None or row.count(source) > done):
+            if done < shop.micro_batches[own] and (source is None or row.count(source) > done):
                 yield from grown((*row, own))
 
     return grown(())

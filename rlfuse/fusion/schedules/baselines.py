@@ -66,7 +66,9 @@ def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[
 
 def serial_1f1b(problem: Problem) -> float:
     """Makespan of 1F1B with a barrier between the models, backward whole."""
-    return baseline(problem, "1f1b", barrier=True)
+    seconds = baseline(problem, "1f1b", barrier=True)
+    assert seconds is not None, "1F1B is an order of every problem"
+    return seconds
 
 
 def serial_1f1b_rows(problem: Problem) -> tuple[tuple[Timed, ...], ...]:
@@ -88,11 +90,13 @@ def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[t
     chunked = {problem.chunks(model) for model in problem.models}
     alone = [problem.only(model) for model in problem.models]
     if chunked == {1}:
-        for name in ("1f1b", "gpipe", *(["zb-h1"] if problem.split_backward else [])):
+        whole: list[Baseline] = ["1f1b", "gpipe"]
+        split: list[Baseline] = ["zb-h1"] if problem.split_backward else []
+        for name in whole + split:
             yield f"serial {name}", joined([_order(each, name) for each in alone])
-    name = "serial zb-v" if chunked == {2} and problem.split_backward else "serial list"
+    chosen = "serial zb-v" if chunked == {2} and problem.split_backward else "serial list"
     with contextlib.suppress(ScheduleError):  # too little memory for it
-        yield name, joined([_listed(each, over) for each in alone])
+        yield chosen, joined([_listed(each, over) for each in alone])
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -110,6 +114,7 @@ def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -
     order = np.empty((problem.devices, shop.row_length), np.int64)
     for pipeline in range(model.pipelines):
         for stage in range(model.stages):
+            places: tuple[int, ...]
             if name == "interleaved":
                 line, places = _interleaved(model, stage), (stage, stage + model.stages)
             else:
@@ -125,7 +130,7 @@ def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarr
     row = np.array(classes) + offset
     order = np.empty(len(row), np.int64)
     for own in set(row.tolist()):
-        order[row == own] = shop.first[own] + np.arange(shop.count[own])
+        order[row == own] = shop.first[own] + np.arange(shop.micro_batches[own])
     return order
 
 
@@ -167,13 +172,15 @@ def _listed(problem: Problem, over: Callable[[], bool]) -> np.ndarray:
 
 def _gpipe(model: Model, stage: int, split: bool) -> Line:
     backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
-    return [("F", 0)] * model.micro_batches + backward * model.micro_batches
+    forward: Line = [("F", 0)]
+    return forward * model.micro_batches + backward * model.micro_batches
 
 
 def _one_f_one_b(model: Model, stage: int, split: bool) -> Line:
     backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
     ahead, count = min(model.stages - stage, model.micro_batches), model.micro_batches
-    return [("F", 0)] * ahead + [*backward, ("F", 0)] * (count - ahead) + backward * ahead
+    forward: Line = [("F", 0)]
+    return forward * ahead + (backward + forward) * (count - ahead) + backward * ahead
 
 
 def _zb_h1(model: Model, stage: int, split: bool) -> Line:

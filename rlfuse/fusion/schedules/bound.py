@@ -42,7 +42,7 @@ def bound(shop: Shop) -> float:
     machines = (
         (
             np.concatenate([head[k] for k in classes]),
-            np.repeat(shop.duration[classes], shop.count[classes]),
+            np.repeat(shop.duration[classes], shop.micro_batches[classes]),
             np.concatenate([tail[k] for k in classes]),
         )
         for classes in shop.of_device
@@ -53,9 +53,9 @@ def bound(shop: Shop) -> float:
 def heads(shop: Shop) -> list[np.ndarray]:
     """Class -> r of its micro-batches."""
     head: list[np.ndarray] = []
-    for own in range(len(shop.count)):
+    for own in range(len(shop.micro_batches)):
         before = shop.before[own]
-        release = np.zeros(shop.count[own])
+        release = np.zeros(shop.micro_batches[own])
         if before != NONE:
             release = head[before] + shop.duration[before] + shop.lag[own]
         head.append(release)
@@ -68,8 +68,8 @@ def heads(shop: Shop) -> list[np.ndarray]:
 def tails(shop: Shop) -> list[np.ndarray]:
     """Class -> q of its micro-batches."""
     back: dict[int, np.ndarray] = {}  # reversed in time: micro-batch M-1-m comes m-th
-    for own in sorted(range(len(shop.count)), key=lambda own: (shop.kind[own] != W, -own)):
-        release = np.zeros(shop.count[own])
+    for own in sorted(range(len(shop.micro_batches)), key=lambda own: (shop.kind[own] != W, -own)):
+        release = np.zeros(shop.micro_batches[own])
         for following in (shop.after[own], shop.leaf[own]):
             if following != NONE:
                 release = np.maximum(release, back[following] + shop.duration[following] + shop.lag[following])
@@ -80,7 +80,7 @@ def tails(shop: Shop) -> list[np.ndarray]:
             back[own] = _one_machine(shop, line[i:], own, back)
         if leaves:
             back[own] = _one_machine(shop, leaves + line, own, back)
-    return [back[own][::-1] for own in range(len(shop.count))]
+    return [back[own][::-1] for own in range(len(shop.micro_batches))]
 
 
 def _chain(shop: Shop, own: int) -> list[int]:
@@ -106,7 +106,7 @@ def _one_machine(
 ) -> np.ndarray:
     """Step 2 of the proof with K = `together`."""
     work = sum(shop.duration[k] for k in together)
-    batches = np.arange(shop.count[own])
+    batches = np.arange(shop.micro_batches[own])
     earliest = np.minimum.reduce([release[k] for k in together])
     least = np.maximum.accumulate(earliest - batches * work) + (batches + 1) * work - shop.duration[own]
     return np.maximum(release[own], least)

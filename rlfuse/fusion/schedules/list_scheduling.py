@@ -45,7 +45,7 @@ def fits(shop: Shop, limit: float) -> bool:
 
 def round_trips(shop: Shop) -> np.ndarray:
     """Forward class -> time from its start to the end of its backward if nothing stood in its way, else 0."""
-    tail, trip = chain_tails(shop), np.zeros(len(shop.count))
+    tail, trip = chain_tails(shop), np.zeros(len(shop.micro_batches))
     trains = np.isin(shop.lane, shop.lane[shop.kind == B])
     for own in np.flatnonzero(trains & (shop.kind == F)):
         after = shop.after[backward_of(shop, own)]
@@ -69,7 +69,7 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
 
     The limit has to hold one micro-batch of every forward class of a device (`fits`).
     """
-    devices, classes = shop.of_device.shape[0], len(shop.count)
+    devices, classes = shop.of_device.shape[0], len(shop.micro_batches)
     length = len(shop.class_of) // devices
     order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
     begun, held = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
@@ -80,8 +80,8 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
             ready[own] = 0.0
     forward = _forwards(shop)
     next_start, next_class = np.full(devices, np.inf), np.full(devices, NONE)
-    for device in range(devices):
-        next_class[device], next_start[device] = _choose(shop, rules, device, begun, held, ready, 0.0, room[device])
+    for each in range(devices):
+        next_class[each], next_start[each] = _choose(shop, rules, each, begun, held, ready, 0.0, room[each])
     for _ in range(devices * length):
         device = np.argmin(next_start)
         own, start = next_class[device], next_start[device]
@@ -112,10 +112,10 @@ def _forwards(shop: Shop) -> np.ndarray:
 
     Forwards of a model that only scores end it themselves.
     """
-    forward = np.full(len(shop.count), NONE)
-    trains = np.zeros(len(shop.count), np.bool_)  # lane -> whether it has backwards
+    forward = np.full(len(shop.micro_batches), NONE)
+    trains = np.zeros(len(shop.micro_batches), np.bool_)  # lane -> whether it has backwards
     trains[shop.lane[shop.kind == B]] = True
-    for own in range(len(shop.count)):
+    for own in range(len(shop.micro_batches)):
         if shop.releases[own] > 0 or (shop.kind[own] != F and shop.leaf[own] == NONE):
             backward = shop.before[own] if shop.kind[own] == W else own
             at, steps = backward, 0
@@ -131,7 +131,7 @@ def _forwards(shop: Shop) -> np.ndarray:
 def _next_ready(shop: Shop, own: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
     """A class has begun an operation: when are the data of its next there?"""
     before, micro_batch = shop.before[own], begun[own]
-    if micro_batch == shop.count[own] or (before != NONE and begun[before] <= micro_batch):
+    if micro_batch == shop.micro_batches[own] or (before != NONE and begun[before] <= micro_batch):
         ready[own] = np.inf
     elif before != NONE:
         ready[own] = end[shop.first[before] + micro_batch] + shop.lag[own]
@@ -150,7 +150,7 @@ def _choose(
 ) -> tuple[int, float]:
     """The class that a device runs next as things stand, and when; infinity where nothing can become ready."""
     for own in shop.of_device[device]:
-        if shop.kind[own] == F and held[own] == 0 and begun[own] < shop.count[own]:
+        if shop.kind[own] == F and held[own] == 0 and begun[own] < shop.micro_batches[own]:
             room -= shop.acquires[own]
     earliest = np.inf
     for own in shop.of_device[device]:
@@ -163,7 +163,7 @@ def _choose(
     for own in shop.of_device[device]:
         if ready[own] <= earliest + rules.patience and _admitted(shop, rules, own, held, room):
             wait = max(0.0, ready[own] - earliest)
-            priority = rules.level[own] + rules.slope[own] * (shop.count[own] - 1 - begun[own]) - wait
+            priority = rules.level[own] + rules.slope[own] * (shop.micro_batches[own] - 1 - begun[own]) - wait
             priority += rules.pressure[own] * held[own]
             if priority > best:
                 chosen, best, start = own, priority, earliest + wait

@@ -58,7 +58,7 @@ def polish(
 def _order(model, shop: Shop, begin: list, long: np.ndarray, lag: np.ndarray, end) -> None:
     """Data, first in, first out, and one thing at a time."""
     intervals: list[list] = [[] for _ in range(shop.devices)]
-    for own, (first, count, before) in enumerate(zip(shop.first, shop.count, shop.before, strict=True)):
+    for own, (first, count, before) in enumerate(zip(shop.first, shop.micro_batches, shop.before, strict=True)):
         size = int(long[own])
         for number in range(first, first + count):
             intervals[shop.device[own]].append(model.new_fixed_size_interval_var(begin[number], size, ""))
@@ -79,10 +79,10 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
     for own in np.flatnonzero((shop.kind == F) & (shop.acquires > 0)):
         last = _last_use(shop, own)
         size = int(_scaled(shop.acquires[own : own + 1], unit)[0])
-        for micro_batch in range(shop.count[own]):
+        for micro_batch in range(shop.micro_batches[own]):
             start = begin[shop.first[own] + micro_batch]
             stop = begin[shop.first[last] + micro_batch] + int(long[last])
-            life = model.new_int_var(0, int(long.sum() * shop.count.max()), "")
+            life = model.new_int_var(0, int(long.sum() * shop.micro_batches.max()), "")
             lives[shop.device[own]][0].append(model.new_interval_var(start, life, stop, ""))
             lives[shop.device[own]][1].append(size)
     for intervals, sizes in lives:

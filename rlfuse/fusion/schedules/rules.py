@@ -47,8 +47,10 @@ class Draws:
         self.scale = float(self.tail.max())
         stages = np.bincount(shop.lane, shop.kind == F)
         self.work = np.bincount(shop.lane, shop.duration) / stages  # of a micro-batch on one device
-        busy = np.bincount(shop.device, shop.duration * shop.count)
-        self.in_flight = round_trips(shop) * shop.count / busy[shop.device]  # by Little's law, in a steady state
+        busy = np.bincount(shop.device, shop.duration * shop.micro_batches)
+        self.in_flight = (
+            round_trips(shop) * shop.micro_batches / busy[shop.device]
+        )  # by Little's law, in a steady state
         self.split = bool((shop.kind == W).any())
         self.upper = _upper_chunks(shop)
         self.best: list[Found] = []
@@ -121,14 +123,14 @@ class Draws:
         by_kind[B], by_kind[W] = backward, weights
         level = self.tail + (bias[shop.lane] + by_kind[shop.kind] + upper * self.upper) * self.scale
         held = np.where(shop.kind == F, -pressure[shop.lane] * self.scale, 0.0)
-        quotas = np.exp(*quota)[shop.lane] * self.in_flight + 1.0 if quota else np.full(len(shop.count), np.inf)
+        quotas = np.exp(*quota)[shop.lane] * self.in_flight + 1.0 if quota else np.full(len(shop.micro_batches), np.inf)
         return Rules(level, (slope * self.work)[shop.lane], held, quotas, float(patience))
 
 
 def _upper_chunks(shop: Shop) -> np.ndarray:
     """1 for forwards of a pipeline's second chunk on their device, else 0."""
-    upper, seen = np.zeros(len(shop.count)), set()
-    for own in range(len(shop.count)):
+    upper, seen = np.zeros(len(shop.micro_batches)), set()
+    for own in range(len(shop.micro_batches)):
         if shop.kind[own] == F:
             place = (shop.lane[own], shop.device[own])
             upper[own] = place in seen

@@ -100,8 +100,8 @@ def from_json(data: dict[str, Any]) -> Schedule:
     """A schedule from decoded JSON; `check` it against its problem before use. Raises ScheduleError."""
     try:
         rows = tuple(tuple(_timed(entry) for entry in row) for row in data["rows"])
-        numbers = [float(data[name]) for name in ("lower_bound", "serial_1f1b", "memory_peak")]
-        return Schedule(rows, *numbers, str(data["method"]), float(data["seconds"]))
+        bound, serial, memory = float(data["lower_bound"]), float(data["serial_1f1b"]), float(data["memory_peak"])
+        return Schedule(rows, bound, serial, memory, str(data["method"]), float(data["seconds"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"schedule: {error!r} is missing or wrong; search it again") from error
 
@@ -231,11 +231,11 @@ def check(problem: Problem, schedule: Schedule) -> None:
         elif start < -slack:
             raise ScheduleError(f"{show(each)} starts at {start:g}: needs a time of at least 0")
     for device, row in enumerate(schedule.rows):
-        for before, after in itertools.pairwise(row):
-            if after.start < before.end - slack:
+        for first, second in itertools.pairwise(row):
+            if second.start < first.end - slack:
                 raise ScheduleError(
-                    f"device {device}: {show(after.operation)} starts at {after.start:g}, while "
-                    f"{show(before.operation)} runs until {before.end:g}"
+                    f"device {device}: {show(second.operation)} starts at {second.start:g}, while "
+                    f"{show(first.operation)} runs until {first.end:g}"
                 )
     held, limit = max(peaks(problem, schedule.rows)), problem.memory_limit
     if held > limit * (1 + LOOSE):

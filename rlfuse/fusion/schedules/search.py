@@ -93,9 +93,9 @@ def search(
         return known
     warm_up()
     hunt = _Hunt(problem, time_limit, seed)
-    hunt.run(method)
-    memory = peak(hunt.shop, hunt.order) / problem.memory_unit
-    rows, serial = planned(problem, hunt.order), serial_1f1b(problem)
+    order = hunt.run(method)
+    memory = peak(hunt.shop, order) / problem.memory_unit
+    rows, serial = planned(problem, order), serial_1f1b(problem)
     result = Schedule(rows, hunt.bound, serial, memory, hunt.found_by, hunt.elapsed)
     check(problem, result)
     if cached:
@@ -129,8 +129,8 @@ class _Hunt:
         self.order: np.ndarray | None = None
         self.makespan, self.found_by = float("inf"), ""
 
-    def run(self, method: Method) -> None:
-        """The steps of the module's docstring."""
+    def run(self, method: Method) -> np.ndarray:
+        """The steps of the module's docstring; the best order."""
         for name, order in one_by_one(self.problem, self.over):
             self.offer(order, name)
         roomy = fits(self.shop, self.limit)
@@ -149,6 +149,7 @@ class _Hunt:
                 f"memory: no schedule found that holds at most {self.limit:g} on every device; serial 1F1B needs "
                 f"{self.problem.memory_unit:g}: raise memory_cap (memory_per_device)"
             )
+        return self.order
 
     def list_schedules(self) -> None:
         """Step 2."""

@@ -38,8 +38,8 @@ class Shop(NamedTuple):
     kind: np.ndarray
     """F, B or W."""
     duration: np.ndarray
-    count: np.ndarray
-    """Micro-batches."""
+    micro_batches: np.ndarray
+    """How many."""
     first: np.ndarray
     """Its first operation."""
     before: np.ndarray
@@ -97,7 +97,7 @@ def compiled(problem: Problem) -> Shop:
         for name in ("before", "after", "leaf"):
             part[name] = np.where(part[name] == NONE, NONE, part[name] + offset)
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    count = columns["count"]
+    count = columns["micro_batches"]
     of_device = np.argsort(columns["device"], kind="stable").reshape(problem.devices, -1)
     return Shop(
         first=np.cumsum(count) - count,
@@ -124,7 +124,7 @@ def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str,
         "lane": np.full(len(classes), lane),
         "kind": kind,
         "duration": np.array([problem.duration(model, stage, KINDS[kind]) for stage, kind in classes]),
-        "count": np.full(len(classes), model.micro_batches),
+        "micro_batches": np.full(len(classes), model.micro_batches),
         "before": before,
         "lag": np.where(far, problem.communication, 0.0),
         "after": np.where(index < chain - 1, index + 1, NONE),

@@ -28,7 +28,7 @@ def tabu(
     """
     np.random.seed(seed)
     held = held_before(shop, state.order)
-    place_of = np.empty(len(shop.count), np.int64)  # of a class among those of its device
+    place_of = np.empty(len(shop.micro_batches), np.int64)  # of a class among those of its device
     for row in shop.of_device:
         place_of[row] = np.arange(len(row))
     until = np.zeros((len(shop.class_of), shop.of_device.shape[1]), np.int64)  # when it may pass one of a class again

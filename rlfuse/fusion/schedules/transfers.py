@@ -82,6 +82,9 @@ class Step:
 
 Program = tuple[Step, ...]
 
+BEFORE: dict[Kind, Kind | None] = {"F": None, "B": "F", "W": "B"}
+"""What the same stage has done with the micro-batch."""
+
 
 def lanes(layout: Stages) -> list[Lane]:
     """A model's lanes between different devices, in an order that is the same everywhere."""
@@ -97,7 +100,7 @@ def programs(rows: Rows, layout: tuple[Stages, ...]) -> tuple[Program, ...]:
     _check_placed(rows, models)
     inputs = {each: _input(models[each.model], each) for row in rows for each in row}
     makers = {each: _maker(models[each.model], each) for each, transfer in inputs.items() if transfer}
-    outputs = {maker: inputs[each] for each, maker in makers.items()}
+    outputs = {makers[each]: transfer for each, transfer in inputs.items() if transfer}
     _check_made(rows, outputs, models)
     launched = _launched_before(rows, makers)
     sent: dict[Lane, deque[Transfer]] = defaultdict(deque)
@@ -133,6 +136,8 @@ def _input(layout: Stages, operation: Operation) -> Transfer | None:
 def _maker(layout: Stages, operation: Operation) -> Operation:
     """The operation whose result is the input of this one."""
     stage = layout.source(operation)
+    if stage is None:
+        raise ValueError(f"{show(operation)} takes no operation's result")
     return Operation(operation.model, operation.pipeline, stage, operation.micro_batch, operation.kind)
 
 
@@ -193,7 +198,7 @@ def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mappi
         for each in row:
             if each not in outputs and models[each.model].target(each) is not None:
                 raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
-            before = {"F": None, "B": "F", "W": "B"}[each.kind]
+            before = BEFORE[each.kind]
             if before and each._replace(kind=before) not in done:
                 raise ScheduleError(f"{show(each)} comes before its own {before}, or without it.")
             done.add(each)

@@ -5,12 +5,12 @@ Role: the executor writes what happened, the policy reads a `Snapshot`. Samples 
 
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
-       +------- lost -------+    +-- Move: parted, landed                           Accumulate, Step <----------+
+       +------- lost -------+    +-- Move: evicted, arrived                          Accumulate, Step <----------+
 
 Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
-are fixed by prompt order before anything runs (where groups are chosen late, by `keep` or because a draw ends with the
-first so many, nothing is trained on before). Updates are O(1) per sample, so that a step of many thousands of samples
-stays cheap to decide on.
+are fixed by prompt order before anything runs (where groups are chosen late, by `train_on` or because a draw ends with
+the first so many, nothing is trained on before). Updates are O(1) per sample, so that a step of many thousands of
+samples stays cheap to decide on.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class Board:
         if last and not group.next_step:
             self._generated.append(group.number)
             if len(self._generated) == self._enough:
-                self._leave_the_rest()
+                self._drop_the_rest()
 
-    def _leave_the_rest(self) -> None:
+    def _drop_the_rest(self) -> None:
         """Enough groups are finished: the step ends without the others."""
         late, self._decided, chosen = self._late, True, set(self._generated)
         for group in self.group_records:
@@ -199,22 +199,22 @@ class Board:
         surplus, self._surplus = self._surplus, []
         return surplus
 
-    def left(self) -> tuple[list[Group], dict[str, Partial]]:
+    def unneeded_groups(self) -> tuple[list[Group], dict[str, Partial]]:
         """Groups that the step did not need, and what their unfinished samples have."""
         groups = [record.group for record in self.group_records if record.unneeded]
         return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
 
-    def parted(self, name: str, partial: Partial, now: float) -> int | None:
+    def evicted(self, name: str, partial: Partial, now: float) -> int | None:
         """A sample left its engine unfinished; returns the slot it goes on at, if any."""
         self.partials[name] = partial
         return self.slot_table.leave(self.records[name], len(partial.token_ids), now)
 
-    def landed(self, name: str, slot: int, now: float) -> Partial:
+    def arrived(self, name: str, slot: int, now: float) -> Partial:
         """A moved sample goes on at its new slot."""
         self.slot_table.arrive(self.records[name], slot, now)
         return self.partials.pop(name)
 
-    def lost(self, slot: int, now: float) -> None:
+    def engine_lost(self, slot: int, now: float) -> None:
         """An engine is gone: its samples wait again, from their beginning; its rank can still score and train."""
         self.slot_table.lose(slot, now)
 
@@ -295,7 +295,7 @@ class Board:
         self.mini_batches[decision.model].step()
         self.slot_table.release(*self._slots(decision))
 
-    def keep(self, groups: Sequence[int], at_most: int) -> None:
+    def train_on(self, groups: Sequence[int], at_most: int) -> None:
         """Train on the first `at_most` of these groups only."""
         self._decided, chosen = True, set(groups[:at_most])
         for record in self.group_records:
@@ -367,31 +367,31 @@ class Board:
         return self._open == 0 and not left and not self._queue.under_way(self.needed)
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """Nothing is under way."""
         return not self.slot_table.flying and not self.slot_table.busy and not self._queue.under_way()
 
     @property
     def done(self) -> bool:
         """All scored, and trained as often as asked."""
-        return self.all_scored and self.quiet and all(progress.done for progress in self.mini_batches.values())
+        return self.all_scored and self.idle and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
         """Samples without a reward; they are left out of their groups."""
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
-    def kept(self, numbers: Iterable[int] | None = None) -> list[Group]:
+    def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
         """Groups to train on (of these numbers), with the samples that have a reward; empty groups are gone."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
         groups = [record.group for record in records if record.chosen]
         kept = [Group(group.prompt, [s for s in group.samples if isinstance(s.reward, Reward)]) for group in groups]
         return [group for group in kept if group.samples]
 
-    def whole(self) -> list[Sample]:
+    def needed_samples(self) -> list[Sample]:
         """Samples of the groups that the step did not leave."""
         return [sample for record in self.group_records if not record.unneeded for sample in record.group.samples]
 
-    def generated(self) -> Mapping[int, list[int]]:
+    def response_lengths(self) -> Mapping[int, list[int]]:
         """Prompt -> lengths of its responses."""
         return {
             record.group.prompt.index: [len(s.response.token_ids) for s in record.group.samples if s.response]

@@ -32,6 +32,6 @@ class Tuning:
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:
         """A step is over: remember its lengths, then whatever `relearn` makes of its spans."""
-        self.lengths.learn(board.generated())
+        self.lengths.learn(board.response_lengths())
         if self.relearn is not None:
             self.relearn(self, spans)

@@ -78,7 +78,7 @@ class MetricLog:
     def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
         """Close the step: its scalars and samples to the run folder and the loggers."""
         self._log(step, self._scalars(step, board, spans))
-        self.samples.log_step(step, board.whole())
+        self.samples.log_step(step, board.needed_samples())
         if due(self.config.trainer.timeline_freq, step, self.total_steps):
             path = self.folder / "timelines" / f"step_{step}.png"
             events = (self.journal.path, *self.journal.last_step)
@@ -156,14 +156,14 @@ class MetricLog:
         self.loggers.log(step, values)
 
     def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
-        data, slots, kept = self.config.data, self.config.slots, board.kept()
+        data, slots, kept = self.config.data, self.config.slots, board.groups_to_train()
         width = self.config.rollout.tensor_model_parallel_size
         values: dict[str, float] = {"training/global_step": step, "training/epoch": self.epoch()}
         if kept:
             values |= figures.sample_metrics(
                 kept, self.config.rollout.n, data.max_prompt_length, data.max_response_length, slots
             )
-        whole = board.whole()
+        whole = board.needed_samples()
         responses = sum(len(sample.response.token_ids) for sample in whole)
         tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in whole))
         # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.

@@ -31,14 +31,14 @@ class Advantages:
         """Samples gained scores: make what is complete trainable; the whole step, when all is scored."""
         early = [model for model in board.mini_batches if self.experience.early(model)]
         if complete := board.take_complete():
-            if groups := board.kept(complete):
+            if groups := board.groups_to_train(complete):
                 with self.recorder.span("adv", step=step, cause="scored"):
                     self.experience.prepare(groups)
             for model in early:
                 board.prepared(model, complete)
         if self.complete(board, step):
             with self.recorder.span("adv", step=step, cause="scored"):
-                self.metrics.note(self.experience.complete(board.kept()))
+                self.metrics.note(self.experience.complete(board.groups_to_train()))
             for model in set(board.mini_batches) - set(early):
                 board.prepared(model, range(len(board.groups)))
 
@@ -53,8 +53,8 @@ class Advantages:
         config = self.groups.config
         limit, size = config.algorithm.filter_groups.max_num_gen_batches, config.data.train_batch_size
         if limit and board.mini_batches:
-            board.keep(self.experience.with_spread(board.groups), at_most=size)
-            if len(board.kept()) < size and board.batches < limit:
+            board.train_on(self.experience.with_spread(board.groups), at_most=size)
+            if len(board.groups_to_train()) < size and board.batches < limit:
                 more = self.groups.more(step)
                 board.extend([group for group in more if group.samples[0].id not in board.samples], self.clock())
-        return board.all_scored and bool(board.kept())
+        return board.all_scored and bool(board.groups_to_train())

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
@@ -61,9 +60,7 @@ class Controller:
         """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
         with timed("first weights to the engines", self.say):
             await self.update_weights(step)
-        await compare_first_weights(
-            step, engines=self.engines, groups=self.groups, metrics=self.metrics, recorder=self.recorder
-        )
+        await compare_first_weights(self.groups, self.metrics, step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
         await self.train(step)
@@ -106,9 +103,9 @@ class Controller:
             now=self.clock(),
         )
         await self.execute(board, step, sampling.training(self.config), self.advantages.scored)
-        if kept := board.kept():
+        if kept := board.groups_to_train():
             self.metrics.note(experience.mismatch(kept))
-        self.groups.selection.leave(*board.left())
+        self.groups.selection.leave(*board.unneeded_groups())
         self.metrics.note(await self.engines.clips.release("training"))
         return board
 
@@ -138,11 +135,6 @@ class Controller:
         """What the engines generate from now on carries version `step`; they have the devices."""
         with self.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
-
-    async def load(self, folder: Path) -> None:
-        """Read the models of a checkpoint, on the devices; the push that has to follow gives these to the engines."""
-        await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
-        await self.engines.trainer.load(folder)
 
     async def save(self, step: int) -> None:
         """Write a checkpoint from the devices, which the engines get back if there is more to do."""

@@ -5,7 +5,7 @@ they reach engines only through protocols: the simulator's serve as well.
 
     Board -- snapshot --> policy -- decisions --> generate | move | switch | score | accumulate | train | step
       ^                                               |
-      +------ finished, parted, scored, stepped ------+     each wakes the loop
+      +------ finished, evicted, scored, stepped -----+     each wakes the loop
 
 Waits: for any task to report, or a pulse (so that policies see time pass). A failing task cancels the others and ends
 the step with its own error; only a lost rollout engine is gone on without. Its slot has no engine until weights are
@@ -79,7 +79,7 @@ class Executor:
                 decisions = self.policy(self.board.snapshot(self.clock()))
                 for decision in decisions:
                     self._start(decision)
-                if not decisions and self.board.quiet:
+                if not decisions and self.board.idle:
                     raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
                 await self._change()
 
@@ -126,13 +126,13 @@ class Executor:
             try:
                 async for name, result in self.engines.rollout[slot].generate(samples, self.context.sampling, partials):
                     if isinstance(result, Partial):
-                        self._parted(name, result)
+                        self._evicted(name, result)
                     else:
                         self.board.finished(name, result, self.clock())
-                        self._let_go()
+                        self._evict_surplus()
                     self._changed.set()
             except EngineLost:
-                self.board.lost(slot, self.clock())
+                self.board.engine_lost(slot, self.clock())
         self._changed.set()
 
     async def _restart_engine(self, slot: int) -> None:
@@ -148,14 +148,14 @@ class Executor:
         self._restarting = False
         self._changed.set()
 
-    def _parted(self, name: str, partial: Partial) -> None:
+    def _evicted(self, name: str, partial: Partial) -> None:
         """A sample left its engine: it goes on where it was told to."""
         now = self.clock()
-        target = self.board.parted(name, partial, now)
+        target = self.board.evicted(name, partial, now)
         if target is not None:
-            self._tasks.create_task(self._generate(target, (name,), {name: self.board.landed(name, target, now)}))
+            self._tasks.create_task(self._generate(target, (name,), {name: self.board.arrived(name, target, now)}))
 
-    def _let_go(self) -> None:
+    def _evict_surplus(self) -> None:
         """Enough is finished: what the step does not need leaves its engines, and the board keeps what it has."""
         for slot, names in self.board.take_surplus():
             self._tasks.create_task(self._evict(slot, names, "tokens"))

@@ -104,7 +104,7 @@ class Benchmark:
             board = await controller.learn(number)
             await controller.update_weights(number)
         if learn:
-            controller.tuning.lengths.learn(board.generated())
+            controller.tuning.lengths.learn(board.response_lengths())
         return await controller.journal.collect(number)
 
     def _keep(self, repeat: int, policy: str, spans: list[Span]) -> None:

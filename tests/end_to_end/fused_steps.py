@@ -67,15 +67,15 @@ class Steps:
         spans = await controller.journal.collect(number)
         metrics = {name: sum(values) / len(values) for name, values in noted.items()}
         noted.clear()
-        samples = board.whole()
+        samples = board.needed_samples()
         return {
             "metrics": metrics,
             "responses": {sample.id: sample.response.token_ids.tolist() for sample in samples},
             "versions": {sample.id: sample.response.weight_version for sample in samples},
-            "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.kept() for s in g.samples},
+            "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.groups_to_train() for s in g.samples},
             "trained": sorted(s for span in spans if span.kind == "backward" for s in span.samples),
             "carried": [s.attributes["carry"] for s in spans if s.kind == "move" and s.where == "driver"],
-            "left": [group.prompt.index for group in board.left()[0]],
+            "left": [group.prompt.index for group in board.unneeded_groups()[0]],
             "prompts": [group.prompt.index for group in board.groups],
         } | self.described(spans)
 

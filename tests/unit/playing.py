@@ -19,7 +19,7 @@ from scenes import Scene
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
-from rlfuse.engines.colocation import all_to, to_engine
+from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
@@ -107,7 +107,8 @@ class World:
             clock=loop.time,
         )
         if self.resumed:
-            await self.controller.load(Path("checkpoint"))
+            await all_to(to_ranks, self.rollouts, self.trainer)  # as the wiring of a job
+            await self.trainer.load(Path("checkpoint"))
         await self.controller.run(0)
 
     def config(self):
@@ -239,7 +240,11 @@ class World:
     def log_step(self, step, board, spans) -> None:
         """A step is over: everything in it happened as often as it should."""
         assert not any(rollout.held for rollout in self.rollouts)
-        config, kept, whole = self.scene.config(), board.kept(), {sample.id for sample in board.whole()}
+        config, kept, whole = (
+            self.scene.config(),
+            board.groups_to_train(),
+            {sample.id for sample in board.needed_samples()},
+        )
         for kind in self.experience.kinds:
             counts = self.scored.pop(kind, Counter())
             assert {name for name in counts if counts[name] > 1} == set()
@@ -268,7 +273,7 @@ class World:
             return numbers
         if self.scene.data == "one_step_off":
             return set(range(self.scene.batch))
-        left = {id(group) for group in board.left()[0]}
+        left = {id(group) for group in board.unneeded_groups()[0]}
         chosen = {number for number in numbers if id(board.groups[number]) not in left}
         assert len(chosen) == self.scene.batch
         return chosen

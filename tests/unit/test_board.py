@@ -60,7 +60,7 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
     b.start(Step("actor"), 0.0)
     b.stepped(Step("actor"))
     assert sorted(ready(b)) == ["1/3/0", "1/3/1"]
-    assert [group.prompt.index for group in b.kept()] == [0, 1, 3] and len(b.failures()) == 3
+    assert [group.prompt.index for group in b.groups_to_train()] == [0, 1, 3] and len(b.failures()) == 3
 
 
 def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
@@ -102,14 +102,14 @@ def test_groups_added_by_dynamic_sampling_are_open_to_choice_like_the_first():
     b = board(made(2), mini_batch_groups=1)
     generate(b, 0, 1)
     reward(b, 0, 1)
-    assert [group.prompt.index for group in b.kept(b.take_complete())] == [0, 1]
-    b.keep([1], at_most=2)
+    assert [group.prompt.index for group in b.groups_to_train(b.take_complete())] == [0, 1]
+    b.train_on([1], at_most=2)
     b.extend(made(4)[2:], 0.0)
     generate(b, 2, 3)
     reward(b, 2, 3)
-    assert [group.prompt.index for group in b.kept(b.take_complete())] == [2, 3]
-    b.keep([1, 2, 3], at_most=2)
-    assert [group.prompt.index for group in b.kept()] == [1, 2] and b.batches == 2
+    assert [group.prompt.index for group in b.groups_to_train(b.take_complete())] == [2, 3]
+    b.train_on([1, 2, 3], at_most=2)
+    assert [group.prompt.index for group in b.groups_to_train()] == [1, 2] and b.batches == 2
     b.prepared("actor", range(4))
     assert ready(b) == ["1/1/0"]
 
@@ -118,11 +118,11 @@ def test_a_batch_without_any_spread_does_not_use_up_the_steps_of_the_next():
     b = board(made(2), mini_batch_groups=1)
     generate(b, 0, 1)
     reward(b, 0, 1, fails={"1/0/0", "1/1/0"})
-    b.keep([], at_most=2)
+    b.train_on([], at_most=2)
     b.extend(made(3)[2:], 0.0)
     generate(b, 2)
     reward(b, 2)
-    b.keep([2], at_most=2)
+    b.train_on([2], at_most=2)
     b.prepared("actor", range(3))
     assert ready(b) == ["1/2/0"] and not b.done
 
@@ -144,7 +144,7 @@ def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
     assert ready(b) == []
     reward(b, 1)
     b.prepared("actor", b.take_complete())
-    assert ready(b) == ["1/1/0"] and [group.prompt.index for group in b.kept()] == [1, 3]
+    assert ready(b) == ["1/1/0"] and [group.prompt.index for group in b.groups_to_train()] == [1, 3]
 
 
 def test_what_begins_ahead_is_no_reason_to_wait():
@@ -160,7 +160,7 @@ def test_what_begins_ahead_is_no_reason_to_wait():
     b.mini_batches["actor"].finish(work.samples)
     b.finished("1/1/0", response(), 0.0)
     assert ready(b) == [] and b.snapshot(0.0).steppable == ["actor"], "the first is not accumulated again"
-    assert [group.prompt.index for group in b.left()[0]] == [2, 3]
+    assert [group.prompt.index for group in b.unneeded_groups()[0]] == [2, 3]
 
 
 def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
@@ -171,7 +171,7 @@ def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
     b.start(call, 0.0)
     b.finished("1/0/0", response(), 0.0)
     reward(b, 0)
-    assert b.whole() == b.groups[0].samples and not b.all_scored
+    assert b.needed_samples() == b.groups[0].samples and not b.all_scored
     b.scored(call, 0.0)
     assert b.all_scored
 
@@ -181,8 +181,8 @@ def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
     b.start(Generate(0, (0, 1)), 0.0)
     b.start(Move(("1/1/0",), source=0, target=1), 0.0)
     b.finished("1/0/0", response(), 0.0)
-    assert b.parted("1/1/0", partial(1), 0.0) is None
-    assert b.left()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.slot_table.slots[1].load
+    assert b.evicted("1/1/0", partial(1), 0.0) is None
+    assert b.unneeded_groups()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.slot_table.slots[1].load
 
 
 def test_groups_that_are_left_although_their_samples_came_finished_are_not_counted():
@@ -190,9 +190,9 @@ def test_groups_that_are_left_although_their_samples_came_finished_are_not_count
     for group in groups:
         group.samples[0].response = response()
     b = board(groups, draw=Draw(groups, 3, 1, {}))
-    assert b.snapshot(0.0).unfinished == 0 and [group.prompt.index for group in b.kept()] == []
+    assert b.snapshot(0.0).unfinished == 0 and [group.prompt.index for group in b.groups_to_train()] == []
     reward(b, 0)
-    assert b.all_scored and [group.prompt.index for group in b.kept()] == [0]
+    assert b.all_scored and [group.prompt.index for group in b.groups_to_train()] == [0]
 
 
 def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
@@ -200,10 +200,10 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     b.start(Generate(0, (0,)), 0.0)
     b.start(Generate(1, (1,)), 0.0)
     b.start(Move(("1/0/0",), source=0, target=1), 0.0)
-    assert b.parted("1/0/0", partial(7), 0.1) == 1
-    assert len(b.landed("1/0/0", 1, 0.1).token_ids) == 7
+    assert b.evicted("1/0/0", partial(7), 0.1) == 1
+    assert len(b.arrived("1/0/0", 1, 0.1).token_ids) == 7
     assert [b.slot_table.slots[1].samples[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
-    b.lost(1, 0.2)
+    b.engine_lost(1, 0.2)
     view = b.snapshot(0.2)
     assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.flying == 0
     assert b.partials == {}
@@ -299,9 +299,9 @@ def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_
     assert record.state == "leaving"
     with pytest.raises(RuntimeError, match="sample 1/0/0 can't become leaving: it is leaving"):
         b.start(Move((record.id,), source=0, target=1), 0.0)
-    b.parted(record.id, partial(7), 0.1)
+    b.evicted(record.id, partial(7), 0.1)
     assert record.state == "moving"
-    b.landed(record.id, 1, 0.1)
+    b.arrived(record.id, 1, 0.1)
     b.finished(record.id, response(), 0.2)
     assert (record.state, record.group.state) == ("finished", "generated")
     reward(b, 0)

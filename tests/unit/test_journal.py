@@ -43,8 +43,8 @@ def board_of(samples):
     kept = [Group(s.prompt, [s]) for s in samples if isinstance(s.reward, Reward)]
     return SimpleNamespace(
         samples={s.id: s for s in samples},
-        kept=lambda: kept,
-        whole=lambda: samples,
+        groups_to_train=lambda: kept,
+        needed_samples=lambda: samples,
         failures=lambda: [(s, s.reward) for s in samples if isinstance(s.reward, RewardFailure)],
     )
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
@@ -97,7 +98,9 @@ async def wired(
         say=log.say,
     )
     if job.checkpoint is not None:
-        await controller.load(job.checkpoint)
+        # On the devices, which the push that follows gives to the engines.
+        await all_to(to_ranks, engines.rollout, engines.trainer)
+        await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
 

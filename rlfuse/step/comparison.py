@@ -7,22 +7,19 @@ pass of the trainer, bounded by their own limits; for another push where all eng
 from __future__ import annotations
 
 from rlfuse.engines.agreement import TOKENS, compare
-from rlfuse.events import Recorder
-from rlfuse.protocols import Engines, Sampling
+from rlfuse.protocols import Sampling
 from rlfuse.step.groups import GroupSource
 from rlfuse.step.protocols import Metrics
 
 
-async def compare_first_weights(
-    step: int, *, engines: Engines, groups: GroupSource, metrics: Metrics, recorder: Recorder
-) -> None:
+async def compare_first_weights(groups: GroupSource, metrics: Metrics, step: int) -> None:
     """Both score the same tokens; EngineError where they don't agree, or metrics take note. Engines have the devices.
 
     `step`: the version of the weights.
     """
-    config = groups.config
+    config, engines = groups.config, groups.engines
     drawn = Sampling(config.rollout.temperature, 1.0, -1, min(TOKENS, config.data.max_response_length))
-    with recorder.span("testing", step=step, cause="weights"):
+    with groups.recorder.span("testing", step=step, cause="weights"):
         while (group := await groups.comparison(step)) is not None:
             if (agreement := await compare(engines, group, drawn)) is not None:
                 metrics.log_agreement(step, agreement)

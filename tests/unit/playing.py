@@ -206,7 +206,7 @@ class World:
             load, reserved, alone = load + count, reserved + count * sum(view.expected(group)), not load
             assert alone or (load <= view.costs.max_sequences and reserved <= view.costs.kv_tokens)
 
-    # Journal, metrics, failures and checkpoints ----------------------------------------------------------------------
+    # Journal, metrics, failures and checkpoints --------------------------------------------------------------------
 
     @property
     def recorder(self):

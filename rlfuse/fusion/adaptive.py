@@ -62,7 +62,7 @@ def place(view: Snapshot) -> list[Decision]:
         return []
     rooms = [Room(view, slot) for slot in view.open]
     more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
-    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= more > 0 == view.flying:
+    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= more > 0 == view.in_flight:
         return admit(view)
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting)
     group, decisions = next(groups, None), []

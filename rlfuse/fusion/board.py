@@ -98,7 +98,7 @@ class Board:
         for group in groups:
             self._add(group)
         self._together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
-        self.slot_table.known = all(self.lengths.knows(group.prompt.index) for group in groups)
+        self.slot_table.lengths_known = all(self.lengths.knows(group.prompt.index) for group in groups)
         self.slot_table.replan()
         self._divide()
         for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
@@ -187,7 +187,7 @@ class Board:
             for kind in self.kinds:
                 self._passes_left[kind] -= sum(kind in sample.missing for sample in group.samples)
                 self._queue.drop(kind, [sample.id for sample in group.samples])
-        self._surplus = self.slot_table.abandon(rest)
+        self._surplus = self.slot_table.drop(rest)
         self._to_score = float(sum(tokens for kind, tokens in self._queue.tokens.items() if kind != "reward"))
         if late:
             self._divide()
@@ -207,7 +207,7 @@ class Board:
     def evicted(self, name: str, partial: Partial, now: float) -> int | None:
         """A sample left its engine unfinished; returns the slot it goes on at, if any."""
         self.partials[name] = partial
-        return self.slot_table.leave(self.records[name], len(partial.token_ids), now)
+        return self.slot_table.evict(self.records[name], len(partial.token_ids), now)
 
     def arrived(self, name: str, slot: int, now: float) -> Partial:
         """A moved sample goes on at its new slot."""
@@ -216,7 +216,7 @@ class Board:
 
     def engine_lost(self, slot: int, now: float) -> None:
         """An engine is gone: its samples wait again, from their beginning; its rank can still score and train."""
-        self.slot_table.lose(slot, now)
+        self.slot_table.lose_engine(slot, now)
 
     def switched(self, slot: int, role: Role) -> None:
         """A slot has its new role."""
@@ -346,7 +346,7 @@ class Board:
             scoring=self._queue.under_way(),
             to_score=to_score,
             to_train=to_train,
-            flying=slot_table.flying,
+            in_flight=slot_table.in_flight,
             context=slot_table.context,
             busy=slot_table.busy,
             free=slot_table.free,
@@ -369,7 +369,7 @@ class Board:
     @property
     def idle(self) -> bool:
         """Nothing is under way."""
-        return not self.slot_table.flying and not self.slot_table.busy and not self._queue.under_way()
+        return not self.slot_table.in_flight and not self.slot_table.busy and not self._queue.under_way()
 
     @property
     def done(self) -> bool:

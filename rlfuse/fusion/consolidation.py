@@ -60,7 +60,7 @@ def destinations(view: Snapshot, samples: float) -> int:
     """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
     costs = view.costs
     batch = costs.batch_within(view.settings.stretch * costs.step_base_s)
-    each = view.context / max(1, view.flying)
+    each = view.context / max(1, view.in_flight)
     return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
 
 

@@ -204,7 +204,7 @@ class Snapshot:
     """Tokens that passes on slots will still have to take up; unfinished samples count with what is expected."""
     to_train: float
     """Tokens of present mini-batches still to be taken up, counted in the same way."""
-    flying: int
+    in_flight: int
     """Samples on engines or between them."""
     context: float
     """Tokens in all KV caches, about."""

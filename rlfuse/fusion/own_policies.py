@@ -73,7 +73,7 @@ class Checked:
             check(view, decisions)
         except Refused as why:
             raise self._error(f"decided what is not possible. {why}") from None
-        if not decisions and not (view.flying or view.busy or view.scoring):
+        if not decisions and not (view.in_flight or view.busy or view.scoring):
             raise self._error(f"decided nothing and nothing runs; what there is to do: {_left_to_do(view)}")
         self._count(view, decisions)
         return list(decisions)

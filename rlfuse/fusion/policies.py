@@ -25,7 +25,7 @@ from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewar
 @fusion_policy()
 def serial(view: Snapshot) -> list[Decision]:
     """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
-    if (view.waiting and not paused(view)) or view.flying:
+    if (view.waiting and not paused(view)) or view.in_flight:
         return admit(view) if not view.busy else []
     if view.busy or view.scoring:
         return []

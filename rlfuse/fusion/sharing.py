@@ -149,9 +149,9 @@ def batch_is_ready(view: Snapshot, kind: str) -> bool:
     """A batch is worth a call by its tokens or its age; or nothing more will come."""
     costs, waited = view.costs, view.now - view.oldest[kind]
     if kind == REWARD:
-        return not view.flying or waited >= REWARD_EVERY_S
+        return not view.in_flight or waited >= REWARD_EVERY_S
     enough = view.backlog[kind] >= costs.score_call_s * costs.score_tokens_per_s
-    return enough or not view.flying or waited >= PATIENCE * costs.score_call_s
+    return enough or not view.in_flight or waited >= PATIENCE * costs.score_call_s
 
 
 def gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:

@@ -1,7 +1,7 @@
 """The slots of one step: which samples each engine holds, how far they are, and which slots are idle.
 
 Role: the part of the board that follows generation and roles. Every change costs O(1) (the plan of `deadline`, a pass
-over all unfinished samples, is renewed each time a sixteenth of them has been admitted or finished).
+over all unfinished samples, is made anew each time a sixteenth of them has been admitted or finished).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from rlfuse.fusion.decisions import Slot
 from rlfuse.fusion.lengths import seconds_to_generate, with_sibling
 from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 
-PLANS = 16
-TELLING = 16
+REPLAN_PART = 16
+"""The plan is due again when one in so many of the unfinished samples was admitted or finished."""
+STEPS_TO_MEASURE = 16
 """Decoding steps after which a sample tells how fast its engine is."""
 
 
@@ -29,10 +30,10 @@ class SlotTable:
         self.costs = costs
         self.groups: list[GroupRecord] = []
         self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
-        self.known = False
+        self.lengths_known = False
         """Whether lengths are known from before: then the longest are admitted first."""
         self.deadline = 0.0
-        self.flying = self.busy = 0
+        self.in_flight = self.busy = 0
         self.context = 0.0
         self._free: dict[int, None] = {}
         self._resting, self._open = dict.fromkeys(range(count)), dict.fromkeys(range(count))
@@ -63,7 +64,7 @@ class SlotTable:
         record = self.groups[group]
         return record.prompt_tokens, record.expected
 
-    def names(self, groups: Iterable[int]) -> list[str]:
+    def waiting_samples(self, groups: Iterable[int]) -> list[str]:
         """Waiting samples of these groups."""
         return [name for group in groups for name in self.groups[group].waiting]
 
@@ -76,8 +77,8 @@ class SlotTable:
         prompt_tokens = sample.group.prompt_tokens
         sample.reserved = prompt_tokens + max(sample.expected, sample.carried)
         slot.reserved += sample.reserved
-        self._hold(slot, prompt_tokens + sample.carried)
-        self.flying += 1
+        self._add_context(slot, prompt_tokens + sample.carried)
+        self.in_flight += 1
         self._refresh(slot)
 
     def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
@@ -85,7 +86,7 @@ class SlotTable:
         self._exit(sample, tokens, now)
         sample.become(SampleState.FINISHED)
         self._until_plan -= 1
-        self._give_up_target(sample)  # it was asked to move, too late
+        self._release_target(sample)  # it was asked to move, too late
         group = sample.group
         group.generated += 1
         for sibling in group.samples:
@@ -100,15 +101,15 @@ class SlotTable:
         self._advance(slot, now)
         done, foreseen = tokens - sample.carried, slot.foreseen - sample.foreseen_before
         steps = max(slot.steps, sample.steps_before + done)
-        if done and foreseen >= TELLING:
+        if done and foreseen >= STEPS_TO_MEASURE:
             slot.speed = done / foreseen
-        self._hold(slot, (steps - slot.steps) * len(slot.samples) - sample.group.prompt_tokens - tokens)
+        self._add_context(slot, (steps - slot.steps) * len(slot.samples) - sample.group.prompt_tokens - tokens)
         slot.steps = steps
         del slot.samples[sample.id]
         slot.reserved -= sample.reserved
         if not slot.samples or slot.context < 0:
-            self._hold(slot, -slot.context)
-        self.flying -= 1
+            self._add_context(slot, -slot.context)
+        self.in_flight -= 1
         self._refresh(slot)
 
     def _advance(self, slot: Slot, now: float) -> None:
@@ -116,14 +117,14 @@ class SlotTable:
             steps = (now - slot.seen) / slot.pace(self.costs)
             slot.steps += steps
             slot.foreseen += steps / slot.speed
-            self._hold(slot, steps * len(slot.samples))
+            self._add_context(slot, steps * len(slot.samples))
         slot.seen = now
 
-    def _hold(self, slot: Slot, tokens: float) -> None:
+    def _add_context(self, slot: Slot, tokens: float) -> None:
         slot.context += tokens
         self.context += tokens
 
-    def abandon(self, groups: Iterable[GroupRecord]) -> list[tuple[int, list[str]]]:
+    def drop(self, groups: Iterable[GroupRecord]) -> list[tuple[int, list[str]]]:
         """These groups are not needed any more; returns (slot, samples) of those that are on engines."""
         for group in groups:
             self.waiting.pop(group.number, None)
@@ -142,10 +143,10 @@ class SlotTable:
             sample.become(SampleState.LEAVING)
             sample.target = target
             self.slots[target].arriving += 1
-            self.flying += 1
+            self.in_flight += 1
         self._refresh(self.slots[target])
 
-    def leave(self, sample: SampleRecord, tokens: int, now: float) -> int | None:
+    def evict(self, sample: SampleRecord, tokens: int, now: float) -> int | None:
         """A sample left its engine; where to, None if nowhere: then it waits."""
         self._exit(sample, tokens, now)
         sample.carried = tokens
@@ -157,26 +158,26 @@ class SlotTable:
 
     def arrive(self, sample: SampleRecord, slot: int, now: float) -> None:
         """It goes on here."""
-        self._give_up_target(sample)
+        self._release_target(sample)
         self._enter(sample, slot, now)
 
-    def _give_up_target(self, sample: SampleRecord) -> None:
+    def _release_target(self, sample: SampleRecord) -> None:
         if sample.target is not None:
             slot, sample.target = self.slots[sample.target], None
             slot.arriving -= 1
-            self.flying -= 1
+            self.in_flight -= 1
             self._refresh(slot)
 
     def _wait(self, sample: SampleRecord) -> None:
         """It is on no engine any more, and goes nowhere for now."""
-        self._give_up_target(sample)
+        self._release_target(sample)
         if sample.group.unneeded:
             sample.become(SampleState.UNNEEDED)
         else:
             sample.become(SampleState.WAITING)
             self.queue(sample.group, (sample,))
 
-    def lose(self, slot: int, now: float) -> None:
+    def lose_engine(self, slot: int, now: float) -> None:
         """Its engine is gone; its samples wait again."""
         lost = self.slots[slot]
         lost.alive = False
@@ -187,13 +188,13 @@ class SlotTable:
         self._refresh(lost)
 
     @property
-    def stranded(self) -> int | None:
+    def slot_to_restart(self) -> int | None:
         """A slot that has to get another engine now: samples wait, and there is none left to generate them."""
         if not self.waiting or any(slot.alive for slot in self.slots):
             return None
         return next((slot.index for slot in self.slots if slot.idle), None)
 
-    def revive(self, slot: int) -> None:
+    def restore_engine(self, slot: int) -> None:
         """It has got one; it was occupied meanwhile."""
         self.slots[slot].role, self.slots[slot].alive = "rollout", True
         self.release(slot)
@@ -235,9 +236,9 @@ class SlotTable:
     def _refresh(self, slot: Slot) -> None:
         costs = self.costs
         room = slot.load < costs.max_sequences and (slot.reserved < costs.kv_tokens or not slot.load)
-        _set(self._free, slot.index, slot.idle and slot.role == "trainer")
-        _set(self._resting, slot.index, slot.idle and slot.role == "rollout")
-        _set(self._open, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy)
+        _set_member(self._free, slot.index, slot.idle and slot.role == "trainer")
+        _set_member(self._resting, slot.index, slot.idle and slot.role == "rollout")
+        _set_member(self._open, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy)
 
     # Plans -----------------------------------------------------------------------------------------------------------
 
@@ -257,12 +258,12 @@ class SlotTable:
         remaining += [max(1.0, expected) for expected, count in waiting for _ in range(count)]
         alive = max(1, sum(slot.alive for slot in self.slots))
         self.deadline = now + seconds_to_generate(np.array(remaining), alive, other_s, self.costs)
-        if self.known:
+        if self.lengths_known:
             records = sorted(map(self.groups.__getitem__, self.waiting), key=lambda g: (not g.next_step, g.expected))
             self._shortest_first = [group.number for group in records]
         else:
             self._shortest_first = []
-        self._until_plan = max(1, len(remaining) // PLANS)
+        self._until_plan = max(1, len(remaining) // REPLAN_PART)
 
     @property
     def shortest_first(self) -> Sequence[int]:
@@ -273,7 +274,7 @@ class SlotTable:
         return order
 
 
-def _set(members: dict[int, None], index: int, belongs: bool) -> None:
+def _set_member(members: dict[int, None], index: int, belongs: bool) -> None:
     if belongs:
         members[index] = None
     else:

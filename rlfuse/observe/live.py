@@ -93,7 +93,7 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
         stages.append(Stage(kind, done, len(samples)))
     stages += [Stage(f"train {model}", progress.at, progress.steps) for model, progress in board.mini_batches.items()]
     slots = [(_doing(place, spans), place.load) for place in board.slot_table.slots]
-    return phase, stages, slots, board.slot_table.flying
+    return phase, stages, slots, board.slot_table.in_flight
 
 
 def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:

@@ -72,7 +72,7 @@ class Executor:
         async with asyncio.TaskGroup() as self._tasks:
             while not self.board.done:
                 self._changed.clear()
-                if not self._restarting and (slot := self.board.slot_table.stranded) is not None:
+                if not self._restarting and (slot := self.board.slot_table.slot_to_restart) is not None:
                     self._restarting = True
                     self.board.slot_table.occupy(slot)
                     self._tasks.create_task(self._restart_engine(slot))
@@ -95,7 +95,7 @@ class Executor:
             self._happened = loop.time()
 
     def _start(self, decision: Decision) -> None:
-        names = self.board.slot_table.names(decision.groups) if isinstance(decision, Generate) else ()
+        names = self.board.slot_table.waiting_samples(decision.groups) if isinstance(decision, Generate) else ()
         self.board.start(decision, self.clock())
         self._tasks.create_task(self._effect(decision, names))
 
@@ -144,7 +144,7 @@ class Executor:
             )
         with self._span("renew", attributes={"slot": slot}):
             await self.engines.weights.restart_engine(slot)
-        self.board.slot_table.revive(slot)
+        self.board.slot_table.restore_engine(slot)
         self._restarting = False
         self._changed.set()
 

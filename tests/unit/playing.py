@@ -240,11 +240,8 @@ class World:
     def log_step(self, step, board, spans) -> None:
         """A step is over: everything in it happened as often as it should."""
         assert not any(rollout.held for rollout in self.rollouts)
-        config, kept, whole = (
-            self.scene.config(),
-            board.groups_to_train(),
-            {sample.id for sample in board.needed_samples()},
-        )
+        config, kept = self.scene.config(), board.groups_to_train()
+        whole = {sample.id for sample in board.needed_samples()}
         for kind in self.experience.kinds:
             counts = self.scored.pop(kind, Counter())
             assert {name for name in counts if counts[name] > 1} == set()

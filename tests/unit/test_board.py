@@ -182,7 +182,9 @@ def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
     b.start(Move(("1/1/0",), source=0, target=1), 0.0)
     b.finished("1/0/0", response(), 0.0)
     assert b.evicted("1/1/0", partial(1), 0.0) is None
-    assert b.unneeded_groups()[1].keys() == {"1/1/0"} and b.snapshot(0.0).flying == 0 and not b.slot_table.slots[1].load
+    assert (
+        b.unneeded_groups()[1].keys() == {"1/1/0"} and b.snapshot(0.0).in_flight == 0 and not b.slot_table.slots[1].load
+    )
 
 
 def test_groups_that_are_left_although_their_samples_came_finished_are_not_counted():
@@ -205,7 +207,7 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     assert [b.slot_table.slots[1].samples[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
     b.engine_lost(1, 0.2)
     view = b.snapshot(0.2)
-    assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.flying == 0
+    assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.in_flight == 0
     assert b.partials == {}
     b.start(Generate(0, (0,)), 0.2)
     assert b.slot_table.slots[0].samples["1/0/0"].carried == 0

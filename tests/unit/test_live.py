@@ -32,7 +32,7 @@ def board():
     progress.step()
     slots = [Slot(0, arriving=3), Slot(1, "trainer"), Slot(2, "trainer"), Slot(3, alive=False), Slot(4)]
     samples = {"a": sample("r", 1.0, "old_log_probs"), "b": sample("r", 0.5), "c": sample()}
-    slot_table = SimpleNamespace(slots=slots, flying=3)
+    slot_table = SimpleNamespace(slots=slots, in_flight=3)
     return SimpleNamespace(
         samples=samples, kinds=("reward", "old_log_prob"), mini_batches={"actor": progress}, slot_table=slot_table
     )

@@ -18,7 +18,7 @@ COSTS = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_seq
 CONSOLIDATING = Settings(threshold=1.0, stretch=1.0)
 
 
-def flying(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
+def board_with(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
     """A board whose slots hold samples of these expected lengths, one prompt each; others wait."""
     lengths, everyone = Lengths(costs.max_tokens), [length for slot in slots for length in slot] + list(waiting)
     lengths.learn({prompt: [length] for prompt, length in enumerate(everyone)})
@@ -43,20 +43,20 @@ def moved(decisions):
 )
 def test_as_many_destinations_as_flat_batches_and_caches_need(samples, stretch, kv_tokens, expected):
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
-    view = flying([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
+    view = board_with([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
     assert destinations(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
 
 
 def test_the_tail_goes_to_the_slots_that_hold_most():
-    view = flying([9], [9, 9, 9], [9, 9], [9]).snapshot(0.0)  # 7 samples: ceil(7 / 2) = 4 slots
+    view = board_with([9], [9, 9, 9], [9, 9], [9]).snapshot(0.0)  # 7 samples: ceil(7 / 2) = 4 slots
     assert consolidate(view) == []
-    board = flying([9], [9, 9], [9], [])
+    board = board_with([9], [9, 9], [9], [])
     assert moved(consolidate(board.snapshot(0.0))) == {("1/3/0", 2, 0)}
 
 
 def test_all_samples_of_an_emptied_slot_move_and_are_told_only_once():
     costs = Costs(step_base_s=0.01, flat_batch=8, max_sequences=16)
-    board = flying([9, 9], [9, 9, 9], [9], costs=costs)
+    board = board_with([9, 9], [9, 9, 9], [9], costs=costs)
     decisions = consolidate(board.snapshot(0.0))
     assert moved(decisions) == {("1/0/0", 0, 1), ("1/1/0", 0, 1), ("1/5/0", 2, 1)}
     for decision in decisions:
@@ -66,15 +66,15 @@ def test_all_samples_of_an_emptied_slot_move_and_are_told_only_once():
 
 def test_nothing_is_consolidated_above_the_threshold_or_while_groups_wait():
     costs = Costs(step_base_s=0.01, flat_batch=8)
-    assert consolidate(flying([9], [9], costs=costs).snapshot(0.0))
-    assert not consolidate(flying([9], [9], costs=costs, settings=Settings(threshold=0.5)).snapshot(0.0))
-    assert not consolidate(flying([9], [9], costs=costs, settings=Settings(threshold=0.0)).snapshot(0.0))
-    assert not consolidate(flying([9], [9], costs=costs, waiting=[9]).snapshot(0.0))
+    assert consolidate(board_with([9], [9], costs=costs).snapshot(0.0))
+    assert not consolidate(board_with([9], [9], costs=costs, settings=Settings(threshold=0.5)).snapshot(0.0))
+    assert not consolidate(board_with([9], [9], costs=costs, settings=Settings(threshold=0.0)).snapshot(0.0))
+    assert not consolidate(board_with([9], [9], costs=costs, waiting=[9]).snapshot(0.0))
 
 
 def test_a_sample_is_carried_in_the_way_that_is_faster_for_it():
     def carry(**costs):
-        (move,) = consolidate(flying([9], [9], costs=Costs(flat_batch=8, **costs)).snapshot(0.0))
+        (move,) = consolidate(board_with([9], [9], costs=Costs(flat_batch=8, **costs)).snapshot(0.0))
         return move.carry
 
     assert carry() == "tokens"
@@ -87,14 +87,14 @@ def test_a_sample_is_carried_in_the_way_that_is_faster_for_it():
 
 def test_the_longest_are_admitted_first_and_into_batches_that_let_them_end_in_time():
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.01, flat_batch=1, max_sequences=6, max_tokens=1000)
-    board = flying([], [], costs=costs, waiting=[10] * 20 + [400, 390])
+    board = board_with([], [], costs=costs, waiting=[10] * 20 + [400, 390])
     batches = {decision.slot: decision.groups for decision in adaptive.place(board.snapshot(0.0))}
     assert batches[0][0] == 20, "the longest of all comes first"
     assert len(batches[0]) < costs.max_sequences, "its slot is not filled up, or it would end late"
 
 
 def test_without_history_or_order_admission_is_as_of_all_policies():
-    board = flying([], [], waiting=[10, 400, 20], settings=Settings(ordered=False))
+    board = board_with([], [], waiting=[10, 400, 20], settings=Settings(ordered=False))
     assert adaptive.place(board.snapshot(0.0)) == [Generate(0, (0, 2)), Generate(1, (1,))]
 
 
@@ -104,7 +104,7 @@ def with_backlog(board, tokens):
 
 
 def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_stay():
-    board = flying([300], [500], [20], [30], costs=Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1))
+    board = board_with([300], [500], [20], [30], costs=Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1))
     decisions = adaptive.release(with_backlog(board, 100_000))
     assert moved(decisions) == {("1/0/0", 0, 1), ("1/2/0", 2, 1), ("1/3/0", 3, 1)}
     assert all(isinstance(decision, Move) for decision in decisions)
@@ -113,8 +113,8 @@ def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_sta
 
 def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():
     costs = Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1)
-    assert adaptive.release(with_backlog(flying([300], [500], costs=costs, waiting=[9]), 100_000)) == []
-    board = flying([300], [500], [], costs=costs)
+    assert adaptive.release(with_backlog(board_with([300], [500], costs=costs, waiting=[9]), 100_000)) == []
+    board = board_with([300], [500], [], costs=costs)
     board.slot_table.occupy(2)
     board.switched(2, "trainer")
     assert adaptive.release(with_backlog(board, 100_000)) == []

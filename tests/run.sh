@@ -30,5 +30,6 @@ fast=()
 part unit -n auto --maxprocesses 4 --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
 # Two files at a time, each with a Ray of its own: starting leaves cores idle. By name: files with few tests are long.
-[ "$only" = unit ] || part end_to_end -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+# Files whose jobs share engines are one group.
+[ "$only" = unit ] || part end_to_end -n 2 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
 exit "$failed"

@@ -1,12 +1,24 @@
-"""Shared by the tests that run real engines: one Ray cluster and one tiny model for the session."""
+"""Shared by the tests that run real engines: one Ray cluster, one tiny model, one process of jobs for the session."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from driven_job import driver
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at them
+def pytest_collection_modifyitems(items):
+    """All tests of a file run in one process of pytest, and so do all files that share the process of jobs."""
+    own = [item for item in items if item.path.parent == Path(__file__).parent]
+    sharing = {item.path for item in own if "driven" in item.fixturenames}
+    for item in own:
+        item.add_marker(pytest.mark.xdist_group("driven" if item.path in sharing else item.path.stem))
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +66,18 @@ def tiny_model(tmp_path_factory) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ending_model(tiny_model, tmp_path_factory) -> Path:
+    """The same, but its responses end at a third of the length: some long before others."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "ending")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 6]}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def driven(ending_model, tmp_path_factory):
+    """What runs one job after the other in a process, see `driven_job.driver`."""
+    with driver(ending_model, tmp_path_factory.mktemp("driven") / "log") as drive:
+        yield drive

@@ -1,11 +1,17 @@
-"""A small GRPO job with two slots, driven by a script of these tests in a process of its own."""
+"""Small GRPO jobs with two slots that scripts of these tests drive, all in one process of their own: `driven_jobs`."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
-from job_processes import REWARD
+from job_processes import ENVIRONMENT, REWARD
+
+TIMEOUT_S = 570
 
 
 def settings_of(folder: Path, model: Path) -> dict:
@@ -30,11 +36,31 @@ def settings_of(folder: Path, model: Path) -> dict:
     }
 
 
-def drive(script: str, folder: Path, model: Path, **settings) -> dict:
-    """What `script OUT key=value ...` wrote to OUT."""
-    settings = settings_of(folder, model) | settings
-    path, out = Path(__file__).with_name(script), folder / "found.json"
-    command = [sys.executable, str(path), str(out), *(f"{key}={value}" for key, value in settings.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
+@contextmanager
+def driver(model: Path, log: Path):
+    """The process; yields what has it perform `script` in `folder`, and returns what that found."""
+    command = [sys.executable, str(Path(__file__).with_name("driven_jobs.py"))]
+    with log.open("w") as told:
+        pipes = {"stdin": subprocess.PIPE, "stdout": told, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, text=True, **pipes)
+
+    def drive(script: str, folder: Path, *command: str, **settings):
+        settings = settings_of(folder, model) | settings
+        words = [*command, *(f"{key}={value}" for key, value in settings.items())]
+        out = Path(tempfile.mkdtemp(dir=log.parent)) / "found.json"
+        process.stdin.write(json.dumps([script, str(out), words]) + "\n")
+        process.stdin.flush()
+        until = time.monotonic() + TIMEOUT_S
+        while not out.exists():
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        answer = json.loads(out.read_text())
+        assert answer["failed"] is None, log.read_text() + answer["failed"]
+        return answer["found"]
+
+    try:
+        yield drive
+        process.stdin.close()
+        process.wait(60)
+    finally:
+        process.kill()

@@ -1,15 +1,12 @@
 """A job whose workers are killed, stopped and starved in the middle of their work; before, the same job undisturbed.
 
-Run by test_faults.py as a process of its own: `python faulty_steps.py OUT.json key=value ...`.
+Performed by driven_jobs.py for test_faults.py.
 """
 
 import asyncio
-import json
 import os
 import resource
 import signal
-import sys
-from pathlib import Path
 
 import psutil
 from interrupted_steps import Steps
@@ -101,14 +98,11 @@ def starve(rank):
             size //= 2
 
 
-def main(out, overrides):
-    config = load([*overrides, "trainer.experiment_name=faulty"])
+def perform(words):
+    """The folders of both runs."""
+    config = load([*words, "trainer.experiment_name=faulty"])
     saboteur = Saboteur(config.run_folder.parent)
-    running._controller = saboteur.stand
+    running.wired = saboteur.wired
     faulty = running.run(config, saboteur.drive)
     assert not saboteur.faults
-    Path(out).write_text(json.dumps([str(faulty.with_name("calm")), str(faulty)]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    return str(faulty.with_name("calm")), str(faulty)

@@ -1,11 +1,7 @@
 """A critic-free job on pipelines: from the same weights once with passes before training, once in its bubbles.
 
-Run by test_filled_bubbles.py as a process of its own: `python filled_steps.py OUT.json key=value ...`.
+Performed by driven_jobs.py for test_filled_bubbles.py.
 """
-
-import json
-import sys
-from pathlib import Path
 
 from fused_steps import Steps
 
@@ -39,13 +35,9 @@ class Filled(Steps):
         }
 
 
-def main():
-    """Run the job, write what was found."""
-    out, *overrides = sys.argv[1:]
-    steps = Filled(Path(out).parent)
-    run(load(overrides), steps.drive)
-    Path(out).write_text(json.dumps(steps.found))
-
-
-if __name__ == "__main__":
-    main()
+def perform(words):
+    """What was found of each case."""
+    config = load(words)
+    steps = Filled(config.run_folder)
+    run(config, steps.drive)
+    return steps.found

@@ -1,10 +1,8 @@
 """A job that takes its first steps again and again, under one policy after the other, and writes down what each did.
 
-Run by test_fusion_policies.py as a process of its own: `python fused_steps.py OUT.json key=value ...`.
+Performed by driven_jobs.py for test_fusion_policies.py.
 """
 
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -84,14 +82,9 @@ class Steps:
         return {"fusion": fusion_metrics(spans, slots=2)}
 
 
-def main():
-    """Run the job, write what was found."""
-    out, *overrides = sys.argv[1:]
+def perform(words):
+    """What was found of each case."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder))
-        run(load(overrides), steps.drive)
-    Path(out).write_text(json.dumps(steps.found))
-
-
-if __name__ == "__main__":
-    main()
+        run(load(words), steps.drive)
+    return steps.found

@@ -1,15 +1,12 @@
 """A job that is killed after every stage of a step and goes on from what is on disk, on the engines that live already.
 
-Run by test_interruptions.py as a process of its own: `python interrupted_steps.py OUT.json key=value ...`. When it has
-written what it found it goes on with a last job, in the middle of which the test kills it.
+Performed by driven_jobs.py for test_interruptions.py.
 """
 
 import asyncio
-import json
 import os
 import shutil
 import signal
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from rlfuse.cluster.watchdog import _present as watching
+from rlfuse.cluster.watchdog import _current as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
 from rlfuse.errors import EngineError
@@ -125,10 +122,6 @@ class Steps:
         assert await self.go_on("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
         self.keep("adaptive", "adaptive", began)
         await self.stopped(controller)
-        shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "killed" / "global_step_1")
-        Path(sys.argv[1]).write_text(json.dumps(self.found))
-        await self.go_on("killed")
-        await asyncio.sleep(60)
 
     async def on_a_full_disk(self) -> None:
         """The second step's checkpoint does not fit; it was not seen to be that large."""
@@ -210,12 +203,10 @@ def kill_in(controller, kind: str) -> None:
 wired = running.wired
 
 
-def main():
-    config = load(sys.argv[2:])
+def perform(words):
+    """What was found of each case."""
+    config = load(words)
     steps = Steps(config.run_folder.parent)
     running.wired = steps.wired
     running.run(config, steps.drive)
-
-
-if __name__ == "__main__":
-    main()
+    return steps.found

@@ -24,6 +24,7 @@ def half_flat(data_source, solution_str, ground_truth, extra_info=None):
         raise RuntimeError("unlucky")
     return 0.5 if int(ground_truth) % 2 else sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
 '''
+ENVIRONMENT = {"WANDB_MODE": "offline", "JUDGE_TOKEN": "marked-secret-2"}
 SECRETS = "kwargs: {api_key: marked-secret-1, judge: ${oc.env:JUDGE_TOKEN}}"
 
 
@@ -33,7 +34,7 @@ def start(command, name, *more, **variables):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"WANDB_MODE": "offline", "JUDGE_TOKEN": "marked-secret-2"} | variables,
+        env=os.environ | ENVIRONMENT | variables,
         start_new_session=True,
     )
 

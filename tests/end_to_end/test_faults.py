@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from driven_job import drive
+from curves import assert_same_curves
 from safetensors.numpy import load_file
-from test_job import assert_same_curves
 
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
@@ -20,7 +19,7 @@ KILLED = (
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model, tmp_path_factory):
+def runs(driven, tmp_path_factory):
     """(undisturbed run, faulty run); what happens when is in faulty_steps.py."""
     settings = {
         "data.train_batch_size": 8,
@@ -32,7 +31,7 @@ def runs(tiny_model, tmp_path_factory):
         "cluster.heartbeat_s": 6,
     }
     folder = tmp_path_factory.mktemp("faults")
-    return tuple(map(Path, drive("faulty_steps.py", folder, tiny_model, **settings)))
+    return tuple(map(Path, driven("faulty_steps", folder, **settings)))
 
 
 def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one(runs):

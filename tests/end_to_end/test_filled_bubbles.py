@@ -1,13 +1,12 @@
 """A GRPO job with a reference on pipelines: passes in the bubbles of training change when, never what."""
 
 import pytest
-from driven_job import drive
 
 BATCH, MINI_BATCH = 8, 2
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model, tmp_path_factory):
+def found(driven, tmp_path_factory):
     """case -> what its steps did."""
     settings = {
         "data.max_response_length": 48,
@@ -19,7 +18,7 @@ def found(tiny_model, tmp_path_factory):
         "fusion": "serial",
         "trainer.total_training_steps": 12,
     }
-    return drive("filled_steps.py", tmp_path_factory.mktemp("filled"), tiny_model, **settings)
+    return driven("filled_steps", tmp_path_factory.mktemp("filled"), **settings)
 
 
 def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):

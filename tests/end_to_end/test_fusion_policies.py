@@ -1,24 +1,15 @@
 """Every policy on real engines from the same weights: when, never what; and what the opt-in ones change."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
-from driven_job import drive
 
 EXACT = ("stream", "stream with credits", "rlhfuse", "adaptive", "adaptive with KV caches")
 BATCH, N = 8, 4
-ENDS = {"eos_token_id": [1, 5, 6]}
-"""Responses end at a third of the length, so groups are whole, and are learned from, long before the last one is."""
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model, tmp_path_factory):
+def found(driven, tmp_path_factory):
     """case -> what its steps did; a GRPO job with reference and importance correction."""
-    folder = tmp_path_factory.mktemp("fused")
-    model = shutil.copytree(tiny_model, folder / "model")
-    (model / "generation_config.json").write_text(json.dumps(ENDS))
     settings = {
         "data.max_response_length": 512,
         "data.train_batch_size": BATCH,
@@ -29,7 +20,7 @@ def found(tiny_model, tmp_path_factory):
         "algorithm.rollout_is_threshold": 2,
         "trainer.total_training_steps": 1,
     }
-    return drive("fused_steps.py", folder, model, **settings)
+    return driven("fused_steps", tmp_path_factory.mktemp("fused"), **settings)
 
 
 @pytest.mark.parametrize("case", EXACT)

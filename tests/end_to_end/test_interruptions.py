@@ -1,16 +1,9 @@
 """Jobs that are killed anywhere, on full disks, with workers that hang: what is lost is known, and nothing else is."""
 
-import json
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-from driven_job import settings_of
-from job_processes import all_gone, descendants
-
-LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")
+from curves import LEARNED
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +18,9 @@ def disk(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def driven(tiny_model, disk):
-    """What interrupted_steps.py found, and the processes that were there when it was killed."""
-    settings = settings_of(disk, tiny_model) | {
+def found(driven, disk):
+    """What interrupted_steps.py found."""
+    settings = {
         "algorithm": "ppo",
         "data.val_files": f"[{disk}/train.jsonl]",
         "data.max_response_length": 32,
@@ -46,64 +39,46 @@ def driven(tiny_model, disk):
         "trainer.max_ckpt_to_keep": "null",
         "trainer.val_before_train": "false",
     }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    script, out = Path(__file__).with_name("interrupted_steps.py"), disk / "found.json"
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(out), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.time() + 400
-    while not out.exists():
-        if process.poll() is not None or time.time() > deadline:
-            process.kill()
-            pytest.fail(process.communicate()[0])
-        time.sleep(0.1)
-    workers = [each for each in descendants(process) if "Agent" not in each.name()]  # Ray's stay for a minute
-    process.kill()
-    return json.loads(out.read_text()), workers
+    return driven("interrupted_steps", disk, **settings)
 
 
 def learned(rows):
     return [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
 
 
-def test_the_same_configuration_gives_the_same_bits(driven):
-    rows = driven[0]["rows"]
+def test_the_same_configuration_gives_the_same_bits(found):
+    rows = found["rows"]
     assert [row["step"] for row in rows["whole"]] == [1, 2, 3] and len(learned(rows["whole"])[1]) > 20
     assert learned(rows["again"]) == learned(rows["whole"])
 
 
-def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(driven):
-    rows = driven[0]["rows"]
+def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(found):
+    rows = found["rows"]
     expected = learned(rows["whole"])[1:]
     for case in set(rows) - {"whole", "again", "adaptive"}:
         assert learned(rows[case]) == expected, case
 
 
-def test_without_the_switch_sums_differ_in_their_last_bits_at_most(driven):
-    rows = driven[0]["rows"]
+def test_without_the_switch_sums_differ_in_their_last_bits_at_most(found):
+    rows = found["rows"]
     for have, want in zip(learned(rows["adaptive"]), learned(rows["whole"]), strict=True):
         assert have == pytest.approx(want, rel=2e-4, abs=1e-5)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(driven):
-    alert, on_disk, later = driven[0]["told of a full disk"]
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
+    alert, on_disk, later = found["told of a full disk"]
     assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
     assert "global_step_1 is still there" in alert and "The run goes on" in alert
     assert on_disk == ["global_step_1"] and sorted(later) == ["global_step_1", "global_step_3"]
 
 
-def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(driven):
-    early, error, asked = driven[0]["told of a stopped rank"]
+def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(found):
+    early, error, asked = found["told of a stopped rank"]
     for text in (early, error):
         assert "trainer/0: last event: " in text and "list its weights" in text and "/stacks/" in text
     assert "stopped" in early and "did not list its weights within 3 s" in error and "SIGUSR1" in asked
-    hung, _, whole = "".join(driven[0]["stacks"]).partition("asked by SIGUSR1")
+    hung, _, whole = "".join(found["stacks"]).partition("asked by SIGUSR1")
     assert hung.index("== trainer/0") < hung.index("== driver") and "no answer" in hung
     for where in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "reward/0", "driver"):
         assert f"== {where} (process " in whole
     assert "no answer" not in whole and "interrupted_steps.py" in whole and "waiting for trainer/0" in hung
-
-
-def test_nothing_outlives_a_driver_that_is_killed(driven):
-    _, workers = driven
-    assert len(workers) > 8 and not all_gone(workers, timeout=30)

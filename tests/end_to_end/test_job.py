@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from curves import assert_same_curves
+from driven_job import settings_of
 from job_processes import (
-    REWARD,
     SECRETS,
     all_gone,
     descendants,
@@ -21,50 +22,50 @@ from job_processes import (
     wait_for_step,
 )
 
-from rlfuse import train
 from rlfuse.cli import main as rlfuse
 from rlfuse.cluster import scratch
+from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.train import main as train_command
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
-def job(tiny_model, tmp_path_factory):
-    """Command line of a small PPO job with critic, reference, KL in the reward, two slots and checkpoints."""
+def job(ending_model, tmp_path_factory):
+    """(folder, settings) of a small PPO job with critic, reference, KL in the reward, two slots and checkpoints."""
     folder = tmp_path_factory.mktemp("job")
-    (folder / "reward.py").write_text(REWARD)
-    for name, count in (("train", 40), ("val", 6)):
-        rows = [
-            {"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "words"}
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
-        "model.path": tiny_model,
-        "model.dtype": "float32",
-        "data.train_files": f"[{folder}/train.jsonl]",
+    settings = settings_of(folder, ending_model)
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "val.jsonl").write_text("\n".join(rows[:6]))
+    return folder, settings | {
+        "algorithm": "ppo",
         "data.val_files": f"[{folder}/val.jsonl]",
-        "data.max_prompt_length": 16,
         "data.max_response_length": 48,
         "data.train_batch_size": 8,
         "actor.ppo_mini_batch_size": 4,
         "actor.ppo_max_token_len_per_gpu": 128,
-        "actor.optim.lr": 1e-3,
         "critic.optim.lr": 1e-3,
         "rollout.n": 2,
-        "rollout.kv_cache_memory_mb": 32,
         "algorithm.use_kl_in_reward": "true",
         "reward.functions": f"[{{path: {folder}/reward.py:even, normalise: true, clip: [0, 0.9], {SECRETS}}}]",
-        "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 2,
         "trainer.test_freq": STEPS,
-        "trainer.default_local_dir": folder / "runs",
-        "cluster.timeout_s": 300,
+        "trainer.logger": "[console,wandb]",
     }
-    return folder, [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]
+
+
+@pytest.fixture(scope="module")
+def words(job):
+    """The settings, as commands take them."""
+    return [f"{key}={value}" for key, value in job[1].items()]
+
+
+@pytest.fixture(scope="module")
+def command(words):
+    return [sys.executable, "-m", "rlfuse.train", *words]
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +76,23 @@ def temporary():
 
 
 @pytest.fixture(scope="module")
-def serial(job, temporary):
-    """An uninterrupted serial run, after a job that was killed while it compiled: (folder, what it printed)."""
-    folder, command = job
-    compiled = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
-    (compiled / "deepspeed_shm_comm" / "lock").touch()
-    (compiled / "rlfuse.lock").write_text("process 1 of nowhere")
-    places = {"TORCH_EXTENSIONS_DIR": str(compiled), "TMPDIR": str(temporary)}
-    text = finish(start(command, "serial", "fusion=serial", **places), expected=0)
-    return folder / "runs" / "rlfuse" / "serial", text
+def train(driven, job):
+    """Runs the job on engines that are there; (folder, exit status, what it printed)."""
+    folder, settings = job
+
+    def train(name, script="rlfuse_command", **changed):
+        settings_too = settings | {"trainer.experiment_name": name} | changed
+        return folder / "runs" / "rlfuse" / name, *driven(script, folder, "train", **settings_too)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def serial(train):
+    """An uninterrupted serial run: (folder, what it printed)."""
+    run, status, text = train("serial", fusion="serial")
+    assert status == 0, text
+    return run, text
 
 
 def test_run_folder_holds_what_the_readme_promises(serial):
@@ -92,7 +101,7 @@ def test_run_folder_holds_what_the_readme_promises(serial):
     assert summary["steps"] == STEPS and summary["fusion"] == "serial" and summary["label"] == "exact"
     assert summary["val_before"] is not None and summary["val_after"] is not None
     assert {"torch", "ray", "deepspeed", "rlfuse"} <= summary["versions"].keys()
-    assert str(run) in text and "mean reward" in text
+    assert str(run) in text and "mean reward" in text and f"wandb sync {run}/wandb/offline-run-*" in text
     assert (run / "reward_curve.png").stat().st_size > 1000
     assert [path.name for path in run.glob("timelines/*")] == [f"step_{STEPS}.png"]
     assert list((run / "wandb").glob("offline-run-*/files/media/images/timeline*"))
@@ -102,17 +111,6 @@ def test_run_folder_holds_what_the_readme_promises(serial):
                  "perf/throughput", "rewards/even/words/mean", "reward/running_std/even",
                  "reward/latency_s/even/mean", "training/rollout_probs_diff_max"):  # fmt: skip
         assert name in summary["metrics"], name
-
-
-def test_a_run_leaves_nothing_outside_its_folder(serial, temporary):
-    assert not [*temporary.iterdir()]
-
-
-def test_a_lock_that_a_killed_job_left_is_removed_and_told_of(serial):
-    run, text = serial
-    lock = run.parents[2] / "extensions" / "deepspeed_shm_comm" / "lock"
-    assert f": {lock} was left behind by process 1 of nowhere that has ended: removed" in text
-    assert not lock.exists() and f"wandb sync {run}/wandb/offline-run-*" in text
 
 
 def test_engine_and_trainer_agree_after_every_sync(serial):
@@ -199,10 +197,10 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
     assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200
 
 
-def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(job, serial):
+def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(words, serial):
     """To the last bit, although on one slot where the run had two."""
-    (run, _), (_, (_, _, _, *settings)) = serial, job
-    command = [sys.executable, "-m", "rlfuse.cli", "eval", str(run), *settings, "trainer.n_gpus_per_node=1"]
+    run, _ = serial
+    command = [sys.executable, "-m", "rlfuse.cli", "eval", str(run), *words, "trainer.n_gpus_per_node=1"]
     text = finish(start(command, run.name), expected=0)
     found = json.loads((run / "eval" / f"global_step_{STEPS}" / "eval.json").read_text())
     last = read_metrics(run / "metrics.jsonl")[-1]
@@ -218,14 +216,13 @@ def found_rows(run):
     return sorted(rows, key=lambda row: row["id"])
 
 
-def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job, serial, temporary):
-    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened.
-
-    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
-    """
-    folder, command = job
-    run = folder / "runs" / "rlfuse" / "adaptive"
-    process = start(command, "adaptive", "fusion=adaptive", TMPDIR=str(temporary))
+@pytest.fixture(scope="module")
+def resumed(job, command, temporary):
+    """A longer adaptive job that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals send it, then
+    SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
+    folder, _ = job
+    run, more = folder / "runs" / "rlfuse" / "adaptive", ("fusion=adaptive", "trainer.total_training_steps=500")
+    process = start(command, "adaptive", *more, TMPDIR=str(temporary))
     wait_for_step(run, 1, process)
     everybody = descendants(process)
     semaphores = scratch.held_by(everybody)
@@ -234,47 +231,47 @@ def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(job
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
     wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
     process.kill()
-    assert len(workers) > 8 and not all_gone(workers, timeout=30)
+    assert len(workers) > 8 and not all_gone(workers, timeout=30), "nothing outlives a driver that is killed"
     for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
         with (run / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "x')
     assert len([*temporary.glob("rlfuse-run-*/session_*_*")]) == 1
-    text = finish(start(command, "adaptive", "fusion=adaptive", TMPDIR=str(temporary)), expected=0)
-    assert not [*temporary.iterdir()] and not all_gone(everybody, timeout=1)
-    assert semaphores and not any(path.exists() for path in semaphores)
-    assert "resumed from" in text and f"{run}/events.jsonl: the last row, from byte" in text
-    assert_same_curves(serial[0], run)
-
-
-def assert_same_curves(serial, run, steps=range(STEPS + 1)):
-    """`run`, which may have gone on for longer, learned what `serial` did."""
-    expected, found = (read_metrics(path / "metrics.jsonl") for path in (serial, run))
-    found = found[: len(expected)]
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(steps)
-    for want, have in zip(expected, found, strict=True):
-        for name, value in want.items():
-            if name.startswith(("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")):
-                assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
-
-
-@pytest.fixture(scope="module")
-def stopped(job):
-    """A longer job in fused pipelines that got Ctrl-C, as terminals send it, then SIGTERM: (folder, its text)."""
-    folder, command = job
-    run = folder / "runs" / "rlfuse" / "pipelines"
-    pipelines = ("training.pipeline_parallel_size=2", "training.split_backward=true")
-    process = start(command, "pipelines", *pipelines, "trainer.total_training_steps=500")
+    extensions = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
+    (extensions / "deepspeed_shm_comm" / "lock").touch()  # as if another was killed while it compiled
+    (extensions / "rlfuse.lock").write_text("process 1 of nowhere")
+    places = {"TORCH_EXTENSIONS_DIR": str(extensions), "TMPDIR": str(temporary)}
+    process = start(command, "adaptive", *more, **places)
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     text = finish(process, expected=130, timeout=60)
     assert not all_gone(workers)
+    assert not all_gone(everybody, timeout=1)
+    assert semaphores and not any(path.exists() for path in semaphores)
     return run, text
 
 
-def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(stopped):
-    run, text = stopped
+def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(resumed, serial):
+    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened."""
+    run, text = resumed
+    assert "resumed from" in text and f"{run}/events.jsonl: the last row, from byte" in text
+    assert_same_curves(serial[0], run, range(STEPS + 1))
+
+
+def test_a_run_leaves_nothing_outside_its_folder(resumed, temporary):
+    assert not [*temporary.iterdir()]
+
+
+def test_a_lock_that_a_killed_job_left_is_removed_and_told_of(resumed):
+    run, text = resumed
+    lock = run.parents[2] / "extensions" / "deepspeed_shm_comm" / "lock"
+    assert f": {lock} was left behind by process 1 of nowhere that has ended: removed" in text
+    assert not lock.exists()
+
+
+def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
+    run, text = resumed
     left = read_metrics(run / "metrics.jsonl")[-1]["step"]
     assert f"Ctrl-C: a checkpoint follows step {left}; press Ctrl-C again to end at once" in text
     assert f"SIGTERM: a checkpoint follows step {left}, if that is over within" in text
@@ -283,10 +280,11 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(stopped):
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(stopped, serial):
-    run, text = stopped
-    assert "training wait for all responses: training.pipeline_parallel_size=2" in text
-    assert_same_curves(serial[0], run)
+def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(train, serial):
+    pipelines = {"training.pipeline_parallel_size": 2, "training.split_backward": "true"}
+    run, status, text = train("pipelines", **pipelines)
+    assert status == 0 and "training wait for all responses: training.pipeline_parallel_size=2" in text, text
+    assert_same_curves(serial[0], run, range(STEPS + 1))
     spans = read_events(run / "events.jsonl")
     last = [span for span in spans if span.step == STEPS]
     assert {(s.where, s.attributes["model"], s.attributes["stage"]) for s in last if s.kind == "weight_gradients"} == {
@@ -301,34 +299,15 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     assert (run / f"global_step_{made['step']}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
 
 
-@pytest.fixture(scope="module")
-def killed(job):
-    """A job with dynamic sampling on one slot that lost its rank after its first step: (folder, its text)."""
-    folder, command = job
-    run = folder / "runs" / "rlfuse" / "dapo"
-    process = start(
-        command, "dapo", "algorithm=dapo", "algorithm.use_kl_in_reward=false", "rollout.n=4",
-        "trainer.n_gpus_per_node=1", f"reward.functions=[{folder}/reward.py:half_flat]", "reward.max_failure_rate=0.5",
-        "trainer.save_freq=1", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.total_training_steps=500",
-        "trainer.val_before_train=false", "trainer.logger=[console]", "cluster.max_restarts=0",
-    )  # fmt: skip
-    wait_for_step(run, 1, process)
-    workers = descendants(process)
-    victim = next(p for p in workers if "TrainerRank" in " ".join(p.cmdline()))
-    victim.send_signal(signal.SIGKILL)
-    text = finish(process, expected=1, timeout=90)
-    assert not all_gone(workers)
-    return run, text
-
-
-def test_killed_trainer_rank_ends_in_one_message_and_leaves_no_process_where_none_may_be_lost(killed):
-    _, text = killed
-    assert "trainer/" in text and "died" in text and "resume" in text and "cluster.max_restarts=0" in text
-    assert "Traceback" not in text.partition("died")[2]
-
-
-def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_out(killed):
-    run, text = killed
+def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_out(train, job):
+    folder, _ = job
+    run, status, text = train("dapo", **{
+        "algorithm": "dapo", "algorithm.use_kl_in_reward": "false", "rollout.n": 4, "trainer.n_gpus_per_node": 1,
+        "reward.functions": f"[{folder}/reward.py:half_flat]", "reward.max_failure_rate": 0.5,
+        "algorithm.filter_groups.max_num_gen_batches": 3, "trainer.total_training_steps": 1,
+        "trainer.val_before_train": "false", "trainer.logger": "[console]",
+    })  # fmt: skip
+    assert status == 0, text
     row = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 1)
     assert row["train/num_gen_batches"] in (2, 3)
     assert row["reward/frac_reward_zero_std"] == 0
@@ -343,18 +322,16 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
         assert "unlucky" in text and 0 < failed <= len(failures)
 
 
-def test_an_engine_that_computes_another_model_ends_the_run_before_it_learns(job):
-    folder, command = job
-    other = "rollout.engine_kwargs={hf_overrides: {rms_norm_eps: 0.5}}"
-    text = finish(start(command, "other", other, "trainer.n_gpus_per_node=1", "trainer.logger=[]"), expected=1)
+def test_an_engine_that_computes_another_model_ends_the_run_before_it_learns(train):
+    run, status, text = train("other", "other_model", **{"trainer.n_gpus_per_node": 1, "trainer.logger": "[]"})
     (said,) = (line for line in text.splitlines() if "log-probs of" in line)
-    assert "With model.dtype=float32 at most 0.001" in said and "rollout.on_mismatch=alert goes on" in said, text
-    assert "Traceback" not in text
-    assert not read_metrics(folder / "runs" / "rlfuse" / "other" / "metrics.jsonl")
+    assert status == 1 and "With model.dtype=float32 at most 0.001" in said, text
+    assert "rollout.on_mismatch=alert goes on" in said and "Traceback" not in text
+    assert not read_metrics(run / "metrics.jsonl")
 
 
-def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path, capsys, monkeypatch):
-    folder, (_, _, _, *words) = job
+def test_bad_input_ends_in_one_message_before_anything_starts(job, words, tmp_path, capsys, monkeypatch):
+    folder, _ = job
     monkeypatch.setenv("JUDGE_TOKEN", "marked-secret-2")
     (tmp_path / "broken.py").write_text("def even(solution_str:\n    return 1\n")
     (tmp_path / "columns.jsonl").write_text('{"question": "w5"}\n')
@@ -368,16 +345,16 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, tmp_path, cap
         "actor_rollout_ref.actor.ppo_mini_batch_size=3": ["actor.ppo_mini_batch_size"],
     }
     for override, named in cases.items():
-        assert train.main([*words, "trainer.experiment_name=bad", override]) == train.USER_ERROR, override
+        assert train_command([*words, "trainer.experiment_name=bad", override]) == USER_ERROR, override
         text = capsys.readouterr().err
         assert "Traceback" not in text, text
         assert all(word in text for word in named), (override, text)
     assert not (folder / "runs" / "rlfuse" / "bad").exists()
 
 
-def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(job, serial):
+def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(command, serial):
     """Told before torch is imported: the same job has nothing to do, others get the command for either."""
-    (_, command), (run, _) = job, serial
+    run, _ = serial
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     asked = {
         ("fusion=serial",): (0, f"{run} finished after {STEPS} steps", "trainer.experiment_name=serial-2"),

@@ -1,9 +1,6 @@
 """A whole long-video job: rows with real clips, some of them bad, through encoding, rollout, scoring and PPO."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,46 +33,42 @@ def cut(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(driven, tmp_path_factory):
     """(folder of the run, what it printed); of 16 clips one ends early and one is missing."""
     folder = tmp_path_factory.mktemp("video_job")
     task = Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30)
     write_task(folder, task)
     cut(folder / "clips/train_00003.mp4")
     (folder / "clips/train_00005.mp4").unlink()
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "first_letter.py").write_text(REWARD)
     tokenizer = byte_tokenizer([*WORDS, *SIGNS])
     write_small_video_llama3(folder / "model", SmallModel(heads=4, layers=2, tower_heads=2), tokenizer)
     settings = {
+        "algorithm": "ppo",
         "model.path": folder / "model",
-        "model.dtype": "float32",
         "data.train_files": f"[{folder}/train.parquet]",
         "data.val_files": f"[{folder}/val.parquet]",
         "data.max_prompt_length": 600,
         "data.max_response_length": 8,
         "data.train_batch_size": 7,
         "actor.ppo_mini_batch_size": 7,
+        "actor.optim.lr": 1e-6,
         "rollout.n": 3,
         "rollout.kv_cache_memory_mb": 64,
         "algorithm.use_kl_in_reward": "true",
-        "reward.functions": f"[{folder}/reward.py:first_letter]",
+        "reward.functions": f"[{folder}/first_letter.py:first_letter]",
         "video.levels": "[4]",
         "video.max_tokens": 128,
         "video.cache_mb": 64,
         "video.max_failure_rate": 0.5,
         "video.log_clips": 2,
-        "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": STEPS,
-        "trainer.default_local_dir": folder / "runs",
         "trainer.experiment_name": "run",
-        "cluster.timeout_s": 300,
+        "trainer.logger": "[console,wandb]",
     }
-    command = [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=os.environ | {"WANDB_MODE": "offline"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "runs/rlfuse/run", done.stdout
+    status, text = driven("rlfuse_command", folder, "train", **settings)
+    assert status == 0, text
+    return folder / "runs/rlfuse/run", text
 
 
 def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):

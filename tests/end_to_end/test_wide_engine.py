@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from driven_job import drive
 
 from rlfuse.observe.tracking import read_metrics
 
@@ -11,7 +10,7 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model, tmp_path_factory):
+def found(driven, tmp_path_factory):
     """What wide_steps.py saw."""
     settings = {
         "rollout.tensor_model_parallel_size": 2,
@@ -23,7 +22,7 @@ def found(tiny_model, tmp_path_factory):
         "trainer.save_freq": -1,
         "cluster.max_restarts": 0,
     }
-    return drive("wide_steps.py", tmp_path_factory.mktemp("wide"), tiny_model, **settings)
+    return driven("wide_steps", tmp_path_factory.mktemp("wide"), **settings)
 
 
 def test_both_parts_of_the_engine_have_the_trainers_weights_after_every_step(found):

@@ -1,14 +1,12 @@
 """A job whose only engine spans both slots: its steps, then a sample that moves, then the engine's actor is killed.
 
-Run by test_wide_engine.py as a process of its own: `python wide_steps.py OUT.json key=value ...`.
+Performed by driven_jobs.py for test_wide_engine.py.
 """
 
 import asyncio
-import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -79,11 +77,8 @@ def forget(worker):
     return asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine.output_handler.get_loop()).result(60)
 
 
-def main(out, overrides):
+def perform(words):
+    """What was seen."""
     steps = Steps()
-    steps.found["run"] = str(run(load(overrides), steps.drive))
-    Path(out).write_text(json.dumps(steps.found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    steps.found["run"] = str(run(load(words), steps.drive))
+    return steps.found

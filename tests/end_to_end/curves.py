@@ -1,0 +1,21 @@
+"""What two runs learned, compared."""
+
+import pytest
+
+from rlfuse.observe.tracking import read_metrics
+
+LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "training/epoch")
+
+
+def assert_same_curves(expected, found, steps):
+    """The run `found`, which may have gone on for longer, learned what `expected` did.
+
+    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
+    """
+    expected, found = (read_metrics(path / "metrics.jsonl") for path in (expected, found))
+    found = found[: len(expected)]
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(steps)
+    for want, have in zip(expected, found, strict=True):
+        for name, value in want.items():
+            if name.startswith(LEARNED):
+                assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)

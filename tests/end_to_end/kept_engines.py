@@ -1,0 +1,147 @@
+"""Engines that outlive their job: the next job of this process takes them over, as their start is most of a job's cost.
+
+Within `kept` the end of a job leaves Ray and its engines alone, and the next job finds them, if its engines are of the
+same model and as wide. All else is its own: ranks, rewards, controller, run folder. What a job starts in a second
+attempt is new.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import ray
+
+from rlfuse.cluster import placement, process_logs, watchdog
+from rlfuse.run import build as running
+from rlfuse.run import inference
+
+SLOTS = 2
+LONGEST = 544
+"""Tokens of the longest prompt and response, for jobs to come."""
+
+
+class KeptWorker(inference.RolloutWorker):
+    """Starts its engine once, and ends it when no job will come."""
+
+    async def start(self, *arguments):
+        if self._engine is None:
+            self._facts = await super().start(*arguments)
+        return self._facts
+
+    async def join(self):
+        """Show where it stands, and write, where the processes of the next job do; the past is of no interest there."""
+        watchdog.register(self.name, self._recorder)
+        await self.drain()
+
+    async def stop(self): ...
+
+    async def end(self):
+        await super().stop()
+
+
+class Kept:
+    """What jobs leave."""
+
+    def __init__(self):
+        self.slots, self.kind, self.engines, self.trainers = None, None, {}, []
+        self.folder = Path(tempfile.mkdtemp())
+        """Links to where the present job's processes show where they stand, and write; Ray inherits them."""
+
+    async def start(self, config, again=False):
+        """In place of `placement.start`."""
+        width, count = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+        if again:
+            self.end()
+        links = {name: self.folder / name for name in (watchdog.FOLDER, process_logs.FOLDER) if name in os.environ}
+        for name, link in links.items():
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path(os.environ[name]).absolute())
+        if self.slots is None:
+            trainer = replace(config.trainer, n_gpus_per_node=SLOTS)
+            rollout = replace(config.rollout, tensor_model_parallel_size=1)
+            with mock.patch.dict(os.environ, {name: str(link) for name, link in links.items()}):
+                self.slots = await start(replace(config, trainer=trainer, rollout=rollout), again)
+        if (kind := (config.model.path, width)) != self.kind:
+            self.end_engines()
+        self.kind = kind
+        return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
+
+    def stop(self, logs=None):
+        """In place of `placement.stop`: ranks leave the slots."""
+        for trainer in self.trainers:
+            for rank in trainer.ranks:
+                ray.kill(rank)
+        self.trainers.clear()
+
+    async def wired(self, *given, engines, **named):
+        """In place of the run's own: remembers the ranks."""
+        self.trainers.append(engines.trainer)
+        return await wired(*given, engines=engines, **named)
+
+    def end_engines(self):
+        if ended := [engine.end.remote() for engine in self.engines.values()]:
+            ray.wait(ended, num_returns=len(ended), timeout=10)
+        for engine in self.engines.values():
+            ray.kill(engine)
+        self.engines.clear()
+
+    def end(self):
+        """Nothing is left after this."""
+        self.end_engines()
+        if self.slots is not None:
+            stop()
+        self.slots = None
+        self.trainers.clear()
+
+    def handle(self):
+        """A class in place of `RolloutHandle`."""
+        kept = self.engines
+
+        class KeptHandle(inference.RolloutHandle):
+            def __init__(self, create, name, *more, **named):
+                self.found = kept.pop(name, None)
+                super().__init__(lambda: self.found or create(), name, *more, **named)
+                self._create = create
+
+            async def start(self, model, rollout, max_model_len, *more):
+                if self.found is not None:
+                    await self.actor.join.remote()
+                return await super().start(model, rollout, max(max_model_len, LONGEST), *more)
+
+            async def stop(self):
+                await super().stop()
+                if not self.lost:
+                    kept[self.name] = self.actor
+
+        return KeptHandle
+
+
+start, stop, wired = placement.start, placement.stop, running.wired
+
+
+@contextmanager
+def kept() -> Iterator[Kept]:
+    """Jobs within take engines over; these end with it."""
+    all_of_them = Kept()
+    hooks = {
+        (placement, "start"): all_of_them.start,
+        (placement, "stop"): all_of_them.stop,
+        (running, "wired"): all_of_them.wired,
+        (inference, "RolloutHandle"): all_of_them.handle(),
+        (inference, "RolloutWorker"): KeptWorker,
+    }
+    patches = [mock.patch.object(where, name, hook) for (where, name), hook in hooks.items()]
+    for patch in patches:
+        patch.start()
+    try:
+        yield all_of_them
+    finally:
+        all_of_them.end()
+        shutil.rmtree(all_of_them.folder)
+        for patch in patches:
+            patch.stop()

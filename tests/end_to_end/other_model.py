@@ -1,0 +1,26 @@
+"""`rlfuse train` whose ranks compute another model than its engines. Performed by driven_jobs.py for test_job.py."""
+
+import asyncio
+
+import rlfuse_command
+
+from rlfuse.run import build as running
+
+
+def perform(words):
+    """As `rlfuse_command`; weights stay as they are."""
+    wired = running.wired
+
+    async def wired_otherwise(*given, **named):
+        controller = await wired(*given, **named)
+        await asyncio.gather(*(rank.__ray_call__.remote(change) for rank in controller.engines.trainer.ranks))
+        return controller
+
+    running.wired = wired_otherwise
+    return rlfuse_command.perform(words)
+
+
+def change(rank):
+    for module in rank.engines["actor"].module.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5

@@ -47,10 +47,19 @@ class RunLog:
         faults: Counter[str] | None = None,
     ):
         """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on."""
-        own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed leaves no trace of a run
+        own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
         self.journal = Journal(folder, Counter() if faults is None else faults)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
+        try:
+            self._make_parts(config, start, own_metrics)
+        except BaseException as error:  # a damaged file, a full disk: nobody else would end what draws
+            self.loggers.close(error)
+            raise
+
+    def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics) -> None:
+        """Those that tell the loggers."""
+        folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
         self.samples = SampleLog(config, folder, start, self.loggers, self.drawing)
         self.metrics = MetricLog(

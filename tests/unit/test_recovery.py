@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rlfuse.cluster.remote import all_of, explain
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.errors import ConfigError, EngineError, EngineLost, WorkerLost
+from rlfuse.errors import ConfigError, EngineError, EngineLost, RunError, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.run.job import how_to_resume, open_job
@@ -93,6 +93,16 @@ def test_a_run_that_fails_before_its_work_says_so_and_draws_nothing_more(config,
         recovered(config, attempt)
     told = status.read(config.run_folder)
     assert (told.state, told.error) == ("failed", "no key for wandb")
+    assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def test_a_run_whose_rows_are_damaged_draws_nothing_more(config):
+    config.trainer.logger = []
+    config.run_folder.mkdir(parents=True)
+    (config.run_folder / "validation.jsonl").write_text("no row\n{}\n")
+    before = set(threading.enumerate())
+    with pytest.raises(RunError, match=r"validation\.jsonl, line 1"):
+        recovered(config, lambda job: job.begin(8))
     assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 

@@ -33,6 +33,7 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import ConfigError, Mistakes
 from rlfuse.fusion.own_policies import find
+from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
@@ -73,6 +74,8 @@ def _attempt(job: Job, drive: Drive) -> Path:
     mistakes = Mistakes()
     with mistakes.noted():
         find(config.fusion.policy)
+    with mistakes.noted():
+        OwnMetrics(config, print)  # executes their files, which the run's log then finds executed
     with mistakes.noted():
         reward = reward_pool(config)
     with mistakes.noted(), part("data", quiet="console" not in trainer.logger):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from test_journal import finished, log_in, run_step, told  # noqa: F401
+from transformers import Qwen2Config
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
@@ -15,7 +16,11 @@ from rlfuse.observe import own_metrics
 from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.terminal import step_line
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.run.build import _attempt
+from rlfuse.run.job import Job
 from rlfuse.samples import Group, Reward, RewardFailure
+from rlfuse.tasks.remainder import write_parquet
+from rlfuse.tasks.vocabulary import build_tokenizer
 
 PAGE = Path(__file__).parents[2] / "rlfuse/observe/README.md"
 
@@ -146,11 +151,22 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, name, says):
     assert re.search("two functions are called f, .*rename one", problems("mine.py:f", "other/mine.py:f")[-1])
 
 
-def test_a_file_that_fails_ends_the_job_before_its_run_has_a_file(write, tmp_path):
+def test_a_file_that_fails_is_told_with_what_else_is_wrong_and_leaves_no_trace_of_a_run(write, tmp_path):
     write("def f(samples): ...\n1 / 0\n")
-    with pytest.raises(ConfigError, match=r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"):
-        log_in(tmp_path / "run", metrics=["mine.py:f"])
-    assert not list(tmp_path.glob("run/*"))
+    config, (train, _) = Config(), write_parquet(tmp_path, 8, 2, seed=1)
+    config.model.path, config.data.train_files, config.data.train_batch_size = str(tmp_path / "model"), [str(train)], 4
+    config.trainer.metrics, config.trainer.logger = ["mine.py:f"], []
+    config.reward.functions = ["rlfuse.rewards.verifiers.numeric:score"]
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    job = Job(config, tmp_path / "run", None, {"step": 0}, 0.0)
+    fails = r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"
+    with pytest.raises(ConfigError, match=fails):
+        _attempt(job, None)
+    assert not job.folder.exists()
+    config.fusion.policy = "half"
+    with pytest.raises(ConfigError, match=rf"(?s)1. fusion.policy=half: .*2. trainer.{fails}"):
+        _attempt(job, None)
 
 
 def test_tensors_and_booleans_are_figures(write):

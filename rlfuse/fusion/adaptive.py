@@ -17,25 +17,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from rlfuse.fusion.consolidation import consolidate, destinations, loaded, moves
+from rlfuse.fusion.consolidation import as_moves, consolidate, slots_in_use, slots_needed
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.sharing import (
     REWARD,
     Room,
+    accumulate_gradients,
+    admission_paused,
     admit,
-    ahead,
-    gradients,
-    passes,
-    paused,
-    rewards,
-    steps,
+    prefetch_passes,
+    score_passes,
+    score_rewards,
+    step_optimizer,
     switch_idle_slots_to_rollout,
     switch_idle_slots_to_trainer,
 )
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-LOOKS = 32
+RELEASE_CHECKS = 32
 """Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
 HYSTERESIS = 1.25
 """Samples are moved when so many times more slots hold them than need to."""
@@ -46,21 +46,21 @@ MARGIN = 1.3
 @fusion_policy(tuned=TUNABLE, trains_early=True)
 def adaptive(view: Snapshot) -> list[Decision]:
     """Admit, release, score, train: whatever pays now."""
-    placed = place(view)
-    scored = passes(view, placed)
-    trained = gradients(view, placed + scored)
-    work = scored + trained or steps(view) or ahead(view, placed)
-    return placed + release(view) + rewards(view) + switch_idle_slots_to_trainer(view) + work
+    admitted = admit_by_deadline(view)
+    scored = score_passes(view, admitted)
+    trained = accumulate_gradients(view, admitted + scored)
+    work = scored + trained or step_optimizer(view) or prefetch_passes(view, admitted)
+    return admitted + release(view) + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
 
 
-def place(view: Snapshot) -> list[Decision]:
-    """The longest waiting groups first, into batches small enough for them to be in time; evenly, if all find room."""
-    if not view.waiting or paused(view):
+def admit_by_deadline(view: Snapshot) -> list[Decision]:
+    """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
+    if not view.waiting or admission_paused(view):
         return []
-    rooms = [Room(view, slot) for slot in view.open]
+    rooms = [Room(view, slot) for slot in view.engines_with_room]
     more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
     if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= more > 0 == view.in_flight:
         return admit(view)
@@ -70,7 +70,7 @@ def place(view: Snapshot) -> list[Decision]:
         longest = MARGIN * longest_on(view, view.slots[room.slot])
         while group is not None and room.fits(group):
             longest = max(longest, MARGIN * view.expected(group)[1])
-            if room.load and room.load + view.waiting[group] > in_time(view, longest, room.reserved):
+            if room.load and room.load + view.waiting[group] > batch_in_time(view, longest, room.reserved):
                 break
             room.take(group)
             group = next(groups, None)
@@ -79,13 +79,13 @@ def place(view: Snapshot) -> list[Decision]:
     return decisions + switch_idle_slots_to_rollout(view, rooms)
 
 
-def longest_on(view: Snapshot, place: Slot) -> float:
+def longest_on(view: Snapshot, slot: Slot) -> float:
     """Most tokens that a sample on the slot still needs."""
-    return max((place.remaining(sample, view.now, view.costs) for sample in place.samples.values()), default=0.0)
+    return max((slot.remaining(sample, view.now, view.costs) for sample in slot.samples.values()), default=0.0)
 
 
-def in_time(view: Snapshot, remaining: float, context: float) -> int:
-    """Largest batch in which a sample that needs so many tokens ends by the deadline; flat latency costs nothing."""
+def batch_in_time(view: Snapshot, remaining: float, context: float) -> int:
+    """The largest batch in which a sample that needs so many tokens ends by the deadline; the flat batch at least."""
     step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens)
     within = view.costs.batch_within(step - view.costs.step_per_context_token_s * context)
     return max(within, view.costs.flat_batch)
@@ -98,34 +98,34 @@ def release(view: Snapshot) -> list[Move]:
     """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
     if not view.settings.guarded:
         return consolidate(view)
-    limit, rhythm = view.settings.threshold * view.settings.samples, max(1, view.unfinished // LOOKS)
+    limit, rhythm = view.settings.threshold * view.settings.samples, max(1, view.unfinished // RELEASE_CHECKS)
     if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:
         return []
-    count = destinations(view, view.unfinished)
-    if loaded(view) <= HYSTERESIS * count or not pays(view):
+    count = slots_needed(view, view.unfinished)
+    if slots_in_use(view) <= HYSTERESIS * count or not release_pays(view):
         return []
-    longest = {place.index: longest_on(view, place) for place in view.slots if place.samples and place.alive}
-    horizon = view.settings.stretch * max(longest[slot] * view.slots[slot].pace(view.costs) for slot in longest)
+    longest = {slot.index: longest_on(view, slot) for slot in view.slots if slot.samples and slot.alive}
+    horizon = view.settings.stretch * max(longest[index] * view.slots[index].pace(view.costs) for index in longest)
     order = sorted(longest, key=longest.__getitem__)  # the longest samples stay where they are
-    hosts = [Host(view, slot, horizon) for slot in order[-count:]]
-    return moves(view, rehoused((view.slots[slot] for slot in order[:-count]), hosts))
+    hosts = [Host(view, view.slots[index], horizon) for index in order[-count:]]
+    return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), hosts))
 
 
 class Host:
     """A slot that takes samples over, while it is being decided which."""
 
-    def __init__(self, view: Snapshot, slot: int, horizon: float):
-        self.view, self.place, self.horizon = view, view.slots[slot], horizon
-        self.load, self.arrival = self.place.load, 0.0
+    def __init__(self, view: Snapshot, slot: Slot, horizon: float):
+        self.view, self.slot, self.horizon = view, slot, horizon
+        self.load, self.arrival = slot.load, 0.0
 
     def __lt__(self, other: Host) -> bool:
-        return (self.load, self.place.index) < (other.load, other.place.index)
+        return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
         """Count a sample in; not if it would end later here than the last one of all does now."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
-        pace = costs.decode_step(self.load + 1, self.place.context) / self.place.speed
+        pace = costs.decode_step(self.load + 1, self.slot.context) / self.slot.speed
         late = arrival + source.remaining(sample, now, costs) * pace > self.horizon
         if late or sample.state is SampleState.LEAVING or self.load >= costs.max_sequences:
             return False
@@ -133,26 +133,26 @@ class Host:
         return True
 
 
-def rehoused(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[SampleRecord, Slot, int]]:
-    """(sample, from, to) for slot after slot, each to the host with the fewest; until a slot can't be emptied."""
+def spread_in_time(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[SampleRecord, Slot, int]]:
+    """Every sample goes to the host with the fewest, until a slot can't be emptied: (sample, from, to)."""
     heapq.heapify(hosts)
-    found: list[tuple[SampleRecord, Slot, int]] = []
+    moved: list[tuple[SampleRecord, Slot, int]] = []
     for source in sources:
         mine = []
         for sample in source.samples.values():
             if not hosts[0].takes(sample, source):
-                return found
-            mine.append((sample, source, hosts[0].place.index))
+                return moved
+            mine.append((sample, source, hosts[0].slot.index))
             heapq.heapreplace(hosts, hosts[0])
-        found += mine
-    return found
+        moved += mine
+    return moved
 
 
-def pays(view: Snapshot) -> bool:
+def release_pays(view: Snapshot) -> bool:
     """Whether what waits for a free slot takes longer than freeing one, and generation lasts that long."""
     costs = view.costs
     passes_now = sum(tokens for kind, tokens in view.backlog.items() if kind != REWARD)
     ready = sum(sum(samples.values()) for samples in view.ready.values())
     now = passes_now / costs.score_tokens_per_s + ready / costs.train_tokens_per_s
     price = costs.switch_s + costs.move_s
-    return now > price and max(0.0, view.deadline - view.now) > price and not view.free
+    return now > price and max(0.0, view.deadline - view.now) > price and not view.idle_trainers

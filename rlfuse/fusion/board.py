@@ -82,8 +82,8 @@ class Board:
         self._passes_left = dict.fromkeys(kinds, 0)
         self._complete, self._generated = list[int](), list[int]()
         self._surplus: list[tuple[int, list[str]]] = []
-        self._open = 0
-        self._to_score, self._together = 0.0, False
+        self._unfinished = 0
+        self._to_score, self._siblings_together = 0.0, False
         self._decided = False
         """Which groups the step learns from was decided by `keep` or by which of them finished first."""
         self._held_back: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ class Board:
             record.chosen = record.number < self._among
         for group in groups:
             self._add(group)
-        self._together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
+        self._siblings_together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
         self.slot_table.lengths_known = all(self.lengths.knows(group.prompt.index) for group in groups)
         self.slot_table.replan()
         self._divide()
@@ -120,7 +120,7 @@ class Board:
         self.groups.append(group)
         self.group_records.append(record)
         self.slot_table.queue(record, (each for each in record.samples if each.state is SampleState.WAITING))
-        self._open += size
+        self._unfinished += size
         for kind in self.kinds:
             self._passes_left[kind] += size
         self._to_score += size * self._slot_kinds * (prompt_tokens + expected)
@@ -163,9 +163,9 @@ class Board:
         group, sample = record.group, record.sample
         if group.unneeded:
             return
-        self._open -= 1
+        self._unfinished -= 1
         self._to_score += self._slot_kinds * (sample.tokens - (group.prompt_tokens + group.expected))
-        awaited = self._together and group.unfinished > 1
+        awaited = self._siblings_together and group.unfinished > 1
         self._queue.finish(record.id, sample.tokens, now, group.number, awaited)
         last = group.finish()
         if not self.needed:
@@ -183,7 +183,7 @@ class Board:
         rest = [group for group in self.group_records if not group.chosen]
         for group in rest:
             group.become(GroupState.UNNEEDED)
-            self._open -= group.unfinished
+            self._unfinished -= group.unfinished
             for kind in self.kinds:
                 self._passes_left[kind] -= sum(kind in sample.missing for sample in group.samples)
                 self._queue.drop(kind, [sample.id for sample in group.samples])
@@ -336,7 +336,7 @@ class Board:
             expected=slot_table.expected,
             shortest_first=slot_table.shortest_first,
             deadline=slot_table.deadline,
-            unfinished=self._open,
+            unfinished=self._unfinished,
             unscored=self._queue.unscored,
             deferred=self._queue.deferred,
             backlog=self._queue.tokens,
@@ -349,10 +349,10 @@ class Board:
             in_flight=slot_table.in_flight,
             context=slot_table.context,
             busy=slot_table.busy,
-            free=slot_table.free,
-            resting=slot_table.resting,
-            open=slot_table.open,
-            together=self._together,
+            idle_trainers=slot_table.idle_trainers,
+            idle_engines=slot_table.idle_engines,
+            engines_with_room=slot_table.engines_with_room,
+            siblings_together=self._siblings_together,
             costs=costs,
             settings=self.settings,
         )
@@ -364,7 +364,7 @@ class Board:
     def all_scored(self) -> bool:
         """Every sample is generated and has every score it needs; calls for samples that were left are over, too."""
         left = any(self._passes_left[kind] for kind in self.needed)
-        return self._open == 0 and not left and not self._queue.under_way(self.needed)
+        return self._unfinished == 0 and not left and not self._queue.under_way(self.needed)
 
     @property
     def idle(self) -> bool:

@@ -25,38 +25,39 @@ SLOW = 0.7
 
 
 def consolidate(view: Snapshot) -> list[Move]:
-    """Moves from all but m* slots, when few enough samples are left and more slots hold them."""
+    """Empty all but m* slots, when few enough samples are left and more slots hold them."""
     limit = view.settings.threshold * view.settings.samples
     if view.waiting or not 0 < view.unfinished <= limit:
         return []
-    count = destinations(view, limit)
-    if loaded(view) <= count:
+    count = slots_needed(view, limit)
+    if slots_in_use(view) <= count:
         return []
-    places = [place for place in view.slots if place.load and place.alive]
-    slow = SLOW * max(place.speed for place in places)
-    places.sort(key=lambda place: (place.speed < slow, -place.load, place.index))
-    order = [place.index for place in places]
-    return moves(view, spread(view, order[:count], order[count:]))
+    order = [slot for slot in view.slots if slot.load and slot.alive]
+    slow = SLOW * max(slot.speed for slot in order)
+    order.sort(key=lambda slot: (slot.speed < slow, -slot.load, slot.index))
+    return as_moves(view, spread(view, order[:count], order[count:]))
 
 
-def spread(view: Snapshot, targets: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[SampleRecord, Slot, int]]:
-    """Every sample of `sources` to the target with the fewest, as far as there is room: (sample, from, to)."""
-    room = [(view.slots[target].load, target) for target in targets]
+def spread(
+    view: Snapshot, targets: Sequence[Slot], sources: Sequence[Slot]
+) -> Iterator[tuple[SampleRecord, Slot, int]]:
+    """Every sample of `sources` goes to the target with the fewest, as far as there is room: (sample, from, to)."""
+    room = [(target.load, target.index) for target in targets]
     heapq.heapify(room)
-    for place in map(view.slots.__getitem__, sources):
-        for sample in place.samples.values():
+    for source in sources:
+        for sample in source.samples.values():
             load, target = room[0]
             if sample.state is not SampleState.LEAVING and load < view.costs.max_sequences:
-                yield sample, place, target
+                yield sample, source, target
                 heapq.heapreplace(room, (load + 1, target))
 
 
-def loaded(view: Snapshot) -> int:
-    """Slots that still hold samples."""
-    return len(view.slots) - len(view.free) - len(view.resting) - view.busy
+def slots_in_use(view: Snapshot) -> int:
+    """How many slots still hold samples."""
+    return len(view.slots) - len(view.idle_trainers) - len(view.idle_engines) - view.busy
 
 
-def destinations(view: Snapshot, samples: float) -> int:
+def slots_needed(view: Snapshot, samples: float) -> int:
     """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
     costs = view.costs
     batch = costs.batch_within(view.settings.stretch * costs.step_base_s)
@@ -64,10 +65,10 @@ def destinations(view: Snapshot, samples: float) -> int:
     return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
 
 
-def moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
-    """(sample, from, to) as decisions, each sample carried in the way that is faster for it."""
-    together = defaultdict(list)
-    for sample, place, target in chosen:
-        held = sample.group.prompt_tokens + place.tokens(sample, view.now, view.costs)
-        together[place.index, target, view.costs.carry(held)[0]].append(sample.id)
-    return [Move(tuple(names), source, target, carry) for (source, target, carry), names in together.items()]
+def as_moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
+    """Make decisions of (sample, from, to); each sample is carried in the way that is faster for it."""
+    batches = defaultdict(list)
+    for sample, source, target in chosen:
+        held = sample.group.prompt_tokens + source.tokens(sample, view.now, view.costs)
+        batches[source.index, target, view.costs.carry(held)[0]].append(sample.id)
+    return [Move(tuple(names), source, target, carry) for (source, target, carry), names in batches.items()]

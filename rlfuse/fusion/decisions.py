@@ -210,13 +210,13 @@ class Snapshot:
     """Tokens in all KV caches, about."""
     busy: int
     """Slots that score, train or change roles."""
-    free: Collection[int]
+    idle_trainers: Collection[int]
     """Slots in role `trainer` that do nothing."""
-    resting: Collection[int]
+    idle_engines: Collection[int]
     """Slots in role `rollout` that hold nothing."""
-    open: Collection[int]
+    engines_with_room: Collection[int]
     """Slots in role `rollout` that have room for a sample."""
-    together: bool
+    siblings_together: bool
     """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
     costs: Costs
     settings: Settings

@@ -19,38 +19,48 @@ from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.consolidation import consolidate
 from rlfuse.fusion.decisions import Decision, Policy, Snapshot
 from rlfuse.fusion.registry import REGISTERED, fusion_policy
-from rlfuse.fusion.sharing import admit, ahead, gradients, passes, paused, rewards, steps, switch_idle_slots_to_trainer
+from rlfuse.fusion.sharing import (
+    accumulate_gradients,
+    admission_paused,
+    admit,
+    prefetch_passes,
+    score_passes,
+    score_rewards,
+    step_optimizer,
+    switch_idle_slots_to_trainer,
+)
 
 
 @fusion_policy()
 def serial(view: Snapshot) -> list[Decision]:
     """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
-    if (view.waiting and not paused(view)) or view.in_flight:
+    if (view.waiting and not admission_paused(view)) or view.in_flight:
         return admit(view) if not view.busy else []
     if view.busy or view.scoring:
         return []
-    view = in_order(view)
-    return rewards(view) or switch_idle_slots_to_trainer(view) or passes(view) or learn(view) or ahead(view)
+    view = sorted_by_name(view)
+    scoring = score_rewards(view) or switch_idle_slots_to_trainer(view) or score_passes(view)
+    return scoring or train(view) or prefetch_passes(view)
 
 
-def in_order(view: Snapshot) -> Snapshot:
+def sorted_by_name(view: Snapshot) -> Snapshot:
     """The same, samples and slots by name: who happened to finish first then changes no sum's last bit."""
 
     def sort(parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
         return {key: dict(sorted(names.items())) for key, names in parts.items()}
 
-    return replace(view, unscored=sort(view.unscored), ready=sort(view.ready), free=sorted(view.free))
+    return replace(view, unscored=sort(view.unscored), ready=sort(view.ready), idle_trainers=sorted(view.idle_trainers))
 
 
 @fusion_policy()
 def stream(view: Snapshot) -> list[Decision]:
     """Rewards at once; passes on slots that ran empty; then training."""
-    placed = admit(view)
+    admitted = admit(view)
     return (
-        placed
-        + rewards(view)
+        admitted
+        + score_rewards(view)
         + switch_idle_slots_to_trainer(view)
-        + (passes(view, placed) or learn(view) or ahead(view, placed))
+        + (score_passes(view, admitted) or train(view) or prefetch_passes(view, admitted))
     )
 
 
@@ -60,11 +70,11 @@ def rlhfuse(view: Snapshot) -> list[Decision]:
     return consolidate(view) + stream(view)
 
 
-def learn(view: Snapshot) -> list[Decision]:
-    """Training as a stage of its own: when every sample has all its scores."""
+def train(view: Snapshot) -> list[Decision]:
+    """Train as a stage of its own: when every sample has all its scores."""
     if view.unfinished or view.busy or view.scoring or any(view.unscored.values()):
         return []
-    return gradients(view) or steps(view)
+    return accumulate_gradients(view) or step_optimizer(view)
 
 
 _BUILT_IN = {each.__name__: each for each in REGISTERED if each.__module__ in (__name__, adaptive.__module__)}

@@ -108,18 +108,18 @@ class _Reading:
 
     def _all_work(self) -> None:
         for slot in range(len(self.view.slots)):
-            self._works(slot, self.view.free, "idle trainer, and all have to be")
+            self._works(slot, self.view.idle_trainers, "idle trainer, and all have to be")
 
-    def _ranks(self, slot: int | None, together: bool) -> None:
+    def _ranks(self, slot: int | None, lockstep: bool) -> None:
         """Of one slot, or where models are sharded of all."""
-        if together and slot is not None:
+        if lockstep and slot is not None:
             raise Refused("models are sharded over all ranks here, which do this together: slot has to be None")
-        if together:
+        if lockstep:
             self._all_work()
         elif slot is None:
-            raise Refused(f"it needs a slot; idle trainers: {listed(self.view.free)}")
+            raise Refused(f"it needs a slot; idle trainers: {listed(self.view.idle_trainers)}")
         else:
-            self._works(slot, self.view.free, "idle trainer")
+            self._works(slot, self.view.idle_trainers, "idle trainer")
 
     # Samples ---------------------------------------------------------------------------------------------------------
 
@@ -151,10 +151,10 @@ class _Reading:
         if decision.role == place.role:
             raise Refused(f"slot {decision.slot} has that role already")
         if decision.role == "rollout":
-            able = [slot for slot in self.view.free if self.view.slots[slot].alive]
+            able = [slot for slot in self.view.idle_trainers if self.view.slots[slot].alive]
             self._works(decision.slot, able, "idle trainer with an engine")
         else:
-            self._works(decision.slot, self.view.resting, "engine without samples")
+            self._works(decision.slot, self.view.idle_engines, "engine without samples")
 
     def _score(self, decision: Score) -> None:
         kind, view = decision.kind, self.view

@@ -37,7 +37,7 @@ REWARD_EVERY_S = 0.03
 # Generation ----------------------------------------------------------------------------------------------------------
 
 
-def paused(view: Snapshot) -> bool:
+def admission_paused(view: Snapshot) -> bool:
     """Whether scoring is so far behind that no more is admitted."""
     settings = view.settings
     return any(
@@ -73,10 +73,10 @@ class Room:
 
 
 def admit(view: Snapshot) -> list[Decision]:
-    """Waiting groups, in order, each to the slot with the fewest samples; as far as there is room."""
-    if not view.waiting or paused(view):
+    """Admit waiting groups, in order, each to the slot with the fewest samples; as far as there is room."""
+    if not view.waiting or admission_paused(view):
         return []
-    rooms = [Room(view, slot) for slot in view.open]
+    rooms = [Room(view, slot) for slot in view.engines_with_room]
     heapq.heapify(rooms)
     taken = {}
     for group in view.waiting:
@@ -87,28 +87,27 @@ def admit(view: Snapshot) -> list[Decision]:
         rooms[0].take(group)
         taken[rooms[0].slot] = rooms[0]
         heapq.heapreplace(rooms, rooms[0])
-    return [Generate(slot, tuple(room.groups)) for slot, room in taken.items()] + switch_idle_slots_to_rollout(
-        view, rooms
-    )
+    admitted = [Generate(slot, tuple(room.groups)) for slot, room in taken.items()]
+    return admitted + switch_idle_slots_to_rollout(view, rooms)
 
 
 def switch_idle_slots_to_rollout(view: Snapshot, rooms: list[Room]) -> list[Decision]:
     """Idle slots that turned to scoring generate again, when there is more than the others can take."""
     if rooms:
         return []
-    return [Switch(slot, "rollout") for slot in view.free if view.slots[slot].alive]
+    return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
 
 
 # Scoring and training ------------------------------------------------------------------------------------------------
 
 
-def rewards(view: Snapshot) -> list[Decision]:
-    """Rewards take what is finished, beside the slots, and no sample waits for the reward of another.
+def score_rewards(view: Snapshot) -> list[Decision]:
+    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another.
 
     Under a credit one call at a time: what waits behind it is what the credit counts.
     """
-    names, free = view.unscored.get(REWARD), Settings()
-    credit = (view.settings.credit_samples, view.settings.credit_tokens) != (free.credit_samples, free.credit_tokens)
+    names, none = view.unscored.get(REWARD), Settings()
+    credit = (view.settings.credit_samples, view.settings.credit_tokens) != (none.credit_samples, none.credit_tokens)
     if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
         return []
     return [Score(REWARD, tuple(names))]
@@ -117,29 +116,29 @@ def rewards(view: Snapshot) -> list[Decision]:
 def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
     """Idle slots become trainers when there is nothing more for them to generate, or first something to score."""
     kinds = [kind for kind in view.unscored if kind != REWARD]
-    behind = paused(view) and any(view.backlog[kind] for kind in kinds)
+    behind = admission_paused(view) and any(view.backlog[kind] for kind in kinds)
     if (view.waiting and not behind) or not (kinds or view.ready):
         return []
-    return [Switch(slot, "trainer") for slot in view.resting]
+    return [Switch(slot, "trainer") for slot in view.idle_engines]
 
 
-def free(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
-    """Free slots that none of these decisions takes, as many as there is work for."""
+def unassigned(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
+    """Idle trainers that none of these decisions takes, as many as there is work for."""
     taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | Step)}
     if None in taken:  # all ranks together
         return []
-    return list(islice((slot for slot in view.free if slot not in taken), samples))
+    return list(islice((slot for slot in view.idle_trainers if slot not in taken), samples))
 
 
-def passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]:
-    """The longest backlog of passes, shared out over the slots that are free beside these decisions."""
+def score_passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]:
+    """Score the longest backlog of passes, shared out over the slots that are idle beside these decisions."""
     kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and batch_is_ready(view, kind)]
-    if not kinds or not view.free:
+    if not kinds or not view.idle_trainers:
         return []
     kind = max(kinds, key=view.backlog.__getitem__)
     if view.settings.lockstep:
-        return [Score(kind, tuple(view.unscored[kind]))] if len(view.free) == len(view.slots) else []
-    slots = free(view, decisions, len(view.unscored[kind]))
+        return [Score(kind, tuple(view.unscored[kind]))] if len(view.idle_trainers) == len(view.slots) else []
+    slots = unassigned(view, decisions, len(view.unscored[kind]))
     least = int(view.costs.score_call_s * view.costs.score_tokens_per_s)
     shares = share(view, view.unscored[kind], view.backlog[kind], slots, least)
     return [Score(kind, names, slot) for slot, names in shares.items()]
@@ -154,23 +153,23 @@ def batch_is_ready(view: Snapshot, kind: str) -> bool:
     return enough or not view.in_flight or waited >= PATIENCE * costs.score_call_s
 
 
-def gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
-    """Samples of the present mini-batches whose losses can be computed, shared out over what slots are still free."""
+def accumulate_gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
+    """Accumulate samples of the present mini-batches whose losses can be computed, shared out over slots still idle."""
     models = [model for model, ready in view.ready.items() if ready]
-    if not models or not view.free:
+    if not models or not view.idle_trainers:
         return []
-    ready, whole = view.ready[models[0]], len(view.free) == len(view.slots) and not decisions
+    ready, whole = view.ready[models[0]], len(view.idle_trainers) == len(view.slots) and not decisions
     if view.settings.pipelined:
-        return [Train({model: tuple(view.ready[model]) for model in models}, fillers(view))] if whole else []
+        return [Train({model: tuple(view.ready[model]) for model in models}, bubble_passes(view))] if whole else []
     if view.settings.lockstep_backward:
         return [Accumulate(models[0], tuple(ready))] if whole else []
-    slots = free(view, decisions, len(ready))
+    slots = unassigned(view, decisions, len(ready))
     least = int(view.costs.train_call_s * view.costs.train_tokens_per_s)
     shares = share(view, ready, sum(ready.values()), slots, least)
     return [Accumulate(models[0], names, slot) for slot, names in shares.items()]
 
 
-def fillers(view: Snapshot) -> dict[str, tuple[str, ...]]:
+def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
     """Passes for the bubbles of a schedule: what the next mini-batch needs, and all that the next step would spoil."""
     found = {}
     for kind, parts in view.deferred.items():
@@ -180,18 +179,20 @@ def fillers(view: Snapshot) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def ahead(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
-    """The next mini-batch's passes, when ranks have nothing else to do: training waits for rewards, say."""
-    if decisions or len(view.free) < len(view.slots):
+def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
+    """Score what the next mini-batch needs, when ranks have nothing else to do: training waits for rewards, say."""
+    if decisions or len(view.idle_trainers) < len(view.slots):
         return []
     kind = next((kind for kind, parts in view.deferred.items() if parts), None)
     return [] if kind is None else [Score(kind, tuple(view.deferred[kind][min(view.deferred[kind])]))]
 
 
-def steps(view: Snapshot) -> list[Decision]:
-    """An optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
-    whole = len(view.free) == len(view.slots)
-    return [Step(view.steppable[0])] if view.steppable and whole and (not view.waiting or paused(view)) else []
+def step_optimizer(view: Snapshot) -> list[Decision]:
+    """Take an optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
+    whole = len(view.idle_trainers) == len(view.slots)
+    return (
+        [Step(view.steppable[0])] if view.steppable and whole and (not view.waiting or admission_paused(view)) else []
+    )
 
 
 def share(
@@ -205,7 +206,7 @@ def share(
     """
     part = max(tokens / len(view.slots), least)
     taken, rest = [], part * len(slots)
-    for _, family in groupby(names, prompt_of if view.together else None):
+    for _, family in groupby(names, prompt_of if view.siblings_together else None):
         if rest <= 0:
             break
         members = tuple(family)

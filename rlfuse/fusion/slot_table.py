@@ -35,8 +35,8 @@ class SlotTable:
         self.deadline = 0.0
         self.in_flight = self.busy = 0
         self.context = 0.0
-        self._free: dict[int, None] = {}
-        self._resting, self._open = dict.fromkeys(range(count)), dict.fromkeys(range(count))
+        self._idle_trainers: dict[int, None] = {}
+        self._idle_engines, self._engines_with_room = dict.fromkeys(range(count)), dict.fromkeys(range(count))
         self._shortest_first: list[int] = []
         self._until_plan = 0
 
@@ -219,26 +219,28 @@ class SlotTable:
             self._refresh(self.slots[slot])
 
     @property
-    def free(self) -> Collection[int]:
+    def idle_trainers(self) -> Collection[int]:
         """Slots in role `trainer` that do nothing."""
-        return self._free.keys()
+        return self._idle_trainers.keys()
 
     @property
-    def resting(self) -> Collection[int]:
+    def idle_engines(self) -> Collection[int]:
         """Slots in role `rollout` that hold nothing."""
-        return self._resting.keys()
+        return self._idle_engines.keys()
 
     @property
-    def open(self) -> Collection[int]:
+    def engines_with_room(self) -> Collection[int]:
         """Slots in role `rollout` that have room."""
-        return self._open.keys()
+        return self._engines_with_room.keys()
 
     def _refresh(self, slot: Slot) -> None:
         costs = self.costs
         room = slot.load < costs.max_sequences and (slot.reserved < costs.kv_tokens or not slot.load)
-        _set_member(self._free, slot.index, slot.idle and slot.role == "trainer")
-        _set_member(self._resting, slot.index, slot.idle and slot.role == "rollout")
-        _set_member(self._open, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy)
+        _set_member(self._idle_trainers, slot.index, slot.idle and slot.role == "trainer")
+        _set_member(self._idle_engines, slot.index, slot.idle and slot.role == "rollout")
+        _set_member(
+            self._engines_with_room, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy
+        )
 
     # Plans -----------------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,8 @@ class World:
                 admitted[decision.target] += len(decision.samples)
                 assert target.load + admitted[decision.target] <= view.costs.max_sequences
             elif isinstance(decision, Switch):
-                assert decision.slot in {*view.free, *view.resting} and view.slots[decision.slot].role != decision.role
+                assert decision.slot in {*view.idle_trainers, *view.idle_engines}
+                assert view.slots[decision.slot].role != decision.role
                 slots[decision.slot] += 1
             elif isinstance(decision, Score) and decision.kind == "reward":
                 assert view.unscored["reward"].keys() >= set(decision.samples)
@@ -174,7 +175,7 @@ class World:
                 together = view.settings.lockstep if score else view.settings.lockstep_backward
                 assert (decision.slot is None) == together
                 on = range(len(view.slots)) if together else (decision.slot,)
-                assert all(slot in view.free for slot in on)
+                assert all(slot in view.idle_trainers for slot in on)
                 later = view.deferred.get(decision.kind, {}).values() if score else ()
                 assert any(names_.keys() >= set(decision.samples) for names_ in (open_[what], *later))
                 names.update((name, what) for name in decision.samples)

@@ -13,7 +13,7 @@ from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Settings,
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
-from rlfuse.fusion.sharing import admit, free, share
+from rlfuse.fusion.sharing import admit, share, unassigned
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import Reward, RewardFailure, make_groups
 
@@ -207,7 +207,7 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     assert [b.slot_table.slots[1].samples[name].carried for name in ("1/1/0", "1/0/0")] == [0, 7]
     b.engine_lost(1, 0.2)
     view = b.snapshot(0.2)
-    assert dict(view.waiting) == {1: 1, 0: 1} and list(view.open) == [0] and view.in_flight == 0
+    assert dict(view.waiting) == {1: 1, 0: 1} and list(view.engines_with_room) == [0] and view.in_flight == 0
     assert b.partials == {}
     b.start(Generate(0, (0,)), 0.2)
     assert b.slot_table.slots[0].samples["1/0/0"].carried == 0
@@ -238,9 +238,9 @@ def test_work_of_all_ranks_together_leaves_no_slot_free():
         b.start(Switch(slot, "trainer"), 0.0)
         b.switched(slot, "trainer")
     view = b.snapshot(0.0)
-    assert free(view, [], 5) == [0, 1] and free(view, [], 1) == [0]
-    assert free(view, [Score("ref", ("a",), 0)], 5) == [1]
-    assert free(view, [Score("ref", ("a",))], 5) == []
+    assert unassigned(view, [], 5) == [0, 1] and unassigned(view, [], 1) == [0]
+    assert unassigned(view, [Score("ref", ("a",), 0)], 5) == [1]
+    assert unassigned(view, [Score("ref", ("a",))], 5) == []
 
 
 def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
@@ -287,7 +287,7 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     for sample in others:
         b.finished(sample.id, response(), 0.0)
     view = b.snapshot(0.0)
-    assert len(view.unscored["ref"]) == 6 and view.together
+    assert len(view.unscored["ref"]) == 6 and view.siblings_together
     calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], least=0)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
 

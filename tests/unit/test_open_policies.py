@@ -261,8 +261,9 @@ WRONG = {
     "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
     "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, Step)]": "decided nothing "
     r"and nothing runs; what there is to do: Step the actor \(idle engines none, idle trainers ",
-    "return [Switch(s, 'trainer') for s in view.resting] + [Switch(s, 'rollout') for s in view.free]": "switched slots "
-    "and moved samples [0-9]+ times while no sample was finished and no other work began; what there is to do: Generat",
+    "return [Switch(s, 'trainer') for s in view.idle_engines] + "
+    "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times while no "
+    "sample was finished and no other work began; what there is to do: Generat",
     "return admit(view) or [Move(names, slot, (slot + 1) % 3) for slot, names in ("
     "(s.index, tuple(n for n, e in s.samples.items() if e.state == 'generating')) for s in view.slots) if names]": (
         "switched slots and moved samples"

@@ -7,7 +7,7 @@ from playing import prompts
 
 from rlfuse.fusion import adaptive
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.consolidation import consolidate, destinations
+from rlfuse.fusion.consolidation import consolidate, slots_needed
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Generate, Move, Settings
 from rlfuse.fusion.lengths import Lengths
@@ -44,7 +44,7 @@ def moved(decisions):
 def test_as_many_destinations_as_flat_batches_and_caches_need(samples, stretch, kv_tokens, expected):
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
     view = board_with([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
-    assert destinations(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
+    assert slots_needed(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
 
 
 def test_the_tail_goes_to_the_slots_that_hold_most():
@@ -88,14 +88,14 @@ def test_a_sample_is_carried_in_the_way_that_is_faster_for_it():
 def test_the_longest_are_admitted_first_and_into_batches_that_let_them_end_in_time():
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.01, flat_batch=1, max_sequences=6, max_tokens=1000)
     board = board_with([], [], costs=costs, waiting=[10] * 20 + [400, 390])
-    batches = {decision.slot: decision.groups for decision in adaptive.place(board.snapshot(0.0))}
+    batches = {decision.slot: decision.groups for decision in adaptive.admit_by_deadline(board.snapshot(0.0))}
     assert batches[0][0] == 20, "the longest of all comes first"
     assert len(batches[0]) < costs.max_sequences, "its slot is not filled up, or it would end late"
 
 
 def test_without_history_or_order_admission_is_as_of_all_policies():
     board = board_with([], [], waiting=[10, 400, 20], settings=Settings(ordered=False))
-    assert adaptive.place(board.snapshot(0.0)) == [Generate(0, (0, 2)), Generate(1, (1,))]
+    assert adaptive.admit_by_deadline(board.snapshot(0.0)) == [Generate(0, (0, 2)), Generate(1, (1,))]
 
 
 def with_backlog(board, tokens):

@@ -1,9 +1,10 @@
 """A policy by its name: a built-in one, or a function `policy(snapshot) -> list[Decision]` of a user's file.
 
-Role: `find` is called by whoever is told a name: a run before it starts anything, `rlfuse simulate`, `rlfuse plan`. A
-file is loaded as those of rewards are (`config.own_modules`). What a user's policy decides is held against its
-snapshot before anything of it begins (`refusals`). Invariants: everything that can be wrong with it is a `PolicyError`
-that names the policy, what it decided and what is valid; none makes a step hang.
+Role: `load_policy` is called by whoever is told a name: a run before it starts anything, `rlfuse simulate`, `rlfuse
+plan`; whoever needs the policy after that asks for the `loaded_policy`. A file is loaded as those of rewards are
+(`config.own_modules`). What a user's policy decides is held against its snapshot before anything of it begins
+(`refusals`). Invariants: everything that can be wrong with it is a `PolicyError` that names the policy, what it decided
+and what is valid; none makes a step hang.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ AIMLESS = 20
 """Times that every slot may switch, and every unfinished sample may move, while no sample is finished and no other work
 begins."""
 
-_found: dict[str, Policy] = {}
+_loaded: dict[str, Policy] = {}
 
 
 class PolicyError(UserError):
     """A fusion policy can't be used, or decided what can't be done. The message says which, why and what is valid."""
 
 
-def find(name: str, given_as: str = "") -> Policy:
+def load_policy(name: str, given_as: str = "") -> Policy:
     """The policy of that name, from a file as it is now. `given_as`: how the person gave it. Raises PolicyError."""
     given_as = given_as or f"fusion.policy={name}"
     if name in POLICIES:
@@ -43,16 +44,16 @@ def find(name: str, given_as: str = "") -> Policy:
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
         valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for your own"
         raise PolicyError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
-    _found[name] = policy = Checked(_load(name, given_as), name)
+    _loaded[name] = policy = CheckedPolicy(_function_of(name, given_as), name)
     return policy
 
 
-def found(name: str) -> Policy:
-    """As `find` last found it in this process: an edit of the file in the middle of a run changes nothing there."""
-    return _found[name] if name in _found else find(name)
+def loaded_policy(name: str) -> Policy:
+    """The policy as `load_policy` last loaded it in this process: an edit of its file during a run changes nothing."""
+    return _loaded[name] if name in _loaded else load_policy(name)
 
 
-class Checked:
+class CheckedPolicy:
     """A user's policy, each of whose decisions can be carried out."""
 
     def __init__(self, function: Callable[[Snapshot], list[Decision]], name: str):
@@ -109,7 +110,7 @@ def _left_to_do(view: Snapshot) -> str:
 # From a file ---------------------------------------------------------------------------------------------------------
 
 
-def _load(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:
+def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:
     file, _, function = name.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():

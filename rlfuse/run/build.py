@@ -32,7 +32,7 @@ from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import ConfigError, Mistakes
-from rlfuse.fusion.own_policies import find
+from rlfuse.fusion.own_policies import load_policy
 from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
@@ -73,7 +73,7 @@ def _attempt(job: Job, drive: Drive) -> Path:
     config, trainer = job.config, job.config.trainer
     mistakes = Mistakes()
     with mistakes.noted():
-        find(config.fusion.policy)
+        load_policy(config.fusion.policy)
     with mistakes.noted():
         OwnMetrics(config, print)  # executes their files, which the run's log then finds executed
     with mistakes.noted():

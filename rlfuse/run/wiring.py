@@ -20,7 +20,7 @@ from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.own_policies import found
+from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.registry import traits_of
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
@@ -121,7 +121,7 @@ def _checkpointing(
 
 def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
     """The person is told why one that trains early can't."""
-    policy = found(config.fusion.policy)
+    policy = loaded_policy(config.fusion.policy)
     if traits_of(policy).trains_early and (why := experience.why_late()):
         log.say(why)
     return policy

@@ -17,7 +17,7 @@ import numpy as np
 from rlfuse.config.input_files import WorkloadError, publish, schema_of
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
-from rlfuse.fusion.own_policies import find, found
+from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.fitting import Fit
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     if (arguments.workload is None) == (arguments.run is None):
         raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
     for policy in arguments.policy or ():
-        find(policy, f"--policy {policy}")
+        load_policy(policy, f"--policy {policy}")
     for path in (arguments.out, arguments.picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
@@ -75,7 +75,7 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
     results = []
     for policy in policies:
         settings = tune(workload, policy) if threshold is None else Settings(threshold=threshold)
-        if (tuned := traits_of(found(policy)).tuned) and threshold is None:
+        if (tuned := traits_of(loaded_policy(policy)).tuned) and threshold is None:
             chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in tuned)
             print(f"{policy}: {chosen} (best on other draws of the lengths)")
         results.append(simulate(workload, policy, settings))

@@ -27,7 +27,7 @@ from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.own_policies import PolicyError, find
+from rlfuse.fusion.own_policies import PolicyError, load_policy
 from rlfuse.fusion.selection import Selection, label
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
@@ -94,7 +94,7 @@ def simulate(workload: Workload, policy: str | Policy, settings: Settings | None
             f"the step takes {bound.seconds:.3g} s at least (bound by {bound.bound_by}): at most {LONGEST_S:,} s: "
             "raise rates (tokens_per_s, slot_speed) or lower times (..._s)"
         )
-    machine, policy = Machine(workload), find(policy) if isinstance(policy, str) else policy
+    machine, policy = Machine(workload), load_policy(policy) if isinstance(policy, str) else policy
     with _no_collection():
         spans = _spans(machine, policy, settings or Settings())
     machine.audit(spans)

@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from rlfuse.fusion.decisions import Settings
-from rlfuse.fusion.own_policies import found
+from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import Workload
@@ -39,7 +39,7 @@ def tune(workload: Workload, policy: str, given: Settings | None = None, seed: i
     What is simulated are other draws of its lengths, from `seed` on: settings are for steps to come. `given`: what the
     configuration decides, lockstep above all; it is simulated, and is part of what is returned.
     """
-    given, function = given or Settings(), found(policy)
+    given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
     draws = _draws(workload, seed)

@@ -19,7 +19,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import ConfigError
-from rlfuse.fusion.own_policies import Checked, PolicyError, find
+from rlfuse.fusion.own_policies import CheckedPolicy, PolicyError, load_policy
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.registry import Traits, traits_of
 from rlfuse.run.build import _attempt
@@ -95,20 +95,20 @@ def test_the_example_scores_nothing_until_half_of_the_samples_are_finished(own):
 @exploring
 @given(scene=scenes())
 def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once(own, scene):
-    assert len(played(find(own), scene).learned) == 1
+    assert len(played(load_policy(own), scene).learned) == 1
 
 
 @exploring
 @given(scene=scenes(steps=2, reference=True, estimator="grpo"))
 def test_pipelines_that_score_in_their_bubbles_keep_every_rule(own, scene):
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
-    assert len(played(find(own), replace(scene, settings=pipelined)).learned) == 2
+    assert len(played(load_policy(own), replace(scene, settings=pipelined)).learned) == 2
 
 
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups(own, scene):
-    world = played(find(own), scene)
+    world = played(load_policy(own), scene)
     assert all(len(groups) <= scene.batch for groups in world.learned)
 
 
@@ -116,14 +116,14 @@ def test_dynamic_sampling_replaces_groups(own, scene):
 @given(scene=scenes(steps=4))
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
 def test_steps_that_leave_groups_are_no_staler_than_they_say(data, own, scene):
-    world = played(find(own), replace(scene, data=data))
+    world = played(load_policy(own), replace(scene, data=data))
     most = {"one_step_off": 1, "partial_rollout": scene.steps}.get(data, 0)
     assert all(0 <= staleness <= most for staleness in world.staleness)
 
 
 def test_the_last_engine_is_replaced_within_the_step(own):
     scene = Scene(slots=3, batch=8, mini_batch=2, prompts=24, steps=3, seed=1, reference=True)
-    world = played(find(own), replace(scene, lost=(0.05, 0.1, 0.15)))
+    world = played(load_policy(own), replace(scene, lost=(0.05, 0.1, 0.15)))
     assert world.renewed == 1 and len(world.learned) == 3
 
 
@@ -153,16 +153,17 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
 def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
     top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "stretch"))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
-    assert traits_of(find(name)) == Traits(("threshold", "stretch")) and name not in POLICIES and "mine" not in POLICIES
+    assert traits_of(load_policy(name)) == Traits(("threshold", "stretch"))
+    assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
     with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: no settings that are tuned; those are threshold"):
-        find(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
+        load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
 
 
 def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
     top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold",))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
-    find(name)
+    load_policy(name)
     before = tune(SMALL, name)
     policy(tmp_path, "return oh no")
     assert tune(SMALL, name) == before
@@ -209,7 +210,7 @@ def test_a_wrong_name_is_told_with_what_is_valid(text, name, told, tmp_path, mon
     Path("mine.py").write_text(text or "")
     Path("workload.json").write_text(json.dumps(EXAMPLE))
     with pytest.raises(PolicyError, match=f"^fusion.policy={name}: .*{told}"):
-        find(name)
+        load_policy(name)
     assert main(["simulate", "workload.json", "--policy", name]) == 2
     assert re.search(f"--policy {name}: .*{told}", capsys.readouterr().err)
 
@@ -283,7 +284,7 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
 @exploring
 @given(scene=scenes(steps=2))
 def test_nothing_that_built_in_policies_decide_is_refused(name, scene):
-    reading = Checked(POLICIES[name], name)
+    reading = CheckedPolicy(POLICIES[name], name)
     assert len(played(reading, scene).learned) == 2
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
     assert len(played(reading, replace(scene, settings=pipelined)).learned) == 2

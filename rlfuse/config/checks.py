@@ -251,7 +251,7 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
     if not levels or min(levels) < 1 or levels != sorted(set(levels), reverse=True):
         valid = "must be whole numbers from 1 up, largest first, none twice"
         yield _problem(config, "video.levels", valid, "for instance video.levels=[640,512,384,256,160,128]")
-    elif config.video.sampling == "seed" and budget < levels[-1]:
+    elif config.video.sampling == "seed_vl" and budget < levels[-1]:
         valid = f"must hold a frame at the smallest level, {levels[-1]}"
         yield _problem(config, "video.max_tokens", valid, "raise it, or add a smaller level to video.levels")
     if not facts.video:

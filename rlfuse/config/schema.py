@@ -290,18 +290,18 @@ class TrainingConfig:
 class VideoConfig:
     """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
 
-    sampling: str = "seed"
+    sampling: str = "seed_vl"
     """Which frames a model sees:"""
     max_tokens: int = 81920
-    """seed: visual tokens of a clip at most."""
+    """seed_vl: visual tokens of a clip at most."""
     levels: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
-    """seed: tokens per frame to choose from, largest first."""
+    """seed_vl: tokens per frame to choose from, largest first."""
     fps_general: float = 1.0
-    """seed: frames per second for the task `general`."""
+    """seed_vl: frames per second for the task `general`."""
     fps_detail: float = 2.0
-    """seed: for the task `detail`, fine temporal detail."""
+    """seed_vl: for the task `detail`, fine temporal detail."""
     fps_motion: float = 5.0
-    """seed: for the task `motion`, counting and motion."""
+    """seed_vl: for the task `motion`, counting and motion."""
     task: str = "general"
     """Task of rows whose extra_info.task does not say:"""
     frames: int = 128

@@ -219,7 +219,7 @@ def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
 def _tower_at_work(config: Config, shape: Shape) -> float:
     """Of a unit of the largest frames, and of its gradient, whose sums are counted elsewhere."""
     video, item = config.video, ITEM[config.model.dtype]
-    tokens = max(video.levels) if video.sampling == "seed" else video.tokens_per_frame
+    tokens = max(video.levels) if video.sampling == "seed_vl" else video.tokens_per_frame
     return shape.tower_kept(tokens, item) + shape.tower * item
 
 

@@ -89,7 +89,7 @@ def test_the_experiment_shows_the_model_what_it_was_trained_on():
     settings = compose_job(["experiment=long_video"]).video
     sampling = ClipWarmStart().sampling
     assert (settings.max_tokens, tuple(settings.levels)) == (sampling.budget, sampling.levels)
-    assert settings.sampling == "seed" and settings.fps_general == sampling.fps_general
+    assert settings.sampling == "seed_vl" and settings.fps_general == sampling.fps_general
 
 
 def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):

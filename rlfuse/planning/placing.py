@@ -15,7 +15,7 @@ from rlfuse.planning.model_sizes import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlacement:
     """One slot, and who is on it."""
 
     slot: int
@@ -26,7 +26,7 @@ class Place:
     """Encoder ranks of a video job."""
 
 
-def places(config: Config, shapes: Mapping[str, Shape]) -> list[Place]:
+def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
     """One for each slot, in order."""
     width, stages = config.rollout.tensor_model_parallel_size, config.training.pipeline_parallel_size
     encoders = (config.video.encoder_ranks or config.slots) if shapes["actor"].tower else 0
@@ -35,7 +35,9 @@ def places(config: Config, shapes: Mapping[str, Shape]) -> list[Place]:
         engine = f"rollout/{slot // width}" + (f" ({slot % width + 1} of {width})" if width > 1 else "")
         roles = ", ".join(_held(role, shape, slot % stages, stages) for role, shape in shapes.items())
         mine = len(range(slot, encoders, config.slots))
-        found.append(Place(slot, slot // config.trainer.n_gpus_per_node, engine, f"trainer/{slot}: {roles}", mine))
+        found.append(
+            SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"trainer/{slot}: {roles}", mine)
+        )
     return found
 
 

@@ -31,7 +31,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
 from rlfuse.planning.model_sizes import Shape, read_shape
-from rlfuse.planning.placing import places
+from rlfuse.planning.placing import placements
 from rlfuse.planning.remedies import remedies
 
 DOES_NOT_FIT = 3
@@ -209,7 +209,7 @@ def settings_table(config: Config) -> Table:
 
 def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     """The slots of the first node; the others are filled alike."""
-    found = places(config, shapes)
+    found = placements(config, shapes)
     video = shapes["actor"].tower > 0
     title = f"Placement: {config.slots} slots on {config.trainer.nnodes} node{'s' * (config.trainer.nnodes > 1)}"
     table = _table(title, "node", "slot", "rollout engine", "trainer rank", *(["encoder ranks"] if video else []))

@@ -30,7 +30,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.simulate.learning import CALL_S
 from rlfuse.video.decode_pool import DecodePool
-from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
 from rlfuse.video.models.base import bring_along
@@ -171,7 +171,7 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         settings,
         CacheSettings(video.cache_mb << 20, video.disk_cache),
         pool.decode,
-        [Place(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
+        [EncoderPlacement(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},
     )

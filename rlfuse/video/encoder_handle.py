@@ -21,7 +21,7 @@ from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, Fra
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EncoderPlacement:
     """Where a rank lives: Ray's options for its actor, and a name for the memory it shares with other ranks."""
 
     options: dict[str, Any]
@@ -32,8 +32,10 @@ class Place:
 class EncoderHandle:
     """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs."""
 
-    def __init__(self, rank: int, place: Place, settings: EncoderSettings, frames: FrameReader, timeout_s: float):
-        self.name, self.rank, self.place = f"encoder/{rank}", rank, place
+    def __init__(
+        self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float
+    ):
+        self.name, self.rank, self.placement = f"encoder/{rank}", rank, placement
         self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
         self._actor: Any = None
         self._updated: tuple[str, int] | None = None
@@ -41,12 +43,12 @@ class EncoderHandle:
     @property
     def memory(self) -> str:
         """Name of the shared memory that it writes to."""
-        return self.place.memory or self.node
+        return self.placement.memory or self.node
 
     async def start(self) -> None:
         """A process with the tower loaded, at the weights of the last update; or EngineError."""
         self._actor = (
-            ray.remote(EncoderRank).options(**self.place.options).remote(self.rank, self.settings, self.frames)
+            ray.remote(EncoderRank).options(**self.placement.options).remote(self.rank, self.settings, self.frames)
         )
         self.version, self.shape, self.node = await self._ask("load its tower", "start")
         if self._updated:

@@ -31,7 +31,7 @@ from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.samples import Embedding, FramePlan
 from rlfuse.video.embedding import content_hash, embedding_key
-from rlfuse.video.encoder_handle import EncoderHandle, Place
+from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, shard
 from rlfuse.video.store import CacheSettings, EmbeddingStore
@@ -90,7 +90,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `places`, and the caches of their nodes.
+    """Encoder ranks at `placements`, and the caches of their nodes.
 
     `frames` decodes and is pickled to every rank; `environment` is that of the caches' processes.
     """
@@ -100,16 +100,16 @@ class SequenceParallelEncoder:
         encoder: EncoderSettings,
         cache: CacheSettings,
         frames: FrameReader,
-        places: Sequence[Place],
+        placements: Sequence[EncoderPlacement],
         timeout_s: float,
         environment: dict[str, str] | None = None,
     ):
-        if not places:
-            raise ValueError("places: at least one encoder rank is needed, got none")
+        if not placements:
+            raise ValueError("placements: at least one encoder rank is needed, got none")
         self.timeout_s = timeout_s
         self.frozen_only = cache.disk is not None
         self.store = EmbeddingStore(cache, timeout_s, environment or {})
-        self.ranks = [EncoderHandle(i, place, encoder, frames, timeout_s) for i, place in enumerate(places)]
+        self.ranks = [EncoderHandle(i, placement, encoder, frames, timeout_s) for i, placement in enumerate(placements)]
         self._one_batch = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._tally = _Tally()

@@ -62,7 +62,7 @@ from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Video, Visual, make_groups
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
-from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
 from rlfuse.video.models.video_llama_3 import VideoLlama3
@@ -125,7 +125,7 @@ class Bench:
     async def start(self, slots: placement.Slots) -> None:
         """Encoder ranks, the engine, trainer ranks."""
         environment = placement.worker_environment("cpu")
-        place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
+        place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
         settings = EncoderSettings(str(self.folder / "whole"), step=8)
         self.encoder = SequenceParallelEncoder(
             settings, CacheSettings(256 << 20), Reader(), [place] * RANKS, 600.0, environment

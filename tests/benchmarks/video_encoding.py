@@ -24,7 +24,7 @@ import torch
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
-from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
 from rlfuse.video.store import CacheSettings
@@ -63,7 +63,7 @@ def batch(folder: Path, frames: int, number: int) -> list[Clip]:
 async def on_ranks(ranks: int, model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[float, float]:
     """(median seconds of a batch, heaviest shard / mean)."""
     environment = placement.worker_environment("cpu")
-    place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
+    place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
     encoder = SequenceParallelEncoder(
         EncoderSettings(str(model)), CacheSettings(256 << 20), frame_reader(), [place] * ranks, 600.0, environment
     )

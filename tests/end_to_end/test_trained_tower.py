@@ -21,7 +21,7 @@ from rlfuse.tasks.clips import draw_scene, write_clip
 from rlfuse.tasks.small_video_models import VIDEO, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.decoding import decode
-from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
 from rlfuse.video.models.video_llama_3 import VideoLlama3
@@ -77,7 +77,7 @@ def trained(folder, tmp_path_factory):
 async def started(slots, trained, tower_settings):
     """An encoder rank and two trainer ranks, started side by side."""
     environment = worker_environment("cpu")
-    place = Place({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
+    place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
     cache = CacheSettings(1 << 24)
     encoder = SequenceParallelEncoder(
         tower_settings.encoder, cache, tower_settings.pool.decode, [place], 120.0, environment

@@ -21,7 +21,7 @@ from rlfuse.cluster.placement import worker_environment
 from rlfuse.errors import EngineError
 from rlfuse.samples import Embedding
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
-from rlfuse.video.encoder_handle import Place
+from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 from rlfuse.video.store import CacheSettings
@@ -65,7 +65,7 @@ def model(tmp_path_factory):
 async def encoder(ray_cluster, model):
     environment = worker_environment("cpu")
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
-    places = [Place(options, "left"), Place(options, "left"), Place(options, "right")]
+    places = [EncoderPlacement(options, "left"), EncoderPlacement(options, "left"), EncoderPlacement(options, "right")]
     settings = EncoderSettings(str(model), block_bytes=3 * 56 * 84 * 3, decode_timeout_s=2.0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         cache = CacheSettings(LIMIT, root=memory)

@@ -15,7 +15,7 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, EngineError, EngineLost
-from rlfuse.planning.placing import places
+from rlfuse.planning.placing import placements
 from rlfuse.run.job import open_job
 from rlfuse.train import reported
 
@@ -197,7 +197,7 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 4, 2
     occupants = placement.Slots(None, config.slots, "cpu", nodes=nodes).occupants(2)
     planned = [set(), set()]
-    for place in places(config, {"actor": SimpleNamespace(tower=0)}):
+    for place in placements(config, {"actor": SimpleNamespace(tower=0)}):
         planned[place.node] |= {place.engine.partition(" ")[0], place.trainer.partition(":")[0]}
     assert [set(occupants[each].split(", ")) for each in nodes] == planned
     assert lost_message([nodes[1]], occupants).startswith(

@@ -20,7 +20,7 @@ from rlfuse.planning.memory import (
     problems,
 )
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.placing import places
+from rlfuse.planning.placing import placements
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
 from rlfuse.planning.tracing import Texts
@@ -257,7 +257,7 @@ def test_stages_hold_the_whole_model_between_them(small, stages):
 def test_every_slot_has_its_roles(small):
     shape = read_shape(small, "model.path")
     config = job(4, training__pipeline_parallel_size=2, trainer__nnodes=2, rollout__tensor_model_parallel_size=2)
-    found = places(config, {"actor": shape, "critic": shape})
+    found = placements(config, {"actor": shape, "critic": shape})
     assert [place.node for place in found] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert found[3].engine == "rollout/1 (2 of 2)"
     first, second = (part.layers for part in stage_parts(shape, 2))

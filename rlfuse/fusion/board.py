@@ -73,9 +73,9 @@ class Board:
         self.group_records = slot_table.groups
         self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
         self._mini_batch_groups = mini_batch_groups
-        self._among, self._enough, deferred = inf, inf, tuple(deferred) if "actor" in models else ()
-        if draw is not None and draw.enough < len(groups):
-            self._among, self._enough, deferred = draw.among, draw.enough, ()
+        self._eligible, self._needed_groups, deferred = inf, inf, tuple(deferred) if "actor" in models else ()
+        if draw is not None and draw.needed < len(groups):
+            self._eligible, self._needed_groups, deferred = draw.eligible, draw.needed, ()
         self._queue = ScoringQueue(kinds, now, deferred, self.mini_batches.get("actor"))
         self.needed, self._deferred = self._queue.needed, frozenset(deferred)
         self._slot_kinds = sum(kind != "reward" for kind in kinds)
@@ -94,7 +94,7 @@ class Board:
         self.batches += 1
         self._decided = False
         for record in self.group_records:
-            record.chosen = record.number < self._among
+            record.chosen = record.number < self._eligible
         for group in groups:
             self._add(group)
         self._siblings_together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
@@ -107,7 +107,7 @@ class Board:
     def _add(self, group: Group) -> None:
         """A group more; its samples wait, but for those that have a response already."""
         number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
-        expected, next_step = self.lengths.expect(group.prompt.index), number >= self._among
+        expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
         record = GroupRecord(
             number, group, prompt_tokens, expected, size, size, chosen=not next_step, next_step=next_step
         )
@@ -172,7 +172,7 @@ class Board:
             self._note_scored(record)
         if last and not group.next_step:
             self._generated.append(group.number)
-            if len(self._generated) == self._enough:
+            if len(self._generated) == self._needed_groups:
                 self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
@@ -304,8 +304,8 @@ class Board:
 
     @property
     def _late(self) -> bool:
-        """Which groups the step learns from is not known yet: those of `_among` that finish first."""
-        return not self._decided and self._enough < self._among
+        """Which groups the step learns from is not known yet: those of `_eligible` that finish first."""
+        return not self._decided and self._needed_groups < self._eligible
 
     def _divide(self) -> None:
         """Mini-batches of consecutive groups, in prompt order."""

@@ -33,7 +33,7 @@ LABELS = {
 }
 MISMATCHED = "mismatched"
 """In the place of a label where the engines don't compute the trainer's model (`engines.agreement`)."""
-CARRIES = ("partial_rollout", "one_step_off")
+CARRY_OVER = ("partial_rollout", "one_step_off")
 """What goes on under other weights than it began with, and so needs importance correction."""
 
 
@@ -44,11 +44,11 @@ def label(data: str, tail_speculation: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A step's groups. Generation ends when `enough` of the first `among` are finished; the others are left."""
+    """A step's groups. Generation ends when `needed` of the first `eligible` are finished; the others go back."""
 
     groups: list[Group]
-    among: int
-    enough: int
+    eligible: int
+    needed: int
     partials: dict[str, Partial]
     """Of samples that were begun in an earlier step."""
 
@@ -64,20 +64,20 @@ class Source(Protocol):
 
 
 class Selection:
-    """`batch`: prompts that a step learns from; `draw` and `leave` alternate."""
+    """`batch`: prompts that a step learns from; `draw` and `give_back` alternate."""
 
     def __init__(self, data: str, excess: float, batch: int, source: Source):
         self.data, self.excess, self.batch, self._source = data, excess, batch, source
-        self._again: list[Prompt] = []  # cut off: to be answered again
+        self._cut_off: list[Prompt] = []  # to be answered again
         self._new: list[Prompt] = []  # of the last batch, not drawn yet
-        self._twice: list[Prompt] = []
+        self._repeated: list[Prompt] = []
         self._carried: list[Group] = []
         self._partials: dict[str, Partial] = {}
 
     def draw(self, make: Callable[[list[Prompt]], list[Group]]) -> Draw:
         """The groups of a new step; `make` turns prompts into unfinished samples."""
         batch, more = self.batch, ceil(self.batch * (1 + self.excess))
-        tail = self.data == "tail_batching" and len({prompt.index for prompt in self._again}) >= batch
+        tail = self.data == "tail_batching" and len({prompt.index for prompt in self._cut_off}) >= batch
         if tail or self.data == "exact":
             return Draw(make(self._take(batch, again=tail)), batch, batch, {})
         if self.data in ("tail_batching", "over_sampling"):
@@ -85,51 +85,51 @@ class Selection:
         carried, self._carried = self._carried, []
         partials, self._partials = self._partials, {}
         if self.data == "one_step_off":
-            size, among = 2 * batch, batch
+            size, eligible = 2 * batch, batch
         else:
-            size = among = more
-        fresh = make(self._take(max(0, size - len(carried)), again=True, but=carried))
-        return Draw(carried + fresh, among, batch, partials)
+            size = eligible = more
+        fresh = make(self._take(max(0, size - len(carried)), again=True, excluding=carried))
+        return Draw(carried + fresh, eligible, batch, partials)
 
-    def leave(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
-        """What the step drawn last did not need: groups, and what their unfinished samples have."""
-        if self.data in CARRIES:
+    def give_back(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
+        """Take what the last step did not need: groups, and what their unfinished samples have."""
+        if self.data in CARRY_OVER:
             self._carried, self._partials = list(groups), partials
             for sample in (sample for group in groups for sample in group.samples):
                 sample.reward, sample.tensors = None, {}
         else:
-            self._again += [group.prompt for group in groups]
+            self._cut_off += [group.prompt for group in groups]
 
-    def _take(self, count: int, again: bool, but: Sequence[Group] = ()) -> list[Prompt]:
+    def _take(self, count: int, again: bool, excluding: Sequence[Group] = ()) -> list[Prompt]:
         """So many prompts, none twice: first those to be answered again (if `again`), then new ones."""
         taken: list[Prompt] = []
-        used = {group.prompt.index for group in but}
+        used = {group.prompt.index for group in excluding}
         while len(taken) < count:
-            if len(self._twice) > 4 * count:
+            if len(self._repeated) > 4 * count:
                 raise ValueError(
                     f"data.train_files has only {len(used)} prompts that differ, and fusion.data={self.data} draws "
                     f"{count} a step: add data, or lower data.train_batch_size or fusion.excess"
                 )
-            if not (again and self._again) and not self._new:
+            if not (again and self._cut_off) and not self._new:
                 self._new = list(self._source.next_batch())
-            source = self._again if again and self._again else self._new
+            source = self._cut_off if again and self._cut_off else self._new
             prompt = source.pop(0)
             if prompt.index in used:  # an epoch ended in between: its turn comes in the next step
-                self._twice.append(prompt)
+                self._repeated.append(prompt)
             else:
                 used.add(prompt.index)
                 taken.append(prompt)
-        self._new, self._twice = self._twice + self._new, []
+        self._new, self._repeated = self._repeated + self._new, []
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Prompts to come back to; unfinished responses are not kept, they start anew."""
-        again = [prompt.index for prompt in self._again] + [group.prompt.index for group in self._carried]
+        again = [prompt.index for prompt in self._cut_off] + [group.prompt.index for group in self._carried]
         return {"again": again, "new": [prompt.index for prompt in self._new]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind a checkpoint; what the data has no more since is left out."""
         by_index = {prompt.index: prompt for prompt in self._source.prompts}
-        self._again, self._new = (
+        self._cut_off, self._new = (
             [by_index[index] for index in state[name] if index in by_index] for name in ("again", "new")
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlfuse.algorithms.corrections import BOUNDS, LOG_PROBS_DIFF_MAX, Bound
 from rlfuse.config.run_groups import AlertsConfig
-from rlfuse.fusion.selection import CARRIES
+from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
 
 SCORE, ENTROPY, PPO_KL = "critic/score/mean", "actor/entropy", "actor/ppo_kl"
@@ -32,7 +32,7 @@ LEAST = 5
 
 def bound_in_steps(dtype: str, top_p: float, top_k: int, data: str, min_p: float = 0.0) -> Bound:
     """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated."""
-    comparable = (top_p, top_k, min_p) == (1, -1, 0) and data not in CARRIES
+    comparable = (top_p, top_k, min_p) == (1, -1, 0) and data not in CARRY_OVER
     return BOUNDS[dtype] if comparable else Bound(math.inf, math.inf)
 
 

@@ -105,7 +105,7 @@ class Controller:
         await self.execute(board, step, sampling.training(self.config), self.advantages.scored)
         if kept := board.groups_to_train():
             self.metrics.note(experience.mismatch(kept))
-        self.groups.selection.leave(*board.unneeded_groups())
+        self.groups.selection.give_back(*board.unneeded_groups())
         self.metrics.note(await self.engines.clips.release("training"))
         return board
 

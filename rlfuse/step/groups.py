@@ -35,8 +35,8 @@ class GroupSource:
         with self.recorder.span("data", step=step):
             draw = self.selection.draw(lambda prompts: self.of(prompts, step))
             groups = await self._encoded(draw.groups, step, "training")
-        among = sum(any(group is kept for kept in groups) for group in draw.groups[: draw.among])
-        return replace(draw, groups=groups, among=among, enough=min(draw.enough, among))
+        eligible = sum(any(group is kept for kept in groups) for group in draw.groups[: draw.eligible])
+        return replace(draw, groups=groups, eligible=eligible, needed=min(draw.needed, eligible))
 
     async def validation(self, step: int) -> list[Group]:
         """Of the held-out prompts."""

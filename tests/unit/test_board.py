@@ -127,13 +127,13 @@ def test_a_batch_without_any_spread_does_not_use_up_the_steps_of_the_next():
     assert ready(b) == ["1/2/0"] and not b.done
 
 
-def drawn(count, among, enough, **more):
+def drawn(count, eligible, needed, **more):
     groups = made(count)
-    return board(groups, draw=Draw(groups, among, enough, {}), **more)
+    return board(groups, draw=Draw(groups, eligible, needed, {}), **more)
 
 
 def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
-    b = drawn(4, among=4, enough=2, mini_batch_groups=1)
+    b = drawn(4, eligible=4, needed=2, mini_batch_groups=1)
     b.start(Generate(0, (0, 1, 2, 3)), 0.0)
     b.finished("1/3/0", response(), 0.0)
     reward(b, 3)
@@ -148,7 +148,7 @@ def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
 
 
 def test_what_begins_ahead_is_no_reason_to_wait():
-    b = drawn(4, among=2, enough=2, mini_batch_groups=1)
+    b = drawn(4, eligible=2, needed=2, mini_batch_groups=1)
     b.start(Generate(0, (0, 1, 2, 3)), 0.0)
     for prompt in (3, 0):
         b.finished(f"1/{prompt}/0", response(), 0.0)
@@ -164,7 +164,7 @@ def test_what_begins_ahead_is_no_reason_to_wait():
 
 
 def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
-    b = drawn(2, among=1, enough=1)
+    b = drawn(2, eligible=1, needed=1)
     b.start(Generate(0, (0, 1)), 0.0)
     b.finished("1/1/0", response(), 0.0)
     call = Score("reward", ("1/1/0",))
@@ -177,7 +177,7 @@ def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
 
 
 def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
-    b = drawn(2, among=2, enough=1, slots=2)
+    b = drawn(2, eligible=2, needed=1, slots=2)
     b.start(Generate(0, (0, 1)), 0.0)
     b.start(Move(("1/1/0",), source=0, target=1), 0.0)
     b.finished("1/0/0", response(), 0.0)

@@ -43,7 +43,7 @@ class Steps:
         """One step: (draw, groups learned from)."""
         self.step += 1
         draw = self.selection.draw(lambda drawn: make_groups(drawn, 2, 0, self.step))
-        chosen = set(self.rng.permutation(draw.among)[: draw.enough].tolist())
+        chosen = set(self.rng.permutation(draw.eligible)[: draw.needed].tolist())
         self.left = [group for number, group in enumerate(draw.groups) if number not in chosen]
         whole = [group for number, group in enumerate(draw.groups) if number in chosen]
         partials = {}
@@ -53,7 +53,7 @@ class Steps:
             else:
                 partials[sample.id] = partial(2, self.step - 1)
         self.learned.update(group.prompt.index for group in whole)
-        self.selection.leave(self.left, partials)
+        self.selection.give_back(self.left, partials)
         self.partials = partials
         return draw, whole
 
@@ -66,7 +66,7 @@ def test_a_step_learns_from_one_batch_of_different_prompts_and_none_gets_lost(da
     for _ in range(taken):
         draw, whole = steps.take()
         indices = [group.prompt.index for group in draw.groups]
-        assert len(set(indices)) == len(indices) and len(whole) == batch == draw.enough
+        assert len(set(indices)) == len(indices) and len(whole) == batch == draw.needed
     to_come = steps.selection.state_dict()
     assert steps.learned + Counter(to_come["again"]) + Counter(to_come["new"]) == steps.source.fetched
 
@@ -83,7 +83,7 @@ def test_tail_batching_answers_prompts_that_were_cut_off_in_rounds_of_their_own_
     for _ in range(12):
         draw, _ = steps.take()
         indices = {group.prompt.index for group in draw.groups}
-        if draw.enough == len(draw.groups):
+        if draw.needed == len(draw.groups):
             assert indices <= cut_off
             tails, cut_off = tails + 1, cut_off - indices
         else:

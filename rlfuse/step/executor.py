@@ -142,7 +142,7 @@ class Executor:
                 "The last rollout engine was lost when the step had updated the actor already: another one can't have "
                 "the weights that the step's samples are drawn from."
             )
-        with self._span("renew", attributes={"slot": slot}):
+        with self._span("restart_engine", attributes={"slot": slot}):
             await self.engines.weights.restart_engine(slot)
         self.board.slot_table.restore_engine(slot)
         self._restarting = False

@@ -67,7 +67,7 @@ class World:
         self.learned: list[list[Group]] = []
         self.staleness: list[int] = []
         self.overlapped: set[str] = set()
-        self.renewed = 0
+        self.engines_restarted = 0
 
     async def run(self) -> None:
         loop, lengths = asyncio.get_running_loop(), Lengths(self.scene.costs.max_tokens)
@@ -139,7 +139,7 @@ class World:
         assert all(rollout.lost for rollout in self.rollouts) and not self.trainer.steps["actor"]
         await self.trainer.leave_device(slot)
         self.rollouts[slot].lost = False
-        self.renewed += 1
+        self.engines_restarted += 1
 
     # The watched policy ----------------------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class ResidentWorld(World):
     async def restart_engine(self, slot):
         assert all(rollout.lost for rollout in self.rollouts)
         await self.weights.restart_engine(slot)
-        self.renewed += 1
+        self.engines_restarted += 1
 
     # Checkpoints
 

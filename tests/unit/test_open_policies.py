@@ -124,7 +124,7 @@ def test_steps_that_leave_groups_are_no_staler_than_they_say(data, own, scene):
 def test_the_last_engine_is_replaced_within_the_step(own):
     scene = Scene(slots=3, batch=8, mini_batch=2, prompts=24, steps=3, seed=1, reference=True)
     world = played(load_policy(own), replace(scene, lost=(0.05, 0.1, 0.15)))
-    assert world.renewed == 1 and len(world.learned) == 3
+    assert world.engines_restarted == 1 and len(world.learned) == 3
 
 
 def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):

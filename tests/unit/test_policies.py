@@ -99,7 +99,7 @@ def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_last_engine_is_replaced_within_the_step(policy):
     world = play(job(policy, lost=(0.05, 0.1, 0.15)))
-    assert world.renewed == 1 and len(world.learned) == 3
+    assert world.engines_restarted == 1 and len(world.learned) == 3
 
 
 async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():

@@ -72,11 +72,11 @@ def test_nor_where_engines_are_lost_at_any_time(scene):
 
 @pytest.mark.parametrize("zero", ZERO)
 def test_an_engine_that_replaces_the_last_one_starts_on_a_device_that_the_ranks_have_left(zero):
-    renewed = 0
+    restarted = 0
     for when in (2.0, 2.5, 3.0, 3.5):
         world = replay(ResidentWorld(scene_of("stream", "grpo", ZERO[zero], lost=(when, when + 0.1, when + 0.2))))
-        renewed += world.renewed
-    assert renewed
+        restarted += world.engines_restarted
+    assert restarted
 
 
 def test_nor_does_one_that_is_lost_in_a_push():

@@ -23,7 +23,7 @@ class Deadlock(RuntimeError):
     """Every task waits for another one, and no timer will wake any of them."""
 
 
-class _Jump(selectors.SelectSelector):
+class _VirtualSelector(selectors.SelectSelector):
     """A selector that lets virtual time pass instead of waiting."""
 
     now = 0.0
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop on virtual time. Threads and sockets never wake it."""
 
     def __init__(self) -> None:
-        self._clock = _Jump()
+        self._clock = _VirtualSelector()
         super().__init__(self._clock)
 
     def time(self) -> float:

@@ -23,14 +23,14 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.observe.metrics import covered
 
 PASSES = ("old_log_prob", "ref", "values")
-KEPT = 0.95
+KEPT_SHARE = 0.95
 """Share of the spans of a kind that decide how its costs relate."""
-FREAK = 5.0
+OUTLIER = 5.0
 """A span that took so many times what the costs say is not one of its kind."""
 ROUNDS = 4
-FEWEST = 4
+MIN_SPANS = 4
 """Spans of a kind from which costs are fitted."""
-FREE = 1e12
+INSTANT_TOKENS_PER_S = 1e12
 """Tokens per second where no cost of tokens can be seen."""
 
 
@@ -87,7 +87,7 @@ def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
 def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy]) -> Costs:
     """Base, per sequence beyond a flat batch, per context token, per prefilled token."""
     stretches = [span for span in spans if span.kind == "decode" and span.seconds > 0]
-    if len(stretches) < FEWEST:
+    if len(stretches) < MIN_SPANS:
         return costs
     names = ("steps", "batch", "context", "prefill_tokens")
     steps, batch, context, prefill = np.array([[s.attributes[n] for n in names] for s in stretches], float).T
@@ -106,7 +106,7 @@ def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accur
         step_per_sequence_s=sequence,
         step_per_context_token_s=token,
         flat_batch=flat,
-        prefill_tokens_per_s=1 / prefilled if prefilled > 1 / FREE else FREE,
+        prefill_tokens_per_s=1 / prefilled if prefilled > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S,
     )
 
 
@@ -147,13 +147,13 @@ def _fit_calls(
     name: str, found: Sequence[tuple[float, int]], accuracy: dict[str, Accuracy]
 ) -> tuple[float, float] | None:
     """(seconds per call, tokens per second)."""
-    if len(found) < FEWEST:
+    if len(found) < MIN_SPANS:
         return None
     seconds, tokens = np.array(found, float).T
     columns = np.stack([np.ones_like(tokens), tokens], axis=1)
     (call_s, token_s), _ = robust(columns, seconds)
     accuracy[name] = _accuracy(columns @ np.array([call_s, token_s]), seconds)
-    return float(call_s), float(1 / token_s) if token_s > 1 / FREE else FREE
+    return float(call_s), float(1 / token_s) if token_s > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S
 
 
 def _updates(spans: Iterable[Span]) -> set[str]:
@@ -192,15 +192,15 @@ def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]
         factors = non_negative(columns[kept], seconds[kept])
         predicted = columns @ factors
         slower = seconds / np.maximum(predicted, 1e-9)
-        kept = slower <= np.quantile(slower, KEPT)
-    known = (slower <= FREAK) & (predicted > 0)
+        kept = slower <= np.quantile(slower, KEPT_SHARE)
+    known = (slower <= OUTLIER) & (predicted > 0)
     scale = seconds[known].sum() / predicted[known].sum() if known.any() else 1.0
     return factors * scale, float(((seconds - predicted)[kept] ** 2).mean())
 
 
 def _mean(seconds: np.ndarray) -> float:
     """Without freak ones."""
-    return float(seconds[seconds <= FREAK * np.median(seconds)].mean())
+    return float(seconds[seconds <= OUTLIER * np.median(seconds)].mean())
 
 
 def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:

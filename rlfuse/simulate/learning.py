@@ -19,7 +19,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.recorded import during, whole_samples, workload_of
+from rlfuse.simulate.recorded import spans_within, whole_samples, workload_of
 from rlfuse.simulate.tuning import tune
 
 STEPS = 4
@@ -67,7 +67,7 @@ def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequ
     """The settings of `tuning` with what is best for this policy on steps like that of these spans."""
     step = next(span for span in spans if span.kind == "step")
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
-    lengths, prompt_tokens = whole_samples(during(spans, step))
+    lengths, prompt_tokens = whole_samples(spans_within(spans, step))
     history = HISTORY if tuning.lengths.known_share > 0.5 else None
     workload = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
     # Simulated ranks train together, but not in one schedule.

@@ -63,7 +63,7 @@ def read_run(folder: Path) -> Recording:
             inside,
         )
         for span in spans
-        if span.kind == "step" and (inside := during(spans, span))
+        if span.kind == "step" and (inside := spans_within(spans, span))
     ]
     if not steps:
         raise WorkloadError(f"{folder / 'events.jsonl'}: no step is complete; let the run finish one")
@@ -81,7 +81,7 @@ def _config(path: Path) -> Config:
     return config
 
 
-def during(spans: Sequence[Span], step: Span) -> list[Span]:
+def spans_within(spans: Sequence[Span], step: Span) -> list[Span]:
     """What happened during the step; nothing if it generated nothing."""
     inside = [span for span in spans if span.start >= step.start and span.end <= step.end]
     return inside if any(span.kind == "generate" for span in inside) else []

@@ -45,7 +45,7 @@ class Device:
 
 
 @dataclass(slots=True)
-class Moved:
+class MovedSamples:
     """What came from other engines."""
 
     samples: int = 0
@@ -70,24 +70,24 @@ class _Held:
     sequence: Sequence
     results: asyncio.Queue
     since: float
-    place: str = "batch"
+    where: str = "batch"
     """`link` while its cache is on its way, `batch`, or `leaving`."""
 
 
 @dataclass(slots=True)
 class _Departure:
-    """Samples told to leave; `parted` gets them with their partials, None where nobody wants them any more."""
+    """Samples told to leave; `evicted` gets them with their partials, None where nobody wants them any more."""
 
     names: list[str]
     carry: str
-    parted: asyncio.Future | None
+    evicted: asyncio.Future | None
 
 
 class SimulatedRollout:
     """One engine on one slot. `length_of`: response tokens that a sample will have, if the sampling allows."""
 
     def __init__(self, device: Device, batch: Batch, length_of: Callable[[Sample], int], zeros: Zeros):
-        self.device, self.batch, self.moved, self.preempted = device, batch, Moved(), 0
+        self.device, self.batch, self.moved, self.preempted = device, batch, MovedSamples(), 0
         self.name, self.version, self.lost = f"rollout/{device.index}", 0, False
         self._length_of, self._zeros = length_of, zeros
         self._held: dict[str, _Held] = {}
@@ -128,12 +128,12 @@ class SimulatedRollout:
         names = [name for name in sample_ids if name in self._held]
         if not names:
             return
-        parted = asyncio.get_running_loop().create_future()
-        self._departures.append(_Departure(names, carry, parted))
+        evicted = asyncio.get_running_loop().create_future()
+        self._departures.append(_Departure(names, carry, evicted))
         self._interrupt()
-        left = await parted
+        gone = await evicted
         await asyncio.sleep(self.batch.costs.move_s)
-        for held, partial in left:
+        for held, partial in gone:
             held_still = self._held.get(held.sequence.name) is held  # or it was taken elsewhere meanwhile
             if held_still:
                 self._deliver(held, partial)
@@ -167,8 +167,8 @@ class SimulatedRollout:
         for results in {id(held.results): held.results for held in self._held.values()}.values():
             results.put_nowait(("", error))
         for departure in self._departures:
-            if departure.parted is not None and not departure.parted.done():
-                departure.parted.set_exception(error)
+            if departure.evicted is not None and not departure.evicted.done():
+                departure.evicted.set_exception(error)
         self._held.clear()
         self.device.held = 0
 
@@ -204,7 +204,7 @@ class SimulatedRollout:
             self.moved.bytes += TOKEN_BYTES * sequence.done
             self.batch.waiting.append(sequence)
             return
-        costs, held.place = self.batch.costs, "link"
+        costs, held.where = self.batch.costs, "link"
         size = sequence.tokens * costs.kv_bytes_per_token
         self.moved.bytes += size
         self._link_free = max(self._link_free, loop.time()) + size / costs.link_bytes_per_s
@@ -212,8 +212,8 @@ class SimulatedRollout:
 
     def _arrive(self, held: _Held) -> None:
         """Its cache is here."""
-        if self._held.get(held.sequence.name) is held and held.place == "link":
-            held.place = "batch"
+        if self._held.get(held.sequence.name) is held and held.where == "link":
+            held.where = "batch"
             self.batch.waiting.append(held.sequence)
             self._interrupt()
 
@@ -262,7 +262,7 @@ class SimulatedRollout:
             self._record(now)
         for sequence in batch.run(self._steps) if self._steps else ():
             self._finish(sequence, now)
-        self._part()
+        self._evict_departing()
         self._steps = 0
         prefill = batch.admit()
         self._prefill += prefill
@@ -293,23 +293,23 @@ class SimulatedRollout:
         self._spans.append(Span("decode", self.name, self._since, now, tokens=tokens, attributes=attributes))
         self._since, self._prefill = -1.0, 0
 
-    def _part(self) -> None:
+    def _evict_departing(self) -> None:
         """Take out who was told to leave."""
         departures, self._departures = self._departures, []
         for departure in departures:
-            parted = []
+            evicted = []
             for name in departure.names:
                 held = self._held.get(name)
-                if held is None or held.place == "leaving":
+                if held is None or held.where == "leaving":
                     continue
-                ran = held.place == "batch" and self.batch.remove(held.sequence)
-                held.place = "leaving"
+                ran = held.where == "batch" and self.batch.remove(held.sequence)
+                held.where = "leaving"
                 key = f"{self.name}/{name}" if ran and departure.carry == "kv" else None
                 tokens = self._zeros.take(held.sequence.done)
-                parted.append((held, Partial(*tokens, self.version, kv_key=key)))
-            if departure.parted is not None and not departure.parted.done():
-                departure.parted.set_result(parted)
+                evicted.append((held, Partial(*tokens, self.version, kv_key=key)))
+            if departure.evicted is not None and not departure.evicted.done():
+                departure.evicted.set_result(evicted)
                 continue
-            for held, _ in parted:
+            for held, _ in evicted:
                 del self._held[held.sequence.name]
                 self.device.held -= 1

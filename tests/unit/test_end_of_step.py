@@ -1,0 +1,119 @@
+"""In which order a step ends: devices, rows, checkpoint, and leaving when told to; by the real controller."""
+
+import asyncio
+from contextlib import contextmanager
+from signal import SIGTERM
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse.cluster.stopping import Stopped, Stopping
+from rlfuse.config.schema import Config
+from rlfuse.step.controller import Controller
+
+
+class Parts:
+    """All that a controller calls between two steps; each call is a word in `order`."""
+
+    lost = False
+
+    def __init__(self, told):
+        self.order, self.told, self.stopping = [], told, Stopping(0.0, print)
+        self.step = self.written = 0
+        self.recorder, self.spans = self, []
+
+    def did(self, word):
+        self.order.append(word)
+        if word == self.told:
+            self.stopping.by = SIGTERM
+
+    @contextmanager
+    def span(self, kind, step, **_):
+        yield
+
+    async def sleep(self, *_):
+        self.did("asleep")
+
+    async def wake(self, *_):
+        self.did("awake")
+
+    async def take_device(self, slot):
+        self.did("ranks on")
+
+    async def leave_device(self, slot):
+        self.did("ranks off")
+
+    async def push(self, version):
+        self.did(f"push {version}")
+
+    async def collect(self, step):
+        return self.spans
+
+    def log_step(self, step, board, spans):
+        assert spans is self.spans
+        self.did(f"rows {step}")
+
+    async def write(self, step):
+        self.did(f"write {step}")
+        self.written = step
+
+    def publish(self):
+        if self.written != self.step:
+            self.did(f"publish {self.written}")
+            self.step = self.written
+
+    def learn(self, board, spans):
+        """Costs."""
+
+
+class Played(Controller):
+    """Its steps and validations take no time."""
+
+    async def learn(self, step):
+        self.journal.did(f"learn {step}")
+
+    async def validate(self, step):
+        self.journal.did(f"validate {step}")
+
+
+STEP_1 = "learn 1, push 1, rows 1"
+SAVE_2 = "asleep, ranks on, write 2"
+BACK = "ranks off, awake"
+SAVED_2 = f"{STEP_1}, learn 2, push 2, validate 2, {SAVE_2}"
+LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 3"
+
+
+@pytest.mark.parametrize(
+    ("told", "order", "left"),
+    [
+        ("", f"{SAVED_2}, {BACK}, rows 2, publish 2, {LAST}", None),
+        ("learn 1", f"{STEP_1}, asleep, ranks on, write 1, publish 1", 1),
+        ("learn 2", f"{STEP_1}, learn 2, push 2, {SAVE_2}, rows 2, publish 2", 2),
+        ("validate 2", f"{SAVED_2}, rows 2, publish 2", 2),
+        ("write 2", f"{SAVED_2}, rows 2, publish 2", 2),
+        ("rows 2", f"{SAVED_2}, {BACK}, rows 2, publish 2", 2),
+        ("write 3", f"{SAVED_2}, {BACK}, rows 2, publish 2, {LAST}", None),
+    ],
+)
+def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(told, order, left):
+    parts, config = Parts(told), Config()
+    config.trainer.save_freq = config.trainer.test_freq = 2
+    controller = Played(
+        config=config,
+        engines=SimpleNamespace(rollout=[parts], trainer=parts, weights=parts),
+        policy=None,
+        groups=None,
+        advantages=None,
+        tuning=parts,
+        journal=parts,
+        metrics=parts,
+        checkpoints=parts,
+        stopping=parts.stopping,
+        total_steps=3,
+    )
+    if left is None:
+        asyncio.run(controller.train(0))
+    else:
+        with pytest.raises(Stopped, match=f"SIGTERM: the run left after step {left}, which is saved"):
+            asyncio.run(controller.train(0))
+    assert ", ".join(parts.order) == order

@@ -19,7 +19,6 @@ from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
 from rlfuse.config.schema import Config
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
-from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.slot_table import SlotTable
@@ -51,11 +50,6 @@ class Controller:
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
 
-    @property
-    def recorder(self) -> Recorder:
-        """Of the driver's spans."""
-        return self.journal.recorder
-
     async def run(self, step: int) -> None:
         """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
         with timed("first weights to the engines", self.say):
@@ -71,7 +65,7 @@ class Controller:
         while step < total:
             step += 1
             self.stopping.step = step
-            with self.recorder.span("step", step=step):
+            with self.journal.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.update_weights(step)
             if due(trainer.test_freq, step, total) and not self.stopping.asked:
@@ -114,7 +108,7 @@ class Controller:
         if groups := await self.groups.validation(step):
             slots = SlotTable(len(self.engines.rollout), self.tuning.costs)
             board = Board(groups, slots, ("reward",), purpose="testing", now=self.clock())
-            with self.recorder.span("testing", step=step):
+            with self.journal.recorder.span("testing", step=step):
                 await self.execute(board, step, sampling.validation(self.config), self.advantages.complete)
             self.metrics.log_validation(step, board)
             await self.engines.clips.release("testing")
@@ -129,17 +123,17 @@ class Controller:
             on_scored=lambda: scored(board, step),
             note=self.metrics.note,
         )
-        await Executor(board, self.engines, self.policy, context, self.recorder, self.clock).run()
+        await Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock).run()
 
     async def update_weights(self, step: int) -> None:
         """What the engines generate from now on carries version `step`; they have the devices."""
-        with self.recorder.span("update_weights", step=step, cause="optimizer"):
+        with self.journal.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
 
     async def save(self, step: int) -> None:
         """Write a checkpoint from the devices, which the engines get back if there is more to do."""
         await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
-        with self.recorder.span("save_checkpoint", step=step, cause="step"):
+        with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step)
         if step < self.total_steps and not self.stopping.asked:
             await all_to(to_engine, self.engines.rollout, self.engines.trainer)

@@ -100,7 +100,7 @@ class Benchmark:
     async def _step(self, controller: Controller, policy: str, batch: int, number: int, learn: bool) -> list[Span]:
         """One step on the prompts of this batch with the seeds of this step; its spans."""
         controller.policy, controller.groups.prompts.taken = POLICIES[policy], batch
-        with controller.recorder.span("step", step=number):
+        with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
             await controller.update_weights(number)
         if learn:

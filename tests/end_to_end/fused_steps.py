@@ -59,7 +59,7 @@ class Steps:
     async def step(self, number):
         """One step, and everything about it that tests look at."""
         controller, noted = self.controller, self.controller.metrics._notes
-        with controller.recorder.span("step", step=number):
+        with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
             await controller.update_weights(number)
         spans = await controller.journal.collect(number)

@@ -172,7 +172,7 @@ class Steps:
 
 def kill_in(controller, kind: str) -> None:
     """Arrange for `Killed` in the second step."""
-    checkpointing, recorder, push = controller.checkpoints, controller.recorder, controller.engines.weights
+    checkpointing, recorder, push = controller.checkpoints, controller.journal.recorder, controller.engines.weights
     plain, save, receive = recorder.span, checkpointing._save, push.engines[0].receive
 
     @contextmanager

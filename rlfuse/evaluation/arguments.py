@@ -1,7 +1,7 @@
 """The job of an evaluation: composed as for training, with the model that is evaluated in the place of model.path.
 
 Role: what `evaluate` and `generate` have in common before anything is loaded. Mistakes in what training alone needs
-(its files, critic and reference) stop nobody here.
+(its files, critic and reference, its own functions) stop nobody here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.config.valid_values import METRICS, OPEN
 from rlfuse.errors import ConfigError
 from rlfuse.evaluation.source import Source, find
 from rlfuse.run.acceptance import named
 
 REWARD = ("reward.functions", "reward.model_path")
+TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN, METRICS)))
+"""What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
 OWN = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""
 MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
@@ -75,7 +78,7 @@ def read(words: Sequence[str], files: Sequence[str] = (), scored: bool = True) -
 
 
 def _checked(job: DictConfig, scored: bool) -> Config:
-    spared = ("data.train_files: `", *(() if scored else REWARD))  # the same files as data.val_files
+    spared = TRAINING if scored else TRAINING + REWARD
     try:
         return to_config(job)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import compose_job
+from rlfuse.config.valid_values import OPEN
 from rlfuse.errors import ConfigError, RewardError
 from rlfuse.evaluation import scores
 from rlfuse.evaluation.arguments import checkpoint_among, made_from, own_job, read
@@ -201,6 +202,16 @@ def test_what_training_alone_needs_is_not_asked_for(job, run):
         read([str(job), "data.val_files=[]"])
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length=80"):
         read([str(job), "data.max_prompt_length=80"], scored=False)
+
+
+@pytest.mark.parametrize("key", [*OPEN, "trainer.metrics"])
+def test_functions_that_training_alone_calls_may_be_gone(job, key):
+    value = "absent.py:f" if key in OPEN else "[absent.py:f,other/absent.py:f]"
+    with pytest.raises(ConfigError) as error:
+        read([str(job), f"{key}={value}"])
+    assert "gone.py" in str(error.value) and len(error.value.problems) == 1
+    config, source = read([str(job), f"{key}={value}"], scored=False)
+    assert config.model.path == source.path and made_from(config, source, scored=False)["step"] == 4
 
 
 def test_a_job_without_a_name_means_its_last_run(job, run):

@@ -181,7 +181,7 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     from rlfuse.engines.rollout.vllm_setup import rollout_env
-    from rlfuse.engines.weights import cuda_ipc as weights_device
+    from rlfuse.engines.weights import cuda_ipc
 
     rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
     assert rebuilt[6] == "storage_device", "vLLM puts its own device there"
@@ -198,13 +198,13 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
         b"handle\0of a segment", 24, 0, False, b"counter", 0, b"event", True,
     )  # fmt: skip
     assert len(handle) == len(rebuilt)
-    keys = strings(weights_device.share_ipc)
+    keys = strings(cuda_ipc.share_ipc)
     assert {"names", "dtype_names", "shapes", "ipc_handles"} <= keys & {
         f.name for f in fields(IPCWeightTransferUpdateInfo)
     }
     one = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
     shared = [one | {"ipc_handles": [{gpu: handle}]} for gpu in ("GPU-0", "GPU-1")]
-    sent = MsgpackEncoder().encode(("update_weights", None, (), {"update_info": weights_device.merge_ipc(shared)}))
+    sent = MsgpackEncoder().encode(("update_weights", None, (), {"update_info": cuda_ipc.merge_ipc(shared)}))
     method, _, _, arguments = MsgpackDecoder().decode(pickle.loads(pickle.dumps([bytes(part) for part in sent])))
     found = IPCWeightTransferUpdateInfo(**arguments["update_info"])
     assert method == "update_weights" and found.names == ["w"] and found.shapes == [[2, 3]]

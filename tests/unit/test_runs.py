@@ -14,8 +14,7 @@ import pytest
 
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
-from rlfuse.run import leftovers
-from rlfuse.run import listing as runs
+from rlfuse.run import leftovers, listing
 from rlfuse.run_folder import status
 
 ROW = {"critic/score/mean": 0.5, "fusion/exact": 1.0, "fusion/staleness": 0.0}
@@ -64,19 +63,19 @@ def test_a_run_has_its_figures(tmp_path):
     (path / "global_step_2" / "weights").write_bytes(b"x" * 3000)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "x')  # killed in the middle of a row
-    (found,) = [runs.read(each, tmp_path) for each in runs.find(tmp_path)]
+    (found,) = [listing.read(each, tmp_path) for each in listing.find(tmp_path)]
     assert (found.name, found.state, found.step, found.total) == ("rlfuse/one", "crashed", 3, 8)
     assert (found.reward, found.validation, found.label) == (0.5, 0.25, "exact")
     assert found.seconds == pytest.approx(100, abs=5) and found.checkpoints == 3000 and 300 < found.size < 3000
     assert found.problems == []
-    assert [each.name for each in map(runs.read, runs.find(path))] == ["one"]
+    assert [each.name for each in map(listing.read, listing.find(path))] == ["one"]
 
 
 def test_one_mismatched_step_marks_the_run(tmp_path):
     path = make(tmp_path / "one")
     text = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(text.replace("fusion/exact", "fusion/mismatched", 1))
-    assert runs.read(path).label == "mismatched"
+    assert listing.read(path).label == "mismatched"
 
 
 def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
@@ -86,7 +85,7 @@ def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + json.dumps({"step": 7, **ROW}).encode() + b"\n")
     began = time.perf_counter()
-    assert runs.read(long).step == 7
+    assert listing.read(long).step == 7
     assert time.perf_counter() - began < 1
 
 
@@ -106,14 +105,14 @@ def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
 def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text, told):
     make(tmp_path / "well")
     (make(tmp_path / "ill") / file).write_text(text)
-    runs.main([str(tmp_path)])
+    listing.main([str(tmp_path)])
     *table, last = capsys.readouterr().out.splitlines()
     assert len(table) == 3 and f"{tmp_path}/ill: {file} can't be read" in last and told in last
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes the part of another user")
 def test_a_folder_that_is_closed_to_the_user_is_passed_over():
-    program = "import os, sys, rlfuse.run.listing as runs; os.seteuid(65534); runs.main([sys.argv[1]])"
+    program = "import os, sys; from rlfuse.run import listing; os.seteuid(65534); listing.main([sys.argv[1]])"
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         os.chmod(top, 0o755)
         for name, mode in (("closed", 0o700), ("open", 0o755)):
@@ -130,19 +129,19 @@ def test_lists_are_filtered_sorted_and_plain_where_nobody_looks(tmp_path, capsys
     make(tmp_path / "far", state="running", host="elsewhere", ended=None)
     (tmp_path / ".trash").mkdir()
     make(tmp_path / ".trash" / "hidden")
-    runs.main([str(tmp_path), "--sort", "step"])
+    listing.main([str(tmp_path), "--sort", "step"])
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and [line.split()[0] for line in lines] == [
         "p/first", "far", "p/second"
     ]  # fmt: skip
     assert "running, heard 0 s ago on elsewhere" in lines[1]
-    runs.main([str(tmp_path), "--state", "crashed", "--state", "failed", "--json"])
+    listing.main([str(tmp_path), "--state", "crashed", "--state", "failed", "--json"])
     (only,) = json.loads(capsys.readouterr().out)
     assert (only["name"], only["step"], only["state"]) == ("p/first", 1, "crashed")
-    runs.main([str(tmp_path), "--state", "stopped"])
+    listing.main([str(tmp_path), "--state", "stopped"])
     assert "no run of stopped" in capsys.readouterr().out
     with pytest.raises(RunError, match="nowhere: no such folder"):
-        runs.main([str(tmp_path / "nowhere")])
+        listing.main([str(tmp_path / "nowhere")])
 
 
 def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path, settled):
@@ -172,14 +171,14 @@ def test_a_run_that_was_heard_of_just_now_may_live_in_another_container(tmp_path
 def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch, settled):
     monkeypatch.setattr(leftovers, "of_machine", list)  # the tests' own machine stays as it is
     wanted = left_by_a_kill(make(tmp_path / "killed", state="crashed"))
-    runs.main(["clean", str(tmp_path), "--dry-run"])
+    listing.main(["clean", str(tmp_path), "--dry-run"])
     assert "5 left-overs, 10 KiB; nothing was removed" in capsys.readouterr().out
-    with pytest.raises(runs.NotConfirmed, match="--yes"):
-        runs.main(["clean", str(tmp_path)])
+    with pytest.raises(listing.NotConfirmed, match="--yes"):
+        listing.main(["clean", str(tmp_path)])
     assert all(path.exists() for path in wanted)
-    runs.main(["clean", str(tmp_path), "--yes"])
+    listing.main(["clean", str(tmp_path), "--yes"])
     assert "5 removed" in capsys.readouterr().out and not any(path.exists() for path in wanted)
-    runs.main(["clean", str(tmp_path)])
+    listing.main(["clean", str(tmp_path)])
     assert "nothing is left over" in capsys.readouterr().out
 
 
@@ -195,7 +194,7 @@ def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settle
     names = [*(f"sem.mp-{number:04}" for number in range(300)), "psm_1", "psm_2", "vllm_dist_1"]
     for name in names:
         (memory / name).write_bytes(b"x" * 1024)
-    runs.main(["clean", str(tmp_path), "--dry-run"])
+    listing.main(["clean", str(tmp_path), "--dry-run"])
     why = "(no process of this machine has it open)"
     assert [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()] == [
         ["2", "KiB", f"2 files {memory}/psm_*  {why}"],
@@ -203,7 +202,7 @@ def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settle
         ["1", "KiB", f"{memory}/vllm_dist_1  {why}"],
         ["303", "left-overs,", "303 KiB; nothing was removed"],
     ]
-    runs.main(["clean", str(tmp_path), "--yes"])
+    listing.main(["clean", str(tmp_path), "--yes"])
     assert "303 removed" in capsys.readouterr().out and not [*memory.iterdir()]
 
 
@@ -216,8 +215,8 @@ def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, cap
         status.begin(path, "p/killed", time.time())
         return True
 
-    monkeypatch.setattr(runs, "_agreed", go_on)
-    runs.main(["clean", str(tmp_path)])
+    monkeypatch.setattr(listing, "_agreed", go_on)
+    listing.main(["clean", str(tmp_path)])
     assert "0 removed" in capsys.readouterr().out and all(each.exists() for each in wanted)
 
 

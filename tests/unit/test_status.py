@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 
-from rlfuse.run import listing as runs
+from rlfuse.run import listing
 from rlfuse.run_folder import status
 
 
@@ -43,9 +43,9 @@ def test_seconds_are_of_all_processes_of_a_run(tmp_path):
         os.utime(tmp_path / name, (now - age,) * 2)
     for _ in range(2):  # the second is another attempt, after a worker was lost
         status.begin(tmp_path, "p/n", now - 40)
-        assert runs.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
+        assert listing.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
     status.end(tmp_path, "finished")
-    assert runs.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
+    assert listing.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
 
 
 @pytest.mark.parametrize(

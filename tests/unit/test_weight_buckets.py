@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.engines.weights import staging as weight_staging
+from rlfuse.engines.weights import staging
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
 from rlfuse.errors import EngineError, EngineLost
@@ -125,7 +125,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
 
 async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
-    monkeypatch.setattr(weight_staging.WeightStaging, "free", lambda self: 500)
+    monkeypatch.setattr(staging.WeightStaging, "free", lambda self: 500)
     with pytest.raises(EngineError, match="needs up to 1 MiB, 0 MiB are free"):
         await push(recording, tmp_path).push(1)
     assert "write b" not in recording.events

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.own_functions import absolute, with_functions_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.config.valid_values import METRICS, OPEN
@@ -74,7 +75,7 @@ def read(words: Sequence[str], files: Sequence[str] = (), scored: bool = True) -
     if not job.data.val_files:
         raise ConfigError(["data.val_files=[]: there are no prompts to answer; name held-out data"])
     job.data.train_files = job.data.val_files
-    return _checked(job, scored), source
+    return with_functions_at(_checked(job, scored), absolute), source
 
 
 def _checked(job: DictConfig, scored: bool) -> Config:

@@ -214,6 +214,13 @@ def test_functions_that_training_alone_calls_may_be_gone(job, key):
     assert config.model.path == source.path and made_from(config, source, scored=False)["step"] == 4
 
 
+def test_engines_elsewhere_find_a_family_of_video_models(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("class Mine: ...\n")
+    config, _ = read([str(job), "model.video_family=mine.py:Mine"], scored=False)
+    assert config.model.video_family == f"{tmp_path}/mine.py:Mine"
+
+
 def test_a_job_without_a_name_means_its_last_run(job, run):
     job.write_text(job.read_text().replace(f", experiment_name: {run.name}", ""))
     assert read([str(job)], scored=False)[1].run is None

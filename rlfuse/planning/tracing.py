@@ -1,6 +1,6 @@
 """What a pass of the trainer leaves in memory: its own code run on tensors without memory, every byte counted.
 
-Role: `shapes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a micro-batch's
+Role: `model_sizes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a micro-batch's
 `Work`. The batch is collated, the forward pass run, the loss computed and differentiated as trainer ranks do, so a
 family needs no formula of its own, and logits count as often as they are there. Costs milliseconds a layer, whatever
 the sizes are; waits for nothing.

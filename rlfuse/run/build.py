@@ -58,18 +58,18 @@ from rlfuse.samples import Prompt
 from rlfuse.step.controller import Controller
 from rlfuse.video.video_model import VideoModel
 
-Drive = Callable[[Controller, int], Awaitable[None]]
+RunController = Callable[[Controller, int], Awaitable[None]]
 
 
-def run(config: Config, drive: Drive = Controller.run) -> Path:
+def run(config: Config, run_controller: RunController = Controller.run) -> Path:
     """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message.
 
-    `drive`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
+    `run_controller`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
     """
-    return recovered(config, lambda job: _attempt(job, drive))
+    return recovered(config, lambda job: _attempt(job, run_controller))
 
 
-def _attempt(job: Job, drive: Drive) -> Path:
+def _attempt(job: Job, run_controller: RunController) -> Path:
     config, trainer = job.config, job.config.trainer
     mistakes = Mistakes()
     with mistakes.noted():
@@ -98,12 +98,12 @@ def _attempt(job: Job, drive: Drive) -> Path:
         video_model=video_model,
         total_steps=total,
     )
-    seconds = job.carry_out(_run(loaded, job, log, drive), log)
+    seconds = job.carry_out(_run(loaded, job, log, run_controller), log)
     summarise(job.folder, config, seconds, job.faults, job.resumed_after)
     return job.folder
 
 
-async def _run(loaded: Loaded, job: Job, log: RunLog, drive: Drive) -> None:
+async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
         slots = await placement.start(loaded.config, again=job.restart is not None)
     log.say(slots.told)
@@ -145,7 +145,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, drive: Drive) -> None:
             costs=starting_costs(config, started.engine_facts, slots),
             facts=started.trainer_facts,
         )
-        await watched(drive(controller, job.state["step"]), occupants)
+        await watched(run_controller(controller, job.state["step"]), occupants)
     finally:
         encoders = [video.clips.close()] if video else []
         await _quietly([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])

@@ -106,7 +106,7 @@ class Job:
             with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
-            if error is not None and not isinstance(error, WorkerLost):  # else `recovery` says how it goes on
+            if error is not None and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)

@@ -1,6 +1,6 @@
 """`rlfuse submit`: the job that `rlfuse train` would run, sent to a running Ray cluster; and what became of it.
 
-Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`packing`), and started by Ray Jobs on the
+Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`cluster.job_package`), and started by Ray Jobs on the
 cluster's head as `python -m rlfuse.train job.yaml`. Nothing of it depends on this terminal: leaving only ends the
 following of its log.
 

@@ -1,14 +1,14 @@
 """The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
 
-Role: `fusion=adaptive`. Exact like the others. `settings.threshold` and `ordered` are tuned by simulating the lengths
-and costs that the run recorded (`rlfuse.simulate.tuning`). Three ideas beyond RLHFuse's one threshold:
-1. **Admission by deadline** (`settings.ordered`). With lengths known from earlier steps, generation can be over by
-   `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) / r,
-   hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short ones
-   fill large batches.
-2. **Cost-gated release.** Below the threshold, whenever the unfinished samples fit onto fewer slots at flat latency,
-   and work waits that is worth more than moving and switching, the others are emptied; the longest samples, on which
-   the end of generation depends, stay where they are.
+Role: `fusion=adaptive`. Exact like the others. `settings.threshold` and `longest_first` are tuned by simulating the
+lengths and costs that the run recorded (`rlfuse.simulate.tuning`). Three ideas beyond RLHFuse's one threshold:
+1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
+   by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
+   r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
+   ones fill large batches.
+2. **Cost-gated release** (`settings.cost_gated`). Below the threshold, whenever the unfinished samples fit onto fewer
+   slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
+   longest samples, on which the end of generation depends, stay where they are.
 3. **Free slots score, then accumulate** the gradients of the first mini-batch.
 """
 
@@ -62,7 +62,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
         return []
     rooms = [Room(view, slot) for slot in view.engines_with_room]
     more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
-    if not (view.shortest_first and view.settings.ordered) or len(view.waiting) <= more > 0 == view.in_flight:
+    if not (view.shortest_first and view.settings.longest_first) or len(view.waiting) <= more > 0 == view.in_flight:
         return admit(view)
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting)
     group, decisions = next(groups, None), []
@@ -96,7 +96,7 @@ def batch_in_time(view: Snapshot, remaining: float, context: float) -> int:
 
 def release(view: Snapshot) -> list[Move]:
     """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
-    if not view.settings.guarded:
+    if not view.settings.cost_gated:
         return consolidate(view)
     limit, rhythm = view.settings.threshold * view.settings.samples, max(1, view.unfinished // RELEASE_CHECKS)
     if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:

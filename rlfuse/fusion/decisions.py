@@ -162,9 +162,9 @@ class Settings:
     """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
     stretch: float = 1.0
     """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
-    guarded: bool = True
+    cost_gated: bool = True
     """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""
-    ordered: bool = True
+    longest_first: bool = True
     """adaptive: admit by expected length, where lengths are known from before."""
 
 

@@ -49,12 +49,13 @@ def tune(workload: Workload, policy: str, given: Settings | None = None, seed: i
         mean = fmean(simulate(draw, function, settings).result.step_s for draw in draws)
         return round(mean * (1 + RISK * (settings.stretch - 1)), 6)
 
-    known = "ordered" in tuned and workload.length_history_sigma is not None
-    tried = [replace(given, threshold=below, stretch=by, guarded=True, ordered=known) for below, by in CONSOLIDATIONS]
-    if "guarded" in tuned:
-        tried += [replace(each, guarded=False) for each in tried if each.threshold]
+    known = "longest_first" in tuned and workload.length_history_sigma is not None
+    first = replace(given, cost_gated=True, longest_first=known)
+    tried = [replace(first, threshold=below, stretch=by) for below, by in CONSOLIDATIONS]
+    if "cost_gated" in tuned:
+        tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)
-    return min((best, replace(best, ordered=False)), key=seconds) if known else best
+    return min((best, replace(best, longest_first=False)), key=seconds) if known else best
 
 
 def _draws(workload: Workload, seed: int) -> list[Workload]:

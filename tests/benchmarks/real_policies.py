@@ -75,7 +75,8 @@ class Benchmark:
         settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")
         for policy, chosen in settings.items():
-            print(f"{policy:<9} threshold {chosen.threshold}, stretch {chosen.stretch}, ordered {chosen.ordered}")
+            admission = f"longest_first {chosen.longest_first}"
+            print(f"{policy:<9} threshold {chosen.threshold}, stretch {chosen.stretch}, {admission}")
         for repeat in range(self.repeats):
             order = list(POLICIES) if repeat % 2 == 0 else list(reversed(POLICIES))
             for policy in order:

@@ -79,7 +79,7 @@ def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
         lockstep_backward=zero >= 2,
         pipelined=zero == 4,
         threshold=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        ordered=draw(st.booleans()),
+        longest_first=draw(st.booleans()),
     )
     scene = Scene(
         slots=slots,

@@ -145,11 +145,12 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
         "serial": (),
         "stream": (),
         "rlhfuse": ("threshold", "stretch"),
-        "adaptive": ("threshold", "stretch", "guarded", "ordered"),
+        "adaptive": ("threshold", "stretch", "cost_gated", "longest_first"),
     }
     assert [name for name in POLICIES if traits_of(POLICIES[name]).trains_early] == ["adaptive"]
 
 
+@pytest.mark.slow
 def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
     top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "stretch"))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
@@ -160,6 +161,7 @@ def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
         load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
 
 
+@pytest.mark.slow
 def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
     top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold",))'
     name = policy(tmp_path, "return rlhfuse(view)", top)

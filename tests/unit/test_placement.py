@@ -94,7 +94,7 @@ def test_the_longest_are_admitted_first_and_into_batches_that_let_them_end_in_ti
 
 
 def test_without_history_or_order_admission_is_as_of_all_policies():
-    board = board_with([], [], waiting=[10, 400, 20], settings=Settings(ordered=False))
+    board = board_with([], [], waiting=[10, 400, 20], settings=Settings(longest_first=False))
     assert adaptive.admit_by_deadline(board.snapshot(0.0)) == [Generate(0, (0, 2)), Generate(1, (1,))]
 
 

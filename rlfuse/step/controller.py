@@ -111,7 +111,7 @@ class Controller:
             with self.journal.recorder.span("testing", step=step):
                 await self.execute(board, step, sampling.validation(self.config), self.advantages.complete)
             self.metrics.log_validation(step, board)
-            await self.engines.clips.release("testing")
+        await self.engines.clips.release("testing")
 
     async def execute(self, board: Board, step: int, drawn: Sampling, scored: Callable[[Board, int], object]) -> None:
         """Carry the board out; `scored` is called whenever samples gained scores."""

@@ -77,6 +77,7 @@ async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(work
     assert worker._engine.calls == ["sleep", ["weights"], "pause", None]
 
 
+@pytest.mark.slow
 async def test_an_engine_sleeps_again_after_a_push_that_did_not_end(worker):
     await worker.sleep()
     await worker.wake("weights")

@@ -82,6 +82,7 @@ def job():
     return made
 
 
+@pytest.mark.slow
 @FEW
 @given(KEYS, VALUES)
 @example("data.train_files", [["a"]])

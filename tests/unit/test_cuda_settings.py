@@ -59,6 +59,7 @@ def test_every_variable_is_read_by_what_is_installed():
             assert text.find(name.encode()) >= 0, f"{reader} knows no {name}"
 
 
+@pytest.mark.slow
 def test_torch_takes_the_allocators_settings_from_the_variable_that_is_set():
     """Whatever the other variable, which a node may have, says."""
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"

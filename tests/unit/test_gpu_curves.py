@@ -71,6 +71,7 @@ def test_one_slow_run_changes_no_median():
     assert shown["least"] < shown["seconds"] < 1 < shown["most"] == 9.0
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_the_measurement_writes_costs_that_policies_take(tmp_path, capsys):
     out = tmp_path / "costs.json"

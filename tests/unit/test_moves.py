@@ -27,6 +27,8 @@ from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STAGES = [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
+"""The quick run takes those that differ most."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +80,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
     mover, twin = engine(stage, dtype), engine(stage, dtype)
     for each in (mover, twin):
@@ -119,7 +121,7 @@ def appeared():
 
 
 @pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_nothing_stays_on_the_device(appeared, stage, trains):
     if trains:
         model = engine(stage, "bfloat16")
@@ -287,7 +289,7 @@ def error(found, summed):
     return float((found[: len(expected)] - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0)
     accumulate(trained, range(COUNT))

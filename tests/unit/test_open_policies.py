@@ -282,7 +282,9 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
     assert str(told.value).startswith(f"the fusion policy {name} ")
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [name if name == "adaptive" else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+)
 @exploring
 @given(scene=scenes(steps=2))
 def test_nothing_that_built_in_policies_decide_is_refused(name, scene):

@@ -48,7 +48,10 @@ def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(
     assert all(len(groups) <= scene.batch for groups in world.learned)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [name if name in ("stream", "adaptive") else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
+)
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=4))
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
@@ -88,6 +91,7 @@ def test_only_rlhfuse_and_adaptive_move_samples():
     assert "rlhfuse" in moving and moving <= {"rlhfuse", "adaptive"}
 
 
+@pytest.mark.slow
 def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
     def switches(credit):
         settings = replace(job("stream").settings, credit_samples=credit)

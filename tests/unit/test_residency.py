@@ -63,6 +63,7 @@ def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, model):
         assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
 
 
+@pytest.mark.slow
 @exploring
 @given(scene=scenes(steps=2))
 def test_nor_where_engines_are_lost_at_any_time(scene):
@@ -100,6 +101,7 @@ def test_a_checkpoint_that_finds_no_room_costs_no_engine_its_device():
     assert replay(world).not_saved == [1, 2] and len(world.learned) == 2
 
 
+@pytest.mark.slow
 @exploring
 @given(
     scene=st.sampled_from(("tail_batching", "over_sampling", "partial_rollout", "one_step_off")).flatmap(

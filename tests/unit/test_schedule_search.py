@@ -199,7 +199,7 @@ def tiny(devices, split, counts, cap=None, **more):
         tiny(2, False, (2,), communication=0.5),
         tiny(2, False, (1, 1)),
         tiny(2, False, (2, 1)),
-        tiny(2, False, (2, 1), cap=1.0),
+        pytest.param(tiny(2, False, (2, 1), cap=1.0), marks=pytest.mark.slow),
         tiny(2, True, (2,)),
         tiny(2, True, (1, 1), cap=1.0),
         tiny(1, False, (2, 2), cap=1.0),

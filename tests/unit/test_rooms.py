@@ -25,6 +25,7 @@ ROOMS = [line.split() for line in """
     step
     simulate
     planning
+    whatif
     run
     report
     evaluation

@@ -1,0 +1,128 @@
+"""How much time do uneven workers cost, of which kind of work is it, and who is it?
+
+Role: the method of "Understanding Stragglers in Large Model Training Using What-if Analysis" (arXiv 2505.05713, OSDI
+'25): a recorded run is replayed with ideal durations, and with those of a part as they were. Pure.
+
+    S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
+    M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers, the last stage
+
+Shares of parts may exceed 1 or be negative, as parts hide behind one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from rlfuse.whatif.operations import Operations
+from rlfuse.whatif.replay import Replay
+
+ATTRIBUTED = 1.03
+"""A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""
+SLOWEST = 0.03
+"""Of the workers, rounded up: those whose share of the slowdown is `M_W`."""
+TOGETHER = {
+    "forward-pp-comm": ("forward-send", "forward-recv"),
+    "backward-pp-comm": ("backward-send", "backward-recv"),
+}
+"""Kinds that the study attributes together, beside each alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """Of a recorded run; everything that attributes is None where `S` is below `ATTRIBUTED`."""
+
+    S: float
+    waste: float
+    """The share of all workers' time."""
+    seconds: float
+    """Of a step in the mean, replayed as recorded."""
+    ideal_seconds: float
+    launch_delay: float
+    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
+    S_t: dict[str, float] | None = None
+    """Kind of operation -> slowdown by it alone, largest first."""
+    workers: list[list[float]] | None = None
+    """[stage][data rank]: slowdown by that worker alone."""
+    M_W: float | None = None
+    M_S: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, in the study's names."""
+        return asdict(self)
+
+
+def analyse(operations: Operations) -> Slowdown:
+    """Replay the run as it was, ideally, and with each kind, stage and rank as it was."""
+    replay, recorded = Replay(operations), operations.own_seconds()
+    ideal = ideal_seconds(operations, recorded)
+    time = {"recorded": _mean(replay, recorded), "ideal": _mean(replay, ideal)}
+    slowdown = time["recorded"] / time["ideal"] if time["ideal"] else 1.0
+    found: dict[str, Any] = {
+        "S": slowdown,
+        "waste": 1 - 1 / slowdown,
+        "seconds": time["recorded"],
+        "ideal_seconds": time["ideal"],
+        "launch_delay": 1 - time["recorded"] / float(_recorded_steps(operations).mean()),
+    }
+    if slowdown < ATTRIBUTED:
+        return Slowdown(**found)
+
+    def alone(part: np.ndarray) -> float:
+        return _mean(replay, np.where(part, recorded, ideal)) / time["ideal"]
+
+    def share(part: np.ndarray) -> float:
+        fixed = _mean(replay, np.where(part, ideal, recorded))
+        return (time["recorded"] - fixed) / (time["recorded"] - time["ideal"])
+
+    workers = _workers(operations, alone)
+    found |= {"S_t": _by_kind(operations, alone), "workers": workers.tolist()}
+    slowest = _slowest(operations, workers)
+    return Slowdown(**found, M_W=share(slowest), M_S=share(operations.stage == operations.stages - 1))
+
+
+def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
+    """float [N]: what each would take if all of its kind took the same: of computing the mean, of transfers the median.
+
+    Transfers have a long tail of accidents, computing is worth what it is in the mean.
+    """
+    ideal = np.empty(len(operations))
+    for number in range(len(operations.kinds)):
+        if (of_kind := operations.kind == number).any():
+            typical = np.median if operations.communicates[of_kind].any() else np.mean
+            ideal[of_kind] = typical(seconds[of_kind])
+    return ideal
+
+
+def _mean(replay: Replay, seconds: np.ndarray) -> float:
+    return float(replay.step_seconds(seconds).mean())
+
+
+def _recorded_steps(operations: Operations) -> np.ndarray:
+    first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
+    np.minimum.at(first, operations.step, operations.start)
+    np.maximum.at(last, operations.step, operations.end)
+    return last - first
+
+
+def _by_kind(operations: Operations, alone: Any) -> dict[str, float]:
+    parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in operations.kinds} | TOGETHER
+    found = {name: alone(part) for name, kinds in parts.items() if (part := operations.kinds_of(*kinds)).any()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _workers(operations: Operations, alone: Any) -> np.ndarray:
+    """float [stages, ranks]. A worker is slow if both its stage and its rank are: two replays instead of a product."""
+    by_stage = np.array([alone(operations.stage == stage) for stage in range(operations.stages)])
+    by_rank = np.array([alone(operations.rank == rank) for rank in range(operations.ranks)])
+    return np.minimum(by_stage[:, None], by_rank[None, :])
+
+
+def _slowest(operations: Operations, workers: np.ndarray) -> np.ndarray:
+    """bool [N]: of the slowest workers."""
+    order = np.argsort(-workers.ravel(), kind="stable")[: ceil(SLOWEST * workers.size)]
+    return np.isin(operations.stage * workers.shape[1] + operations.rank, order)

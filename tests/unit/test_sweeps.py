@@ -143,7 +143,7 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
 
 
 def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
-    monkeypatch.setattr(train, "told", lambda: signal.SIGINT)
+    monkeypatch.setattr(train, "stop_signal", lambda: signal.SIGINT)
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1
 
 

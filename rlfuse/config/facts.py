@@ -20,8 +20,7 @@ from rlfuse.config import own_functions
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import METRICS
-from rlfuse.config.valid_values import own_functions as chosen_functions
+from rlfuse.config.valid_values import METRICS, functions_named_by, names_function
 from rlfuse.errors import ConfigError
 
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
@@ -48,7 +47,7 @@ class Facts:
     estimator: Traits | None = None
     """Of the estimator of advantages, where it is a user's own that can be used."""
     function_problems: tuple[str, ...] = ()
-    """What is wrong with the user's own functions beside the rewards, in whole messages."""
+    """What is wrong with the user's own functions, in whole messages."""
     missing: frozenset[str] = frozenset()
     """Paths named by the configuration that do not exist, as they were given."""
     unknown_modules: frozenset[str] = frozenset()
@@ -68,7 +67,6 @@ class Facts:
 def read_facts(config: Config) -> Facts:
     """Look at what `config` names."""
     _of_hub.cache_clear()  # a notebook's hub may be reached by now
-    own_functions.forget()  # and its files be others
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code)
     for key, path in (
@@ -83,9 +81,8 @@ def read_facts(config: Config) -> Facts:
     return Facts(
         **_of_model(model),
         model_problems=problems,
-        **_of_own_functions(config),
-        missing=frozenset(path for path in _named_paths(config) if not os.path.exists(os.path.expanduser(path))),
-        unknown_modules=frozenset(_unknown_modules(_functions(config))),
+        **_of_functions(config),
+        missing=_missing([*_named_paths(config), *_reward_files(config)]),
         cuda=on_gpus(config),
         gpus=_gpus(config),
         unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
@@ -94,10 +91,12 @@ def read_facts(config: Config) -> Facts:
     )
 
 
-def _of_own_functions(config: Config) -> dict[str, Any]:
-    """Fields of `Facts`, from the files of a user's own functions beside the rewards."""
-    problems, found = [], {}
-    for key, value in chosen_functions(config):
+def _of_functions(config: Config) -> dict[str, Any]:
+    """Fields of `Facts`, from the files of a user's own functions; missing ones of rewards are in `missing`."""
+    own_functions.forget()  # a notebook's files may be others by now
+    problems, found, rewards = [], {}, _reward_functions(config)
+    in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
+    for key, value in [*functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]:
         try:
             found[key] = own_functions.read(key, value)
         except ConfigError as error:
@@ -105,7 +104,11 @@ def _of_own_functions(config: Config) -> dict[str, Any]:
     names = [value.rpartition(":")[2] for value in config.trainer.metrics]
     problems += [f"{METRICS}: two functions are called {name}, under which they are logged; rename one"
                  for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip
-    return {"estimator": found.get("algorithm.adv_estimator"), "function_problems": tuple(problems)}
+    return {
+        "estimator": found.get("algorithm.adv_estimator"),
+        "function_problems": tuple(dict.fromkeys(problems)),
+        "unknown_modules": frozenset(_unknown_modules(rewards)),
+    }
 
 
 def on_gpus(config: Config) -> bool | None:
@@ -119,11 +122,12 @@ def _gpus(config: Config) -> int | None:
     return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
-def model_facts(config: Config) -> Facts:
-    """What the policy's config.json tells; everything else is on another machine."""
+def facts_of_a_plan(config: Config) -> Facts:
+    """What the policy's config.json and files of functions tell; data, other models and GPUs may be elsewhere."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
-    return Facts(**_of_model(model), model_problems=problems)
+    missing = _missing(_reward_files(config))
+    return Facts(**_of_model(model), model_problems=problems, **_of_functions(config), missing=missing)
 
 
 def _of_model(model: dict) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def reward_file(function: str) -> str | None:
     return source if source.endswith(".py") or "/" in source else None
 
 
-def _functions(config: Config) -> list[str]:
+def _reward_functions(config: Config) -> list[str]:
     """Where the reward functions of this machine are, as far as it can be read."""
     entries, _ = read_entries(config.reward.functions)
     paths = [entry.path for entry in entries if names_code(entry.path)]
@@ -157,11 +161,19 @@ def _functions(config: Config) -> list[str]:
 
 
 def _named_paths(config: Config) -> list[str]:
+    """Beside models and files of functions."""
     paths = [*config.data.train_files, *config.data.val_files]
-    paths += [file for file in map(reward_file, _functions(config)) if file is not None]
     if config.trainer.resume_mode not in ("auto", "disable"):
         paths.append(config.trainer.resume_mode)
     return paths
+
+
+def _reward_files(config: Config) -> list[str]:
+    return [file for file in map(reward_file, _reward_functions(config)) if file is not None]
+
+
+def _missing(paths: list[str]) -> frozenset[str]:
+    return frozenset(path for path in paths if not os.path.exists(os.path.expanduser(path)))
 
 
 def _unknown_modules(functions: list[str]) -> list[str]:

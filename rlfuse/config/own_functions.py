@@ -1,4 +1,4 @@
-"""A user's own functions beside the rewards, and a class of video models, `path/file.py:name`: read, never run.
+"""A user's own functions, and a class of video models, `path/file.py:name`: read, never run.
 
 Role: `facts` and the schema ask here what a configuration names, `own_modules.load` what it may execute. All is taken
 from the syntax tree of the file: the function, its parameters, and the traits that `@advantage_estimator(...)` states.
@@ -32,6 +32,7 @@ PARAMETERS = {
 }  # fmt: skip
 """Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
 POLICY = "fusion.policy"
+REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Keys whose function is called with one argument -> what that is."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
@@ -97,7 +98,8 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
     kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
     found = {node.name: node for node in tree.body if isinstance(node, nodes)}
-    made = key == POLICY and name not in found and name in _bound(tree)  # which loading it judges
+    made = key == REWARDS or (key == POLICY and name not in found)  # loading it judges what it is
+    made = made and not _bound(tree).isdisjoint({name, "*"})
     if name not in found and not made:
         known = ", ".join(each for each in found if not each.startswith("_")) or "none"
         several = "classes" if key == FAMILY else "functions"

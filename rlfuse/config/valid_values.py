@@ -110,7 +110,7 @@ def names_function(value: object) -> bool:
     return file.endswith(".py") and name.isidentifier()
 
 
-def own_functions(config: Any) -> list[tuple[str, str]]:
+def functions_named_by(config: Any) -> list[tuple[str, str]]:
     """Each function or class of the user's own that a job names beside its rewards, with the key that does."""
     chosen = [(key, operator.attrgetter(key)(config)) for key in OPEN]
     alone = [(METRICS, each) for each in config.trainer.metrics] + [(FAMILY, config.model.video_family)]

@@ -1,7 +1,8 @@
 """`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
 
 Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
-prints tables. It reads neither data nor tokenizer nor rewards, which may be on another machine. Called by `rlfuse.cli`.
+prints tables. Files of functions are read, as `rlfuse train` reads them, those of the policy and the loss executed;
+data and tokenizer, which may be on another machine, are not read. Called by `rlfuse.cli`.
 Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 
@@ -23,11 +24,12 @@ from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed, keys
-from rlfuse.config.facts import Facts, model_facts
+from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
+from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
 from rlfuse.planning.model_sizes import Shape, read_shape
@@ -47,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
     config = to_config(compose_job(words), lambda config: _facts(config, arguments))
     _check(arguments, config)
+    load_policy(config.fusion.policy)
     if wrong := untrainable(config):
         raise ConfigError(wrong)
     shapes = shapes_of(config)
@@ -98,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
-    """What config.json tells; data, tokenizer and rewards may be on another machine, and so may the GPUs."""
+    """What config.json and files of functions tell; data and tokenizer may be on another machine, as GPUs may."""
     enough = "a plan needs no more of a model than a folder with its config.json"
-    found = model_facts(config)
+    found = facts_of_a_plan(config)
     wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
     return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device_of(config, arguments)))
 

@@ -1,8 +1,8 @@
 """What a pass of the trainer leaves in memory: its own code run on tensors without memory, every byte counted.
 
-Role: `model_sizes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a micro-batch's
-`Work`. The batch is collated, the forward pass run, the loss computed and differentiated as trainer ranks do, so a
-family needs no formula of its own, and logits count as often as they are there. Costs milliseconds a layer, whatever
+Role: `model_sizes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a
+micro-batch's `Work`. The batch is collated, the forward pass run, the loss computed and differentiated as trainer ranks
+do, so a family needs no formula of its own, and logits count as often as they are there. Costs milliseconds a layer, whatever
 the sizes are; waits for nothing.
 Invariants: parameters and their gradients are not counted, but a gradient on its way into its sum is. Attention that a
 device computes without scores keeps queries, keys, values, its output and a number for each query and head. Of layers
@@ -111,6 +111,8 @@ class MetaModel:
         if key not in self._found:
             try:
                 self._found[key] = self._run(config, role, texts, device)
+            except ConfigError:  # of a loss of the user's own, which says all itself
+                raise
             except Exception as error:  # whatever a family's own code raises
                 name, which = type(self.model).__name__, {"values": "critic"}.get(role, role)
                 wrong = f"the {which}, a {name}: the memory of its passes can't be told without running them"

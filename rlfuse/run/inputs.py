@@ -20,7 +20,7 @@ from rlfuse.config.changes import Change, Effect, rule
 from rlfuse.config.facts import reward_file
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import own_functions
+from rlfuse.config.valid_values import functions_named_by
 from rlfuse.files import RowFile, read_rows
 
 FILE = "inputs.jsonl"
@@ -50,7 +50,7 @@ def _files(config: Config) -> dict[str, str]:
         ("reward.functions", each.path) for each in entries if isinstance(each.path, str) and names_code(each.path)
     ]
     found = dict[str, str]()
-    for key, function in [*named, *own_functions(config)]:
+    for key, function in [*named, *functions_named_by(config)]:
         if file := reward_file(function):
             found.setdefault(file, key)
     return found

@@ -52,8 +52,9 @@ def job(tmp_path):
     (tmp_path / "model").mkdir()
     limits = {"max_position_embeddings": 2048, "num_attention_heads": 4}
     (tmp_path / "model" / "config.json").write_text(json.dumps(limits))
-    for name in ("train.jsonl", "rewards.py", "model/tokenizer.json"):
+    for name in ("train.jsonl", "model/tokenizer.json"):
         (tmp_path / name).touch()
+    (tmp_path / "rewards.py").write_text("def score(samples): ...\n")
     path = tmp_path / "my_job.yaml"
     path.write_text(JOB.format(folder=tmp_path))
     assert len(path.read_text().splitlines()) == 15

@@ -289,8 +289,9 @@ def test_faster_devices_shorten_the_forecast(large):
 
 
 def command(model, *words):
-    fixed = ["data.train_files=[a.parquet]", "reward.functions=[a.py:f]", "cluster.device=cuda", "algorithm=grpo"]
-    fixed += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=2"]
+    fixed = ["data.train_files=[a.parquet]", "reward.functions=[rlfuse.rewards.verifiers.exact:score]"]
+    fixed += ["cluster.device=cuda", "algorithm=grpo", "data.train_batch_size=8"]
+    fixed += ["actor.ppo_mini_batch_size=8", "rollout.n=2"]
     return cli.main(["plan", f"model.path={model}", "trainer.n_gpus_per_node=8", *fixed, *words])
 
 

@@ -1,0 +1,50 @@
+"""What `rlfuse plan` says of files of functions: what `rlfuse train` refuses, all together, before anything else."""
+
+import json
+
+import pytest
+from test_plan import SEVEN_B, command
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
+    return tmp_path
+
+
+def test_all_problems_of_files_of_functions_are_told_together(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "def none(): pass\ndef loss(log_probs): return log_probs\nmade = print\n"
+    (tmp_path / "mine.py").write_text(text)
+    names = {"fusion.policy": "mine.py:nope", "trainer.metrics": "[mine.py:none]", "actor.loss_mode": "mine.py:nope"}
+    names |= {"model.video_family": "mine.py:Nope"}
+    rewards = "reward.functions=[mine.py:none,mine.py:made,mine.py:absent,gone.py:f,no_such_package.rewards:f]"
+    assert command(model, "--device-memory", "800", rewards, *(f"{key}={value}" for key, value in names.items())) == 2
+    told = capsys.readouterr().err
+    for wrong in (
+        "fusion.policy=mine.py:nope: the file has no function `nope`",
+        "trainer.metrics=mine.py:none: takes ()",
+        "actor.loss_mode=mine.py:nope: the file has no function `nope`; its functions: none, loss",
+        "model.video_family=mine.py:Nope: the file has no class",
+        "reward.functions=mine.py:absent: the file has no function `absent`",
+        "the file `gone.py` does not exist",
+        "no package `no_such_package`",
+    ):
+        assert wrong in told
+    assert "mine.py:made" not in told and "rewards=mine.py:none" not in told and "a.parquet" not in told
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "wrong"),
+    [
+        ("fusion.policy", "mine = 3", "mine of {file} is a value of type int, not a function"),
+        ("actor.loss_mode", "def mine(log_probs): return 1.0", "returned a float; has to return a tensor"),
+        ("actor.loss_mode", "1 / 0\ndef mine(log_probs): ...", "its file can't be executed: ZeroDivisionError"),
+    ],
+)
+def test_what_only_executing_a_file_shows(model, tmp_path, capsys, key, text, wrong):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert command(model, "--device-memory", "800", f"{key}={file}:mine") == 2
+    told = capsys.readouterr().err
+    assert wrong.format(file=file) in told and "can't be told" not in told

@@ -11,20 +11,17 @@ is imported, so that a mistyped key shows within a second.
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlfuse.config import job_file
@@ -33,7 +30,6 @@ from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
-    PRESET_GROUPS,
     REFERENCE,
     SEVERAL,
     explain_form,
@@ -52,8 +48,6 @@ from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""
-
-PRESET = re.compile(rf"(?:{'|'.join(PRESET_GROUPS)})=\w+")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -173,49 +167,10 @@ def compose_job(argv: list[str]) -> DictConfig:
 
 def _composed(overrides: list[str]) -> DictConfig:
     try:
-        return _on_kept_presets(overrides)
-    except (HydraException, OmegaConfBaseException, LookupError):
-        pass  # Hydra does all of it, or says what is wrong
-    try:
-        return _by_hydra(overrides)
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            return compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain_failure(error, overrides)]) from error
-
-
-def _by_hydra(overrides: Sequence[str]) -> DictConfig:
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return compose("config", [*overrides])
-
-
-def _on_kept_presets(overrides: list[str]) -> DictConfig:
-    """What Hydra composes, a fraction of its time later: presets as kept, then the job file, then the settings.
-
-    LookupError says that only Hydra can: a preset of the user's own, a deletion, a sweep, a setting of Hydra.
-    """
-    presets = tuple(word for word in overrides if PRESET.fullmatch(word))
-    file = f"job_file={job_file.NAME}"
-    settings = [OverridesParser.create().parse_override(word) for word in overrides if word not in (*presets, file)]
-    for each in settings:
-        plain = each.type is OverrideType.CHANGE or each.is_force_add()
-        if not plain or each.is_sweep_override() or not re.fullmatch(r"(?!hydra\b)\w+(\.[^@/]+)+", each.key_or_group):
-            raise LookupError(each.input_line)
-    changed = tuple((path, path.stat().st_mtime_ns) for path in sorted(conf_folder().rglob("*.yaml")))
-    job = copy.deepcopy(_of_presets(presets, changed))
-    if file in overrides:
-        content = ConfigStore.instance().load(f"job_file/{job_file.NAME}.yaml").node
-        if "hydra" in content:
-            raise LookupError("hydra")
-        with open_dict(job):
-            job.merge_with(content)
-    for each in settings:
-        OmegaConf.update(job, each.key_or_group, each.value(), merge=True, force_add=each.is_force_add())
-    return job
-
-
-@lru_cache(maxsize=16)
-def _of_presets(presets: tuple[str, ...], changed: tuple[tuple[Path, int], ...]) -> DictConfig:
-    """The job that `presets` alone make. `changed`: when each of their files was, so that an edited one is read."""
-    return _by_hydra(presets)
 
 
 def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:

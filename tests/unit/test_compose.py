@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rlfuse import cli, train
-from rlfuse.config import compose
 from rlfuse.config.compose import CONF, compose_job, load, read_command
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
@@ -283,21 +282,3 @@ def test_a_list_may_be_given_as_its_one_entry(job):
     config = load([str(job), f"data.val_files={folder}/train.jsonl", "trainer.logger=console"])
     assert config.data.train_files == config.data.val_files == [f"{folder}/train.jsonl"]
     assert config.trainer.logger == ["console"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["experiment=quickstart", "algorithm=grpo", "fusion=serial"],
-        ["rollout.n=8", "rollout.engine_kwargs.a.b=1", "rollout.engine_kwargs={c: [1, 2]}", "data.train_files=x"],
-        ["actor.optim.lr=${critic.optim.lr}", "actor.optim={weight_decay: 0.5}", "trainer.experiment_name='a b'"],
-    ],
-)
-@pytest.mark.parametrize("with_file", [False, True])
-def test_kept_presets_make_what_hydra_composes(job, words, with_file):
-    words = read_command([*([str(job)] if with_file else []), *words]).overrides
-    composed = compose._by_hydra(words)
-    for _ in range(2):  # what is kept stays as it was
-        assert compose._on_kept_presets(words) == composed
-    with pytest.raises(LookupError):
-        compose._on_kept_presets([*words, "hydra.verbose=true"])

@@ -14,6 +14,7 @@ import test_5_attention as attention
 import test_6_tower as tower
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")  # whichever process of pytest starts ranks imports for them anew
 def test_what_ranks_do(tmp_path):
     moves.test_a_trained_model_leaves_the_device_and_comes_back("cpu", 1, "bfloat16")
@@ -22,6 +23,7 @@ def test_what_ranks_do(tmp_path):
     attention.test_sequence_parallelism_among_one_rank_changes_nothing("cpu", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_weights_go_to_another_process():
     ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back("cpu")

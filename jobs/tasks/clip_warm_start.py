@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, VideoLlama3For
 from rlfuse.tasks.clips import ENDS, SIGNS, THINK, THOUGHT, WORDS, Clips, Scene, ask_order, draw_clips, verl_row
 from rlfuse.tasks.settings import ClipWarmStart
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, shown
+from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise
@@ -48,7 +48,7 @@ class Watched:
     """By the end that is asked for."""
     pictures: torch.Tensor
     """uint8 [distinct frames, height, width, 3]; squares stand still, so they are few."""
-    shown: torch.Tensor
+    order: torch.Tensor
     """[frames]: which of the pictures each frame is."""
 
 
@@ -86,10 +86,10 @@ def watch(folder: Path, clips: Clips, settings: ClipWarmStart, tokenizer: PreTra
         plan = plan_video(probe(path), settings.sampling, ask_order(scene, "first").kind.task)
         frames = decode(path, plan)
         places: dict[bytes, int] = {}
-        shown = [places.setdefault(frame.tobytes(), len(places)) for frame in frames]
-        distinct = torch.from_numpy(frames[[shown.index(place) for place in places.values()]])
+        order = [places.setdefault(frame.tobytes(), len(places)) for frame in frames]
+        distinct = torch.from_numpy(frames[[order.index(place) for place in places.values()]])
         prompts = {end: _prompt(scene, end, video, plan, tokenizer) for end in ENDS}
-        watched.append(Watched(scene, prompts, distinct, torch.tensor(shown)))
+        watched.append(Watched(scene, prompts, distinct, torch.tensor(order)))
     return watched
 
 
@@ -111,7 +111,7 @@ def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Seq
     pictures = tower.encode(torch.cat([each.clip.pictures for each in batch]))
     counts = [len(each.clip.pictures) for each in batch]
     of_clip = pictures.unflatten(0, (sum(counts), -1)).split(counts)
-    visual = [seen[each.clip.shown].flatten(0, 1) for seen, each in zip(of_clip, batch, strict=True)]
+    visual = [seen[each.clip.order].flatten(0, 1) for seen, each in zip(of_clip, batch, strict=True)]
     places = [torch.from_numpy(each.prompt.positions[0]).long() for each in batch]
     rows = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(each) for each in places]))
     ids = [torch.tensor([*each.prompt.token_ids, *each.answer]) for each in batch]
@@ -140,7 +140,7 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
         def loss_of_next() -> torch.Tensor:
             return loss_of(model, tower, draw_batch(watched, rng, tokenizer, settings))
 
-        losses = shown(fit(model.parameters(), loss_of_next, settings.lr, settings.steps), settings.steps)
+        losses = with_progress(fit(model.parameters(), loss_of_next, settings.lr, settings.steps), settings.steps)
     model.save_pretrained(folder)
     return losses
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from rlfuse.tasks.preferences import answers
 from rlfuse.tasks.remainder import DATA_SOURCE, Problem, compute_score, draw_problem, draw_problems, verl_row
 from rlfuse.tasks.settings import JudgeTraining, Rows, WarmStart
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, shown
+from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
 from rlfuse.tasks.warm_start import build_model, demonstration
 
@@ -74,7 +74,7 @@ def train_judge(folder: Path, settings: JudgeTraining) -> list[float]:
         verdicts = torch.tensor([tokenizer.convert_tokens_to_ids(verdict) for verdict in VERDICTS])
         following = _batches(settings, tokenizer)
         losses = fit(model.parameters(), lambda: _loss(model, verdicts, *next(following)), settings.lr, settings.steps)
-        kept = shown(losses, settings.steps)
+        kept = with_progress(losses, settings.steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return kept

@@ -51,7 +51,7 @@ def one_thread_and_seed(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def shown(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
+def with_progress(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
     """Run the steps and show how far they are: a bar on a terminal, ten lines elsewhere. Returns the losses."""
     started, kept = time.monotonic(), []
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))

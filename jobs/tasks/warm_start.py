@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, write_steps
 from rlfuse.tasks.settings import WarmStart
-from rlfuse.tasks.supervised import IGNORED, fit, one_thread_and_seed, shown
+from rlfuse.tasks.supervised import IGNORED, fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 
@@ -136,7 +136,7 @@ def warm_start(folder: Path, settings: WarmStart) -> list[float]:
     with one_thread_and_seed(settings.seed):
         tokenizer = build_tokenizer()
         model = build_model(settings, tokenizer)
-        losses = shown(train(settings, model, tokenizer), settings.steps)
+        losses = with_progress(train(settings, model, tokenizer), settings.steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return losses

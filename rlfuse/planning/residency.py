@@ -1,8 +1,8 @@
 """What lies on a slot's device when: a ledger of the calls that move something, pure and without a GPU.
 
 Role: `contents` tells `rlfuse plan` what to add up in each phase; tests replay the calls of the real controller on a
-`Ledger`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read CALLS: a
-phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
+`ResidencyReplay`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read
+CALLS: a phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
 
 One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +: while the phase lasts):
 
@@ -111,7 +111,7 @@ class ResidencyError(RuntimeError):
     """Something would be used where it does not lie, or two would have a device at a time."""
 
 
-class Ledger:
+class ResidencyReplay:
     """The devices of `slots` slots."""
 
     def __init__(self, slots: int):
@@ -170,7 +170,7 @@ def _listed(items: Collection[Item]) -> str:
 
 def contents() -> dict[str, frozenset[Item]]:
     """What may lie on a device in each phase."""
-    ledger = Ledger(1)
+    ledger = ResidencyReplay(1)
     for name in STEP:
         with ledger.doing(name, 0):
             pass

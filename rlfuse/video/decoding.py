@@ -50,7 +50,7 @@ def decode(
     pixels = np.empty((len(times), plan.height, plan.width, 3), dtype=np.uint8) if out is None else out
     reformatter = VideoReformatter()
     with _opened(path) as video:
-        for place, (before, frame, after) in enumerate(video.shown_at(times)):
+        for place, (before, frame, after) in enumerate(video.presented_at(times)):
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {times[place]:g} s is corrupt", REPLACE)
             if frame.interlaced_frame:
@@ -76,19 +76,19 @@ class _Video:
     def frames(self) -> Iterator[av.VideoFrame]:
         """All frames from the present position on, in order of presentation."""
         self._at_start = False
-        shown: Iterator[int] | None = None
+        presented: Iterator[int] | None = None
         for frame in self._container.decode(self.stream):
             if frame.pts is None:
                 raise VideoError("has frames without time stamps", "Put the stream into a container, such as mp4")
             if ticks := self.timeline.ticks:
-                shown = shown or iter(ticks[bisect.bisect_left(ticks, frame.pts) :])
-                frame.pts = next(shown, self.timeline.last)
+                presented = presented or iter(ticks[bisect.bisect_left(ticks, frame.pts) :])
+                frame.pts = next(presented, self.timeline.last)
             if (at := self._seconds(frame.pts)) > self.timeline.duration_s + 1 + self._frame_s:
                 header = f"its header says {self.timeline.duration_s:g} s"
                 raise VideoError(f"has a frame stamped {at:g} s, and {header}: one of them is damaged", REWRITE)
             yield frame
 
-    def shown_at(self, times: Sequence[float]) -> Iterator[Neighbours]:
+    def presented_at(self, times: Sequence[float]) -> Iterator[Neighbours]:
         """The frame on the screen at each of the rising times, between those next to it where they were decoded."""
         before = held = ahead = None
         for time in times:

@@ -70,7 +70,7 @@ class Timeline:
 class _Packet(NamedTuple):
     """A picture before it is decoded."""
 
-    shown: int
+    presented: int
     """Tick at which it appears."""
     stamp: int
     """As in the file, where it is looked for."""
@@ -123,9 +123,9 @@ def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
         for packet in container.demux(streams) if streams else ():
             if packet.size and packet.pts is not None and not packet.is_discard:
                 decoded = packet.pts if packet.dts is None else packet.dts
-                shown = decoded if container.format.name == AVI else packet.pts
+                presented = decoded if container.format.name == AVI else packet.pts
                 packets[packet.stream_index].append(
-                    _Packet(shown, packet.pts, decoded, packet.duration or 0, packet.is_keyframe)
+                    _Packet(presented, packet.pts, decoded, packet.duration or 0, packet.is_keyframe)
                 )
         stream = _chosen(container, streams, packets)
         return _timeline(container, stream, packets[stream.index], _is_cut(path, size))
@@ -135,7 +135,7 @@ def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict
     """The default one of those with most to show, else the longest."""
 
     def rank(stream: VideoStream) -> tuple[bool, bool, float]:
-        ticks = [packet.shown for packet in packets[stream.index]]
+        ticks = [packet.presented for packet in packets[stream.index]]
         is_default = bool(stream.disposition & Disposition.default)
         return len(ticks) > 1, is_default, (max(ticks) - min(ticks)) * float(stream.time_base)
 
@@ -155,9 +155,9 @@ def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict
 
 def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Packet], cut: bool) -> Timeline:
     tick_s = float(stream.time_base)
-    shown = np.array([packet.shown for packet in packets])
-    order = np.argsort(shown, kind="stable")
-    ticks = shown[order]
+    presented = np.array([packet.presented for packet in packets])
+    order = np.argsort(presented, kind="stable")
+    ticks = presented[order]
     gaps = np.diff(ticks)
     fps = _rate(stream, gaps.mean() * tick_s if gaps.any() else None)
     # Not every container says how long packets last.

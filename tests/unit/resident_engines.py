@@ -18,7 +18,7 @@ from random_engines import Rollout, Trainer
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
-from rlfuse.planning.residency import Ledger
+from rlfuse.planning.residency import ResidencyReplay
 from rlfuse.protocols import PARTS
 from rlfuse.run.starting import start_parts
 
@@ -203,7 +203,7 @@ class ResidentWorld(World):
 
     def __init__(self, scene, tower=None, told=0, resumed=False):
         super().__init__(scene)
-        self.ledger = Ledger(scene.slots)
+        self.ledger = ResidencyReplay(scene.slots)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
         self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
         self.encoder = Encoder()

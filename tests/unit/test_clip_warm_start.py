@@ -108,7 +108,7 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     assert frames.shape[1:] == (4, model.config.hidden_size)
     prompt = clip.prompts["first"]
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids).long())
-    embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.shown].flatten(0, 1)
+    embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.order].flatten(0, 1)
     last = model(inputs_embeds=embeds[None]).logits[0, -1]
     # Six steps are enough to know how every answer begins.
     assert tokenizer.decode(last.argmax()) == "<think>"

@@ -14,7 +14,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.residency import STEP, Item, Ledger, ResidencyError, contents
+from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 
@@ -153,7 +153,7 @@ def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
 
 
 def listed(*names):
-    ledger = Ledger(1)
+    ledger = ResidencyReplay(1)
     for name in names:
         with ledger.doing(name, 0):
             pass

@@ -1,9 +1,9 @@
 """DeepSpeed engines from our configuration: ZeRO stage, optimizer, schedule, clipping, and their step.
 
 Role: used by a trainer rank. DeepSpeed is called here, where models are saved, gathered and exported (`saving`,
-`offloading`, `sequence_parallel`, `vision_tower`, `weights.exporting`) and by pipelines' ranks. Between steps an engine holds sums:
-gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be accumulated before
-anyone knows how many there will be. `gradient_memory.gradient_bytes` says what the sums cost.
+`offloading`, `sequence_parallel`, `vision_tower`, `weights.exporting`) and by pipelines' ranks. Between steps an engine
+holds sums: gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be
+accumulated before anyone knows how many there will be. `gradient_memory.gradient_bytes` says what the sums cost.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class TrainedTower:
     ) -> tuple[Row, ...]:
         """`tower`: encodes them anew; None: cached embeddings are read."""
 
-        def shown(visual: Visual) -> Visual:
+        def with_source(visual: Visual) -> Visual:
             key = visual.source.key
             if key not in clips:
                 self._check(visual)
@@ -130,7 +130,7 @@ class TrainedTower:
                 clips[key] = MicroBatchClip(self, visual, tower, graded) if anew else visual.source
             return replace(visual, source=clips[key])
 
-        return tuple(replace(row, visual=tuple(map(shown, row.visual))) for row in rows)
+        return tuple(replace(row, visual=tuple(map(with_source, row.visual))) for row in rows)
 
     def _check(self, visual: Visual) -> None:
         content, plan, key = content_hash(visual.path), visual.plan, visual.source.key

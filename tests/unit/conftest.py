@@ -9,6 +9,11 @@ import types
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, settings
+
+# On a busy machine an example takes as long as others let it: time is no property of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 JOB = """\
 algorithm: grpo

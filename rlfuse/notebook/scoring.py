@@ -7,6 +7,7 @@ has no time limit here: interrupt the cell where it hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -51,10 +52,11 @@ def score(
 def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: str = "prompt") -> pd.DataFrame:
     """What a metric, a function or `path/file.py:name`, says of each step's samples: a row for a step.
 
-    `table`: as `samples` gives it; a run keeps no tokens, so `response_ids` are empty. What the metric raises, or
-    returns that is no finite number, ends the cell. `prompt_key`: of a run whose data.prompt_key is another.
+    `table`: as `samples` gives it. A run keeps no tokens but their number, so of `response_ids` only the length can be
+    asked. What the metric raises, or returns that is no finite number, ends the cell. `prompt_key`: of a run whose
+    data.prompt_key is another.
     """
-    need(table, "step", "id", "finish", "prompt", "response", "reward")
+    need(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
     function = load(METRICS, metric) if isinstance(metric, str) else metric
     plain, name = table.astype(object).where(table.notna(), None), getattr(function, "__name__", "metric")
     found = {}
@@ -85,4 +87,20 @@ def _finished(row: dict, prompt_key: str) -> Finished:
     sample = sample_of_row(row, prompt_key)
     parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
     sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)
-    return finished(sample, prompt_key)
+    return replace(finished(sample, prompt_key), response_ids=CountedTokens(row["response_tokens"]))
+
+
+class CountedTokens(Sequence[int]):
+    """The tokens of a response of which a run kept the number alone: ValueError for whoever wants one of them."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        raise ValueError(
+            "response_ids: a run keeps no tokens, only how many there were, so that len(sample.response_ids) is known "
+            "here and nothing else of them; tokenize sample.response, or name the metric in a job's trainer.metrics"
+        )

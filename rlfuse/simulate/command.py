@@ -101,17 +101,18 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def table(workload: Workload, results: Sequence[Result]) -> str:
-    """Times of each policy, over serial where that was run, and over the bound."""
+    """Times of each policy, how many times as fast as serial it is, where that was run, and its time in bounds."""
     serial = next((result for result in results if result.policy == "serial"), None)
     width = _width(result.policy for result in results)
     head = f"{'policy':<{width}}{'generation':>12}{'+ scoring':>12}{'step':>12}"
-    head += f"{'over serial':>13}{'over bound':>12}{'busy':>7}{'moved':>8}"
+    speed, time = "x serial's speed", "x the bound's time"
+    head += f"{speed:>18}{time:>20}{'busy':>7}{'moved':>8}"
     lines = [f"{workload.samples:,} samples on {workload.slots:,} slots", head]
     for result in results:
         gain = f"{serial.step_s / result.step_s:.2f}x" if serial else "-"
         lines.append(
             f"{result.policy:<{width}}{result.generation_s:>10.2f} s{result.generation_and_scoring_s:>10.2f} s"
-            f"{result.step_s:>10.2f} s{gain:>13}{result.step_s / result.oracle_s:>11.3f}x{result.busy_share:>7.0%}"
+            f"{result.step_s:>10.2f} s{gain:>18}{result.step_s / result.oracle_s:>19.3f}x{result.busy_share:>7.0%}"
             f"{result.moved_samples:>8}"
         )
     return "\n".join([*lines, f"no schedule takes less than {results[0].oracle_s:.2f} s: {results[0].bound_by}"])

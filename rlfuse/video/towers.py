@@ -57,7 +57,7 @@ class TowerShape:
         return -(-frames // self.temporal_patch)
 
     def unit_patches(self, height: int, width: int) -> int:
-        """Patches of one unit; sides must be multiples of patch times merge (28 pixels)."""
+        """Patches of one unit; sides must be multiples of patch times merge (14 * 2 pixels, say)."""
         side = self.patch * self.merge
         if height < side or width < side or height % side or width % side:
             raise ValueError(f"frames of {height}x{width} pixels: both sides must be positive multiples of {side}")
@@ -152,7 +152,7 @@ class Tower:
         return self.module(patches.to(self.dtype), grid)
 
     def _patches(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[F, 3, H, W] -> ([patches, 3 * time * 14 * 14], grid [1, 3]); the patches of a token stand together."""
+        """[F, 3, H, W] -> ([patches, 3 * time * patch * patch], grid [1, 3]); the patches of a token stand together."""
         time, side, merge = self.shape.temporal_patch, self.shape.patch, self.shape.merge
         count, channels, height, width = pixels.shape
         units, rows, columns = count // time, height // side, width // side

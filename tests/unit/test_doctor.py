@@ -81,6 +81,16 @@ def test_this_machine_is_examined(tmp_path):
     assert any(name.startswith("disk of runs") for name in found)
 
 
+def test_extensions_are_found_where_torch_compiles_them(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not examine._is_compiled()
+    compiled = tmp_path / "torch_extensions" / "py312_cpu" / "deepspeed_shm_comm"
+    compiled.mkdir(parents=True)
+    (compiled / "deepspeed_shm_comm.so").touch()
+    assert examine._is_compiled()
+
+
 @pytest.mark.parametrize(
     ("gpus", "asked", "runs"), [(2, None, True), (0, None, False), (2, False, False), (0, True, True)]
 )

@@ -44,7 +44,7 @@ def killed_while_it_compiles(lock):
 def test_operations_lie_where_torch_looks_for_them(monkeypatch, cache):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", cache) if cache else monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert str(deepspeed_ops._root()) == cpp_extension.get_default_build_root()
+    assert str(deepspeed_ops.extensions_folder()) == cpp_extension.get_default_build_root()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

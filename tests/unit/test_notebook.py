@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -72,6 +73,17 @@ def test_a_metric_measures_each_step_as_a_run_does(table, tmp_path):
         nb.measure(table, f"{tmp_path}/mine.py:other")
     with pytest.raises(ValueError, match="a figure has to be finite"):
         nb.measure(table, lambda samples: float("nan"))
+
+
+def test_a_metric_gets_the_number_of_tokens_and_no_tokens(table, tmp_path):
+    text = (Path(__file__).parents[2] / "rlfuse/observe/README.md").read_text()
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    measured = nb.measure(table, f"{tmp_path}/mine.py:groups")
+    right = table[table["reward"] == 1].groupby("step")["response_tokens"].mean()
+    assert measured["tokens_of_right"].tolist() == pytest.approx(right.tolist()) and (right > 0).all()
+    for asked in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
+        with pytest.raises(ValueError, match="response_ids: a run keeps no tokens"):
+            nb.measure(table, lambda samples, asked=asked: asked(samples[0].response_ids))
 
 
 def test_any_reward_scores_any_table(tmp_path):

@@ -93,6 +93,13 @@ def test_the_pages_estimator_and_kl_by_hand(example):
     assert [len(each) for pair in found for each in pair] == [3, 2, 1, 4]
 
 
+def test_the_pages_check_shows_what_it_says(example):
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    exec(code, names := {})
+    said = re.search(r"print\(advantages\)  # (.*)", code)[1]
+    assert names["advantages"].tolist() == yaml.safe_load(said)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(1)

@@ -2,10 +2,10 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -14,6 +14,7 @@ from rlfuse.cli import main
 from rlfuse.cluster.job_package import pack
 from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
+from rlfuse.config.own_modules import module_of
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.rollout.prompts import prompt_arguments
 from rlfuse.engines.trainer.families import untrainable
@@ -22,12 +23,11 @@ from rlfuse.errors import ConfigError
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.run.acceptance import with_local_paths
 from rlfuse.run.inputs import digests
-from rlfuse.samples import Visual
 from rlfuse.tasks.small_video_models import byte_tokenizer
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models import base
 from rlfuse.video.models.base import Route, bring_along, m_rope
-from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.positions import MRope
 from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_the_example_has_the_models_own_features_and_positions(own, folder):
+def test_the_example_has_the_models_own_features(own, folder):
     with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, video_llama_3"):
         Tower(folder)
     bring_along(own)
@@ -81,14 +81,16 @@ def test_the_example_has_the_models_own_features_and_positions(own, folder):
     expected = model.get_video_features(patches, grid).pooler_output[0]
     torch.testing.assert_close(tower.encode(frames), expected, atol=1e-5, rtol=1e-5)
 
-    plan = VideoPlan(tuple(i / 2 for i in range(6)), 56, 84, 2.0, 6, Geometry(temporal_patch=2), timestamps=False)
-    clip = Visual(np.arange(2, 2 + plan.tokens, dtype=np.int32), None, plan=plan)
-    kinds = torch.zeros(1, plan.tokens + 4, dtype=torch.int32)
-    kinds[0, clip.positions] = 2
-    theirs, _ = model.model.get_rope_index(
-        torch.zeros_like(kinds).long(), kinds, video_grid_thw=torch.tensor([plan.grid])
-    )
-    np.testing.assert_array_equal(m_rope(model.config).positions(plan.tokens + 4, [clip]), theirs[:, 0].numpy())
+
+def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mine", module_of(Path(own.rpartition(":")[0])))
+    check = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    check = check.replace("Qwen/Qwen2-VL-2B-Instruct", str(folder))
+    exec(check, names := {})
+    assert m_rope(names["config"]) == names["Qwen2VL"].rope(names["config"])
+    monkeypatch.setattr(names["Qwen2VL"], "rope", lambda config: MRope(2, 4.0))
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        exec(check, {})
 
 
 def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tmp_path):

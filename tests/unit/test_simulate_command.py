@@ -43,6 +43,7 @@ def test_all_policies_in_a_table_a_list_and_a_picture(workload, tmp_path, capsys
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "1.00x" in printed and "no schedule takes less than" in printed
+    assert "x serial's speed" in printed and "x the bound's time" in printed, "more is better, less is better"
 
 
 def test_one_policy_is_one_object(workload, tmp_path):

@@ -248,7 +248,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
 
 def test_two_names_with_different_values_are_for_the_reader_to_settle():
     command = read(["--", "data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"])
-    assert translated(command).open == [
+    assert translated(command).to_decide == [
         ("actor_rollout_ref.rollout.prompt_length=8", "data.max_prompt_length is 9 already, by data.max_prompt_length")
     ]
 
@@ -325,7 +325,7 @@ def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
     assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
     assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
     assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
-    assert [of for of, _ in job.open] == [
+    assert [of for of, _ in job.to_decide] == [
         "data.max_response_length=$LENGTH", "trainer.total_epochs=$EPOCHS", "trainer.project_name=`date +%F`"
     ]  # fmt: skip
     assert "trainer.total_epochs" not in job.settings, "what nobody knows here is not verl's default"

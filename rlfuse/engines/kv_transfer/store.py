@@ -55,6 +55,7 @@ class KVCacheStore:
         self.folder, self._lock = scratch.make(scratch.KV)
         self._names = itertools.count()
         self._wanted: set[str] = set()
+        """Bases of requests under way whose caches are to be kept, see `want`."""
         self._coming: set[str] = set()
         """Keys of caches that this engine's active requests may take."""
 

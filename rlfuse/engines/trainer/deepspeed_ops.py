@@ -51,7 +51,7 @@ async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    began, compiled = time.monotonic(), any(_root().rglob("*.so"))
+    began, compiled = time.monotonic(), any(extensions_folder().rglob("*.so"))
     if not compiled:
         watchdog.say("DeepSpeed's operations are compiled: about a minute, once for this machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
@@ -64,7 +64,7 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
 
     EngineError where the folder's file system has no locks.
     """
-    root, deadline = _root(), time.time() + patience_s
+    root, deadline = extensions_folder(), time.time() + patience_s
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK).open("a+") as own:
         while not _locked(own):
@@ -93,13 +93,13 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
 
 def left_over() -> list[Path]:
     """Locks of processes that were killed: what the next `load` would remove. None while a run is inside."""
-    if not (root := _root()).is_dir():
+    if not (root := extensions_folder()).is_dir():
         return []
     with (root / LOCK).open("a+") as own:
         return [lock for lock in _locks(root) if not _waits_for(lock, _owner(own))] if _locked(own) else []
 
 
-def _root() -> Path:
+def extensions_folder() -> Path:
     """Where torch keeps what it compiles: asking `torch.utils.cpp_extension` would cost a second of imports."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or (cache / "torch_extensions").resolve())

@@ -16,7 +16,9 @@ from rlfuse.fusion.schedules.shop import LOOSE, Shop
 from rlfuse.fusion.schedules.timing import held_before
 
 COOLING = ((0.3, 0.03), (0.5, 0.1), (1.5, 0.1))
-"""First and last temperature, in the largest activation of a micro-batch. Chance decides which gets stuck: in turn."""
+"""Pairs of first and last temperature, in units of the largest activation of a micro-batch.
+
+Which of them gets stuck on an instance is chance, so a search tries one after the other."""
 
 EDGE = 0.5
 """Beside what it holds above the goal every forward costs so much more of an activation: sizes of several models add up

@@ -94,7 +94,7 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
     except OSError:
         raise _problem(key, value, f"there is no file {path}", "correct the path") from None
     except (SyntaxError, ValueError) as error:
-        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        where = f"syntax error in line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
     kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
     found = {node.name: node for node in tree.body if isinstance(node, nodes)}

@@ -7,6 +7,7 @@ collected. Waits for engines to hand their spans over.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ class Journal:
     def __init__(self, folder: Path, faults: Counter[str]):
         """`faults`: what was lost and replaced in the run's earlier attempts, counted on."""
         self.recorder, self.faults = Recorder("driver"), faults
+        self.began = time.time()
         self.engines: Sequence[Recorded] = ()
         self.last_step = (0, 0)
         """Where the spans that were collected last stand in the file: bytes, from and to."""

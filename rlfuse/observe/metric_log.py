@@ -56,7 +56,7 @@ class MetricLog:
         """Of the engines, once they stand."""
         self.epoch: Callable[[], int] = lambda: 0
         """How often the data was passed, once there are some."""
-        self._accounted = time.time()
+        self._accounted = journal.began  # no second between is left out
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
         rollout = config.rollout

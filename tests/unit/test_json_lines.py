@@ -38,9 +38,8 @@ def test_whatever_a_file_ends_with_its_whole_rows_are_read_and_gone_on_with(tmp_
             with closing(RowFile(path, keep)) as file:
                 file.append([{"step": 9}])
             assert list(read_rows(path)) == [*ROWS[:whole], {"step": 9}]
-    assert len(told) == 4 * bool(tail)
     words = f"{path}: the last row, from byte {len(before)} on, was cut short"
-    assert all(words in str(each.message) for each in told)
+    assert sum(words in str(each.message) for each in told) == 4 * bool(tail)  # objects of other tests warn as they go
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{\n", b"\0\0\n", b"[1]\n", b"\xc3\n", b'{"a":' + b"[" * 100_000 + b"\n"])

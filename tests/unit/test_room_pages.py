@@ -47,10 +47,10 @@ def test_the_doctors_page_makes_a_finding(capsys):
 
 
 def test_a_users_figures_have_panels_in_the_report():
-    rows = [{"step": 1, "custom/work/right": 0.5, "custom/count": 3.0, "val-custom/count": 2.0, "other/x": 1.0}]
+    rows = [{"step": 1, "custom/sums/right": 0.5, "custom/count": 3.0, "val-custom/count": 2.0, "other/x": 1.0}]
     panels = curves([SimpleNamespace(rows=rows)])
     assert [(panel.title, panel.lines) for panel in panels] == [
         ("your own", (("custom/count", ""),)),
-        ("your own", (("custom/work/right", ""),)),
+        ("your own", (("custom/sums/right", ""),)),
         ("your own, held out", (("val-custom/count", ""),)),
     ]

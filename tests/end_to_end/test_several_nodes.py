@@ -43,9 +43,17 @@ def cluster():
     process.wait()
 
 
+def title(process) -> str:
+    """Its command line; none of one that is ending just now."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def inhabitants(raylet):
     """Names of the actors' classes on a node."""
-    titles = [" ".join(child.cmdline()) for child in raylet.children(recursive=True)]
+    titles = [title(child) for child in raylet.children(recursive=True)]
     names = [match[1] for title in titles if (match := re.match(r"ray::(\w+)", title))]
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
@@ -90,7 +98,7 @@ def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_ran
         time.sleep(0.2)
     wait_for_step(run, again[0]["step"] + 1, process)
     assert inhabitants(successor) == ["RolloutWorker", "TrainerRank", "WeightStaging"]
-    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in " ".join(each.cmdline()))
+    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
     victim.kill()
     text = finish(process, expected=1, timeout=90)
     assert "trainer/" in text and "died" in text and "resume" in text, text

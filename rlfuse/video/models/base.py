@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
@@ -52,7 +53,7 @@ class Route(StrEnum):
     so `prompt_embeds`, which get 1-D positions, would be wrong there."""
 
 
-class VideoFamily(torch.nn.Module):
+class VideoFamily(torch.nn.Module, ABC):
     """The tower of a family, made from a configuration of it without weights, and what else is known of the family."""
 
     whole: ClassVar[type[PreTrainedModel]]
@@ -65,14 +66,14 @@ class VideoFamily(torch.nn.Module):
     """Frames of a unit: no attention crosses its bounds."""
     route: ClassVar[Route] = Route.PROMPT_EMBEDS
 
+    @abstractmethod
     def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, hidden]."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def cost(config: PreTrainedConfig) -> CostModel:
         """What a unit costs to encode, by which clips are spread over ranks."""
-        raise NotImplementedError
 
     @staticmethod
     def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:

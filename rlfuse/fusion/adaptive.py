@@ -1,7 +1,7 @@
 """The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
 
 Role: `fusion=adaptive`. Exact like the others. `settings.threshold` and `longest_first` are tuned by simulating the
-lengths and costs that the run recorded (`rlfuse.simulate.tuning`). Three ideas beyond RLHFuse's one threshold:
+lengths and costs that the run recorded (`rlfuse.simulate.tuning`). Four ideas beyond RLHFuse's one threshold:
 1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
    by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
    r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
@@ -10,12 +10,15 @@ lengths and costs that the run recorded (`rlfuse.simulate.tuning`). Three ideas 
    slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
    longest samples, on which the end of generation depends, stay where they are.
 3. **Free slots score, then accumulate** the gradients of the first mini-batch.
+4. **Slow slots give away** what they would end too late (after Malleus, arXiv 2410.13333): by the slots' rates, samples
+   that they hold go on elsewhere when that pays, the longest first.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from itertools import islice
 
 from rlfuse.fusion.consolidation import as_moves, consolidate, slots_in_use, slots_needed
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
@@ -50,7 +53,7 @@ def adaptive(view: Snapshot) -> list[Decision]:
     scored = score_passes(view, admitted)
     trained = accumulate_gradients(view, admitted + scored)
     work = scored + trained or step_optimizer(view) or prefetch_passes(view, admitted)
-    return admitted + release(view) + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
+    return admitted + (relieve(view) or release(view)) + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -60,17 +63,18 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
     if not view.waiting or admission_paused(view):
         return []
-    rooms = [Room(view, slot) for slot in view.engines_with_room]
+    rooms = sorted((Room(view, slot) for slot in view.engines_with_room), key=lambda room: room.rate)
     more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
+    tried = try_out(view, rooms)
     if not (view.shortest_first and view.settings.longest_first) or len(view.waiting) <= more > 0 == view.in_flight:
-        return admit(view)
-    groups = (group for group in reversed(view.shortest_first) if group in view.waiting)
+        return admit(view, rooms)
+    groups = (group for group in reversed(view.shortest_first) if group in view.waiting and group not in tried)
     group, decisions = next(groups, None), []
     for room in rooms:
         longest = MARGIN * longest_on(view, view.slots[room.slot])
         while group is not None and room.fits(group):
             longest = max(longest, MARGIN * view.expected(group)[1])
-            if room.load and room.load + view.waiting[group] > batch_in_time(view, longest, room.reserved):
+            if room.load and room.load + view.waiting[group] > batch_in_time(view, longest, room):
                 break
             room.take(group)
             group = next(groups, None)
@@ -79,15 +83,27 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     return decisions + switch_idle_slots_to_rollout(view, rooms)
 
 
+def try_out(view: Snapshot, rooms: Iterable[Room]) -> set[int]:
+    """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?"""
+    slow = [room for room in rooms if not room.load and view.slots[room.slot].unheard]
+    if not slow:
+        return set()
+    groups = (group for group in view.shortest_first or view.waiting if group in view.waiting)
+    tried = list(islice(groups, min(len(slow), len(view.waiting) - 1)))
+    for room, group in zip(slow, tried, strict=False):
+        room.take(group)
+    return set(tried)
+
+
 def longest_on(view: Snapshot, slot: Slot) -> float:
     """Most tokens that a sample on the slot still needs."""
     return max((slot.remaining(sample, view.now, view.costs) for sample in slot.samples.values()), default=0.0)
 
 
-def batch_in_time(view: Snapshot, remaining: float, context: float) -> int:
+def batch_in_time(view: Snapshot, remaining: float, room: Room) -> int:
     """The largest batch in which a sample that needs so many tokens ends by the deadline; the flat batch at least."""
-    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens)
-    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * context)
+    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / room.rate
+    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * room.reserved)
     return max(within, view.costs.flat_batch)
 
 
@@ -104,17 +120,44 @@ def release(view: Snapshot) -> list[Move]:
     count = slots_needed(view, view.unfinished)
     if slots_in_use(view) <= HYSTERESIS * count or not release_pays(view):
         return []
-    longest = {slot.index: longest_on(view, slot) for slot in view.slots if slot.samples and slot.alive}
-    horizon = view.settings.stretch * max(longest[index] * view.slots[index].pace(view.costs) for index in longest)
-    order = sorted(longest, key=longest.__getitem__)  # the longest samples stay where they are
+    generating = (slot for slot in view.slots if slot.samples and slot.alive and not slot.drained)
+    longest = {slot.index: longest_on(view, slot) for slot in generating}
+    typical = longest.keys() - view.slow_engines or longest.keys()
+    horizon = view.settings.stretch * max(longest[index] * view.slots[index].pace(view.costs) for index in typical)
+    order = sorted(longest, key=lambda index: (index in typical, longest[index]))  # the longest stay where they are
     hosts = [Host(view, view.slots[index], horizon) for index in order[-count:]]
     return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), hosts))
 
 
-class Host:
-    """A slot that takes samples over, while it is being decided which."""
+def relieve(view: Snapshot) -> list[Move]:
+    """Take samples off slow slots that would end sooner elsewhere, the last ones first."""
+    rhythm = max(1, view.unfinished // RELEASE_CHECKS)
+    if view.waiting or not view.slow_engines or view.unfinished % rhythm:
+        return []
+    able = (view.slots[slot] for slot in view.engines_with_room if slot not in view.slow_engines)
+    hosts = [Host(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored
+    heapq.heapify(hosts)
+    slow = [view.slots[slot] for slot in view.slow_engines if not view.slots[slot].unheard]
+    held = [
+        (slot.remaining(sample, view.now, view.costs) * slot.pace(view.costs), sample, slot)
+        for slot in slow
+        for sample in slot.samples.values()
+    ]
+    moved = []
+    for seconds, sample, source in sorted(held, key=lambda each: -each[0]):
+        if not hosts:
+            break
+        hosts[0].horizon = seconds / HYSTERESIS
+        if hosts[0].takes(sample, source):
+            moved.append((sample, source, hosts[0].slot.index))
+            heapq.heapreplace(hosts, hosts[0])
+    return as_moves(view, moved)
 
-    def __init__(self, view: Snapshot, slot: Slot, horizon: float):
+
+class Host:
+    """A slot that takes samples over, while it is being decided which; none that would end after `horizon` seconds."""
+
+    def __init__(self, view: Snapshot, slot: Slot, horizon: float = 0.0):
         self.view, self.slot, self.horizon = view, slot, horizon
         self.load, self.arrival = slot.load, 0.0
 
@@ -122,10 +165,10 @@ class Host:
         return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
-        """Count a sample in; not if it would end later here than the last one of all does now."""
+        """Count a sample in; not if it would end too late here."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
-        pace = costs.decode_step(self.load + 1, self.slot.context) / self.slot.speed
+        pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured
         late = arrival + source.remaining(sample, now, costs) * pace > self.horizon
         if late or sample.state is SampleState.LEAVING or self.load >= costs.max_sequences:
             return False

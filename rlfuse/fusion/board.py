@@ -44,9 +44,8 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 class Board:
     """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
-    `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many of
-    the groups have to be finished, where not all; `deferred`: kinds that can wait for their mini-batch, if it is known
-    from the start.
+    `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many
+    groups have to be finished, where not all; `deferred`: kinds that can wait for a mini-batch known from the start.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Board:
         self.settings, self.lengths = settings or Settings(), lengths or Lengths(slot_table.costs.max_tokens)
         self.groups, self.samples = list[Group](), dict[str, Sample]()
         self.partials: dict[str, Partial] = dict(draw.partials) if draw else {}
-        self.batches = 0
+        self.batches = self._unfinished = 0
         self.records: dict[str, SampleRecord] = {}
         self.group_records = slot_table.groups
         self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
@@ -82,9 +81,7 @@ class Board:
         self._passes_left = dict.fromkeys(kinds, 0)
         self._complete, self._generated = list[int](), list[int]()
         self._surplus: list[tuple[int, list[str]]] = []
-        self._unfinished = 0
-        self._to_score, self._siblings_together = 0.0, False
-        self._decided = False
+        self._to_score, self._siblings_together, self._decided = 0.0, False, False
         """Which groups the step learns from was decided by `keep` or by which of them finished first."""
         self._held_back: dict[str, list[int]] = {}
         self.extend(groups, now)
@@ -134,16 +131,16 @@ class Board:
         elif isinstance(decision, Move):
             self.slot_table.start_move(decision.samples, decision.source, decision.target)
         else:
+            self.slot_table.occupy(*self._slots(decision))
             if isinstance(decision, Score):
-                self._start_scoring(decision.kind, decision.samples)
+                self.slot_table.begin_call(decision, self._start_scoring(decision.kind, decision.samples), now)
             elif isinstance(decision, Accumulate):
-                self.mini_batches[decision.model].start(decision.samples)
+                self.slot_table.begin_call(decision, self.mini_batches[decision.model].start(decision.samples), now)
             elif isinstance(decision, Train):
                 for model, names in decision.samples.items():
                     self.mini_batches[model].start(names)
                 for kind, names in decision.passes.items():
                     self._start_scoring(kind, names)
-            self.slot_table.occupy(*self._slots(decision))
 
     def _slots(self, decision: Switch | Score | Accumulate | Train | Step) -> Iterable[int]:
         """Those that it keeps busy."""
@@ -211,7 +208,7 @@ class Board:
 
     def arrived(self, name: str, slot: int, now: float) -> Partial:
         """A moved sample goes on at its new slot."""
-        self.slot_table.arrive(self.records[name], slot, now)
+        self.slot_table.arrive(self.records[name], slot, now, self.partials[name].kv_key is not None)
         return self.partials.pop(name)
 
     def engine_lost(self, slot: int, now: float) -> None:
@@ -225,17 +222,16 @@ class Board:
 
     # What happens: scoring and training ------------------------------------------------------------------------------
 
-    def _start_scoring(self, kind: str, names: Iterable[str]) -> None:
+    def _start_scoring(self, kind: str, names: Iterable[str]) -> int:
         self._queue.begin(kind)
-        for name in names:
-            tokens = self._queue.take(kind, name, self.records[name].group.number)
-            if kind != "reward":
-                self._to_score -= tokens
+        tokens = sum(self._queue.take(kind, name, self.records[name].group.number) for name in names)
+        self._to_score -= 0 if kind == "reward" else tokens
+        return tokens
 
     def scored(self, decision: Score, now: float) -> None:
         """A scoring call returned; its results are on the samples."""
         self._end_scoring(decision.kind, decision.samples, now)
-        self.slot_table.release(*self._slots(decision))
+        self.slot_table.release(*self._slots(decision), now=now)
 
     def _end_scoring(self, kind: str, names: Iterable[str], now: float) -> None:
         self._queue.end(kind, now)
@@ -277,10 +273,10 @@ class Board:
                 if not record.missing or model != "actor":
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
 
-    def accumulated(self, decision: Accumulate) -> None:
+    def accumulated(self, decision: Accumulate, now: float) -> None:
         """A call that added gradients returned."""
         self.mini_batches[decision.model].finish(decision.samples)
-        self.slot_table.release(*self._slots(decision))
+        self.slot_table.release(*self._slots(decision), now=now)
 
     def trained(self, decision: Train, now: float) -> None:
         """A schedule that added gradients of several models, and scored beside that, ran to its end."""
@@ -350,8 +346,12 @@ class Board:
             context=slot_table.context,
             busy=slot_table.busy,
             idle_trainers=slot_table.idle_trainers,
+            together=slot_table.together,
             idle_engines=slot_table.idle_engines,
             engines_with_room=slot_table.engines_with_room,
+            slow_engines=slot_table.slow_engines,
+            power=slot_table.power,
+            next_end=slot_table.next_end,
             siblings_together=self._siblings_together,
             costs=costs,
             settings=self.settings,

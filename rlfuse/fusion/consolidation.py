@@ -20,9 +20,6 @@ from math import ceil
 from rlfuse.fusion.decisions import Move, Slot, Snapshot
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-SLOW = 0.7
-"""A slot so many times slower than the fastest takes samples only when others don't suffice."""
-
 
 def consolidate(view: Snapshot) -> list[Move]:
     """Empty all but m* slots, when few enough samples are left and more slots hold them."""
@@ -32,9 +29,8 @@ def consolidate(view: Snapshot) -> list[Move]:
     count = slots_needed(view, limit)
     if slots_in_use(view) <= count:
         return []
-    order = [slot for slot in view.slots if slot.load and slot.alive]
-    slow = SLOW * max(slot.speed for slot in order)
-    order.sort(key=lambda slot: (slot.speed < slow, -slot.load, slot.index))
+    order = [slot for slot in view.slots if slot.load and slot.alive and not slot.drained]
+    order.sort(key=lambda slot: (slot.rate, -slot.load, slot.index))
     return as_moves(view, spread(view, order[:count], order[count:]))
 
 
@@ -53,8 +49,8 @@ def spread(
 
 
 def slots_in_use(view: Snapshot) -> int:
-    """How many slots still hold samples."""
-    return len(view.slots) - len(view.idle_trainers) - len(view.idle_engines) - view.busy
+    """How many slots still hold samples, but for drained ones, which theirs leave anyway."""
+    return sum(slot.load > 0 and not slot.drained for slot in view.slots)
 
 
 def slots_needed(view: Snapshot, samples: float) -> int:

@@ -108,15 +108,21 @@ class Slot:
     """Tokens in its KV cache, as of `seen`."""
     steps: float = 0.0
     """Decoding steps done, as of `seen`."""
-    foreseen: float = 0.0
-    """Decoding steps it would have done by costs alone, as of `seen`."""
+    stall: float = 0.0
+    """Seconds of prefill that costs foresee before its next decoding step, as of `seen`."""
     seen: float = 0.0
-    speed: float = 1.0
-    """Decoding steps it does for each that costs foresee, by what finished there; 1 until something has."""
+    rate: float = 1.0
+    """Seconds its work takes for each that a typical slot's takes, for plans (`rates`)."""
+    measured: float = 1.0
+    """Seconds its engine takes for each that costs foresee, by what finished there last, for dead reckoning."""
+    unheard: bool = False
+    """Slow, and not measured since the step began: a small piece of work would tell how it is now."""
     busy: bool = False
     """Scoring, training or changing roles."""
     alive: bool = True
     """Whether its engine still runs."""
+    drained: bool = False
+    """It gets no work of its own; its rank still takes part where all ranks work together."""
 
     @property
     def load(self) -> int:
@@ -129,11 +135,15 @@ class Slot:
 
     def pace(self, costs: Costs, more: int = 0) -> float:
         """Seconds of its next decoding step, with so many samples more."""
-        return costs.decode_step(len(self.samples) + more, self.context) / self.speed
+        return costs.decode_step(len(self.samples) + more, self.context) * self.measured
+
+    def decoding(self, now: float) -> float:
+        """Seconds that it decoded since `seen`, about."""
+        return max(0.0, now - self.seen - self.stall * self.measured)
 
     def tokens(self, sample: SampleRecord, now: float, costs: Costs) -> float:
         """Response tokens that the sample has, about."""
-        since_seen = (now - self.seen) / self.pace(costs)
+        since_seen = self.decoding(now) / self.pace(costs)
         return sample.carried + max(0.0, self.steps + since_seen - sample.steps_before)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
@@ -211,11 +221,19 @@ class Snapshot:
     busy: int
     """Slots that score, train or change roles."""
     idle_trainers: Collection[int]
-    """Slots in role `trainer` that do nothing."""
+    """Slots in role `trainer` that do nothing, and may get work."""
+    together: bool
+    """Whether all ranks can work together now: each slot, drained ones too, is a trainer that does nothing."""
     idle_engines: Collection[int]
     """Slots in role `rollout` that hold nothing."""
     engines_with_room: Collection[int]
-    """Slots in role `rollout` that have room for a sample."""
+    """Slots in role `rollout` that have room for a sample and are not drained."""
+    slow_engines: Collection[int]
+    """Slots that hold samples and are slow, but for drained ones."""
+    power: float
+    """Typical slots that all slots make up which are not drained."""
+    next_end: float
+    """When a busy slot will be free next, if its call takes what is foreseen; infinite where none has a call."""
     siblings_together: bool
     """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
     costs: Costs

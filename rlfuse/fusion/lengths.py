@@ -63,7 +63,7 @@ def with_sibling(expected: float, finished: int, length: int) -> float:
     return (expected * weight + length) / (weight + 1)
 
 
-def seconds_to_generate(remaining: np.ndarray, slots: int, other_s: float, costs: Costs) -> float:
+def seconds_to_generate(remaining: np.ndarray, slots: float, other_s: float, costs: Costs) -> float:
     """Time in which `slots` slots can generate samples that need these numbers of tokens, shared out ideally, while
     they also spend `other_s` seconds on other work.
 

@@ -45,10 +45,11 @@ class MiniBatchProgress:
             if not self.done and part == self.at % len(self._sizes):
                 self.ready[name] = tokens
 
-    def start(self, names: Iterable[str]) -> None:
-        """Their gradients are being accumulated."""
-        for name in names:
-            self.left_tokens -= self.ready.pop(name)
+    def start(self, names: Iterable[str]) -> int:
+        """Their gradients are being accumulated; how many tokens that is."""
+        tokens = sum(map(self.ready.pop, names))
+        self.left_tokens -= tokens
+        return tokens
 
     def finish(self, names: Sequence[str]) -> None:
         """Their gradients are in."""

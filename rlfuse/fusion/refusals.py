@@ -91,7 +91,8 @@ class _Reading:
         place = self._slot(slot)
         if not _can_generate(place):
             able = listed(each.index for each in self.view.slots if _can_generate(each))
-            raise Refused(f"slot {slot} doesn't generate now; slots that do: {able}")
+            why = "doesn't generate, as it is drained" if place.drained else "doesn't generate now"
+            raise Refused(f"slot {slot} {why}; slots that do: {able}")
         if slot in self.working:
             raise Refused(f"slot {slot} was given other work in the same list")
         self.filled.add(slot)
@@ -99,16 +100,18 @@ class _Reading:
 
     def _works(self, slot: int, able: Collection[int], what: str) -> None:
         """It does nothing yet, and begins something now."""
-        self._slot(slot)
+        drained = self._slot(slot).drained
         if slot not in able:
-            raise Refused(f"slot {slot} is no {what}; slots that are: {listed(able)}")
+            why = f"{what}, as it is drained" if drained else what
+            raise Refused(f"slot {slot} is no {why}; slots that are: {listed(able)}")
         if slot in self.working or slot in self.filled:
             raise Refused(f"slot {slot} was given other work in the same list")
         self.working.add(slot)
 
     def _all_work(self) -> None:
-        for slot in range(len(self.view.slots)):
-            self._works(slot, self.view.idle_trainers, "idle trainer, and all have to be")
+        for slot in (all_ := range(len(self.view.slots))):
+            able = all_ if self.view.together else self.view.idle_trainers
+            self._works(slot, able, "idle trainer, and all have to be")
 
     def _ranks(self, slot: int | None, lockstep: bool) -> None:
         """Of one slot, or where models are sharded of all."""
@@ -195,4 +198,4 @@ class _Reading:
 
 
 def _can_generate(place: Slot) -> bool:
-    return place.role == "rollout" and place.alive and not place.busy
+    return place.role == "rollout" and place.alive and not place.busy and not place.drained

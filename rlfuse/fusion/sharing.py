@@ -2,14 +2,16 @@
 
 Invariants: siblings go to one engine; nothing is admitted while a kind of scoring is behind by its credit, so a slow
 consumer pauses its producer (and gets the slots to catch up, as engines run empty: no deadlock with credits of 1 or
-more); a slot is given work only while it does nothing.
+more); a slot is given work only while it does nothing, and by its rate: whoever would end first gets it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby, islice
+from math import inf
 
 from rlfuse.fusion.decisions import (
     ON_WEIGHTS,
@@ -29,6 +31,9 @@ from rlfuse.samples import prompt_of
 REWARD = "reward"
 PATIENCE = 10
 """A small batch waits for more samples while others generate, at most so many times as long as a call takes."""
+
+BUSY = -1
+"""Stands for the busy slot that will be free next."""
 
 REWARD_EVERY_S = 0.03
 """While others generate, rewards take what has come in this time: each call costs the driver some milliseconds."""
@@ -51,17 +56,30 @@ class Room:
 
     def __init__(self, view: Snapshot, slot: int):
         place = view.slots[slot]
-        self.view, self.slot = view, slot
+        self.view, self.slot, self.rate = view, slot, place.rate
         self.load, self.reserved = place.load, place.reserved
         self.groups: list[int] = []
+        self._order()
+
+    def _order(self) -> None:
+        """By how long its steps take; in typical slots the more samples the longer."""
+        self.order = (self.rate * self.view.costs.decode_step(self.load, 0.0), self.load, self.slot)
 
     def __lt__(self, other: Room) -> bool:
-        return (self.load, self.slot) < (other.load, other.slot)
+        return self.order < other.order
 
     def fits(self, group: int) -> bool:
-        """Whether there is room for the group; an empty engine takes any, as no other could hold it better."""
-        costs, count = self.view.costs, self.view.waiting[group]
-        more = count * sum(self.view.expected(group))
+        """Whether there is room for the group; an empty engine takes any, as no other could hold it better.
+
+        A slow one takes what it can generate in time, unless nothing else is under way.
+        """
+        view, costs, count = self.view, self.view.costs, self.view.waiting[group]
+        prompt_tokens, expected = view.expected(group)
+        if self.rate > 1 and view.in_flight:
+            seconds = self.rate * costs.decode_step(self.load + count, 0.0) * expected
+            if view.now + seconds > view.deadline:
+                return False
+        more = count * (prompt_tokens + expected)
         return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
 
     def take(self, group: int) -> None:
@@ -70,16 +88,24 @@ class Room:
         self.groups.append(group)
         self.load += count
         self.reserved += count * sum(self.view.expected(group))
+        self._order()
 
 
-def admit(view: Snapshot) -> list[Decision]:
-    """Admit waiting groups, in order, each to the slot with the fewest samples; as far as there is room."""
+def admit(view: Snapshot, rooms: list[Room] | None = None) -> list[Decision]:
+    """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
+
+    As far as there is room; `rooms`: of all slots with room, some of which took groups already.
+    """
     if not view.waiting or admission_paused(view):
         return []
-    rooms = [Room(view, slot) for slot in view.engines_with_room]
+    if rooms is None:
+        rooms = [Room(view, slot) for slot in view.engines_with_room]
     heapq.heapify(rooms)
-    taken = {}
+    taken = {room.slot: room for room in rooms if room.groups}
+    gone = {group for room in taken.values() for group in room.groups}
     for group in view.waiting:
+        if group in gone:
+            continue
         while rooms and not rooms[0].fits(group):
             heapq.heappop(rooms)
         if not rooms:
@@ -137,10 +163,11 @@ def score_passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Dec
         return []
     kind = max(kinds, key=view.backlog.__getitem__)
     if view.settings.lockstep:
-        return [Score(kind, tuple(view.unscored[kind]))] if len(view.idle_trainers) == len(view.slots) else []
+        return [Score(kind, tuple(view.unscored[kind]))] if view.together else []
     slots = unassigned(view, decisions, len(view.unscored[kind]))
-    least = int(view.costs.score_call_s * view.costs.score_tokens_per_s)
-    shares = share(view, view.unscored[kind], view.backlog[kind], slots, least)
+    shares = share(
+        view, view.unscored[kind], view.backlog[kind], slots, view.costs.score_call_s, view.costs.score_tokens_per_s
+    )
     return [Score(kind, names, slot) for slot, names in shares.items()]
 
 
@@ -158,14 +185,13 @@ def accumulate_gradients(view: Snapshot, decisions: Collection[Decision] = ()) -
     models = [model for model, ready in view.ready.items() if ready]
     if not models or not view.idle_trainers:
         return []
-    ready, whole = view.ready[models[0]], len(view.idle_trainers) == len(view.slots) and not decisions
+    ready, whole = view.ready[models[0]], view.together and not decisions
     if view.settings.pipelined:
         return [Train({model: tuple(view.ready[model]) for model in models}, bubble_passes(view))] if whole else []
     if view.settings.lockstep_backward:
         return [Accumulate(models[0], tuple(ready))] if whole else []
     slots = unassigned(view, decisions, len(ready))
-    least = int(view.costs.train_call_s * view.costs.train_tokens_per_s)
-    shares = share(view, ready, sum(ready.values()), slots, least)
+    shares = share(view, ready, sum(ready.values()), slots, view.costs.train_call_s, view.costs.train_tokens_per_s)
     return [Accumulate(models[0], names, slot) for slot, names in shares.items()]
 
 
@@ -181,7 +207,7 @@ def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
 
 def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
     """Score what the next mini-batch needs, when ranks have nothing else to do: training waits for rewards, say."""
-    if decisions or len(view.idle_trainers) < len(view.slots):
+    if decisions or not view.together:
         return []
     kind = next((kind for kind, parts in view.deferred.items() if parts), None)
     return [] if kind is None else [Score(kind, tuple(view.deferred[kind][min(view.deferred[kind])]))]
@@ -189,23 +215,22 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 
 def step_optimizer(view: Snapshot) -> list[Decision]:
     """Take an optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
-    whole = len(view.idle_trainers) == len(view.slots)
-    return (
-        [Step(view.steppable[0])] if view.steppable and whole and (not view.waiting or admission_paused(view)) else []
-    )
+    able = view.steppable and view.together and (not view.waiting or admission_paused(view))
+    return [Step(view.steppable[0])] if able else []
 
 
 def share(
-    view: Snapshot, names: Mapping[str, int], tokens: int, slots: list[int], least: int
+    view: Snapshot, names: Mapping[str, int], tokens: int, slots: list[int], call_s: float, tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """The first of these samples in shares of nearly equal tokens, longest first to the least loaded (Graham 1969).
+    """The first of these samples in shares of nearly equal time, longest first to who would end first (Graham 1969).
 
     Siblings stay together where their prompt, which then runs once, is most of them. Other slots will come for more:
     each gets what would be its part if all slots had one (guided self-scheduling,
-    Polychronopoulos and Kuck 1987), but no less than `least` tokens, which a call is worth.
+    Polychronopoulos and Kuck 1987), but no less than a call is worth.
     """
-    part = max(tokens / len(view.slots), least)
-    taken, rest = [], part * len(slots)
+    least = int(call_s * tokens_per_s)
+    counted = Counter(view.slots[slot].rate for slot in slots)
+    taken, rest = [], sum(max(tokens / (view.power * rate), least) * count for rate, count in counted.items())
     for _, family in groupby(names, prompt_of if view.siblings_together else None):
         if rest <= 0:
             break
@@ -213,10 +238,25 @@ def share(
         size = sum(names[name] for name in members)
         taken.append((size, members))
         rest -= size
-    heap: list[tuple[int, int]] = [(0, slot) for slot in slots]
+    return _shared_out(view, sorted(taken, reverse=True), slots, tokens_per_s)
+
+
+def _shared_out(
+    view: Snapshot, pieces: list[tuple[int, tuple[str, ...]]], slots: list[int], tokens_per_s: float
+) -> dict[int, tuple[str, ...]]:
+    """Each piece to who would end first; what the next busy slot would end sooner than a slow one is left for it."""
     shares: dict[int, list[str]] = {}
-    for size, members in sorted(taken, reverse=True):
-        load, slot = heap[0]
-        shares.setdefault(slot, []).extend(members)
-        heapq.heapreplace(heap, (load + size, slot))
+    heaps: dict[float, list[tuple[float, int]]] = {}
+    for slot in slots:
+        heaps.setdefault(view.slots[slot].rate, []).append((0, slot))
+    if any(rate > 1 for rate in heaps) and view.next_end < inf:
+        heaps.setdefault(1.0, []).append((max(0.0, view.next_end - view.now) * tokens_per_s, BUSY))
+    for heap in heaps.values():
+        heapq.heapify(heap)
+    for size, members in pieces if heaps else ():
+        rate = min(heaps, key=lambda rate: (heaps[rate][0][0] + size) * rate)
+        load, slot = heaps[rate][0]
+        if slot != BUSY:
+            shares.setdefault(slot, []).extend(members)
+        heapq.heapreplace(heaps[rate], (load + size, slot))
     return {slot: tuple(each) for slot, each in shares.items()}

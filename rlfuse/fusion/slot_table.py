@@ -2,6 +2,8 @@
 
 Role: the part of the board that follows generation and roles. Every change costs O(1) (the plan of `deadline`, a pass
 over all unfinished samples, is made anew each time a sixteenth of them has been admitted or finished).
+A drained slot is among those that are offered only for a change to `trainer`, as its rank has to be there where all
+ranks work together: no policy has to know of it.
 """
 
 from __future__ import annotations
@@ -12,21 +14,32 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Slot
+from rlfuse.fusion.decisions import Accumulate, Score, Slot
 from rlfuse.fusion.lengths import seconds_to_generate, with_sibling
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
+from rlfuse.fusion.stopwatch import Stopwatch
+from rlfuse.protocols import Load
 
 REPLAN_PART = 16
 """The plan is due again when one in so many of the unfinished samples was admitted or finished."""
-STEPS_TO_MEASURE = 16
-"""Decoding steps after which a sample tells how fast its engine is."""
 
 
 class SlotTable:
-    """`count` slots, all in role `rollout`."""
+    """`count` slots, all in role `rollout`. What they are seen to take is told to `rates`, which say who is slow."""
 
-    def __init__(self, count: int, costs: Costs):
-        self.slots = [Slot(index) for index in range(count)]
+    def __init__(self, count: int, costs: Costs, rates: Rates | None = None):
+        self.rates = rates or Rates(count)
+        self.rates.begin(costs)
+        self.slots = [
+            Slot(index, rate=rate, measured=rate, unheard=index in self.rates.unheard)
+            for index, rate in enumerate(self.rates.current)
+        ]
+        self.power = 0.0
+        """Typical slots that those make up which are not drained."""
+        self._slow_engines: dict[int, None] = {}
+        self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
+        self._drained: set[int] = set()
         self.costs = costs
         self.groups: list[GroupRecord] = []
         self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
@@ -35,10 +48,14 @@ class SlotTable:
         self.deadline = 0.0
         self.in_flight = self.busy = 0
         self.context = 0.0
-        self._idle_trainers: dict[int, None] = {}
-        self._idle_engines, self._engines_with_room = dict.fromkeys(range(count)), dict.fromkeys(range(count))
+        self._idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
+        self._idle_engines, self._engines_with_room = dict[int, None](), dict[int, None]()
+        for slot in self.slots:
+            self._refresh(slot)
         self._shortest_first: list[int] = []
         self._until_plan = 0
+        self._sum_power()
+        self._heed_drained()
 
     # Samples ---------------------------------------------------------------------------------------------------------
 
@@ -68,13 +85,18 @@ class SlotTable:
         """Waiting samples of these groups."""
         return [name for group in groups for name in self.groups[group].waiting]
 
-    def _enter(self, sample: SampleRecord, index: int, now: float) -> None:
+    def _enter(self, sample: SampleRecord, index: int, now: float, with_cache: bool = False) -> None:
         sample.become(SampleState.GENERATING)
-        slot = self.slots[index]
+        slot, prompt_tokens = self.slots[index], sample.group.prompt_tokens
         self._advance(slot, now)
-        sample.slot, sample.steps_before, sample.foreseen_before = index, slot.steps, slot.foreseen
+        if not slot.samples:
+            slot.stall = 0.0
+            self._stopwatch.begin_stretch(slot, slot.steps)
+        if not with_cache:
+            shared = any(sibling.slot == index for sibling in sample.group.samples)
+            slot.stall += (sample.carried + (0 if shared else prompt_tokens)) / self.costs.prefill_tokens_per_s
+        sample.slot, sample.steps_before = index, slot.steps
         slot.samples[sample.id] = sample
-        prompt_tokens = sample.group.prompt_tokens
         sample.reserved = prompt_tokens + max(sample.expected, sample.carried)
         slot.reserved += sample.reserved
         self._add_context(slot, prompt_tokens + sample.carried)
@@ -83,7 +105,7 @@ class SlotTable:
 
     def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
         """A sample is whole; corrects its slot's pace and its siblings' expectations."""
-        self._exit(sample, tokens, now)
+        self._exit(sample, tokens, now, whole=True)
         sample.become(SampleState.FINISHED)
         self._until_plan -= 1
         self._release_target(sample)  # it was asked to move, too late
@@ -93,16 +115,15 @@ class SlotTable:
             if sibling.slot is not None:
                 sibling.expected = with_sibling(sibling.expected, group.generated, tokens)
 
-    def _exit(self, sample: SampleRecord, tokens: int, now: float) -> None:
+    def _exit(self, sample: SampleRecord, tokens: int, now: float, whole: bool = False) -> None:
         """With so many tokens, which tells how many steps the engine has really done since it came."""
         if sample.slot is None:
             raise RuntimeError(f"sample {sample.id} is on no engine: it is {sample.state}")
         slot, sample.slot = self.slots[sample.slot], None
         self._advance(slot, now)
-        done, foreseen = tokens - sample.carried, slot.foreseen - sample.foreseen_before
-        steps = max(slot.steps, sample.steps_before + done)
-        if done and foreseen >= STEPS_TO_MEASURE:
-            slot.speed = done / foreseen
+        steps = sample.steps_before + tokens - sample.carried
+        if not (whole and not sample.moved and self._stopwatch.measure(slot, steps)):
+            steps = max(slot.steps, steps)
         self._add_context(slot, (steps - slot.steps) * len(slot.samples) - sample.group.prompt_tokens - tokens)
         slot.steps = steps
         del slot.samples[sample.id]
@@ -114,9 +135,8 @@ class SlotTable:
 
     def _advance(self, slot: Slot, now: float) -> None:
         if slot.samples and now > slot.seen:
-            steps = (now - slot.seen) / slot.pace(self.costs)
+            steps = self._stopwatch.advance(slot, now)
             slot.steps += steps
-            slot.foreseen += steps / slot.speed
             self._add_context(slot, steps * len(slot.samples))
         slot.seen = now
 
@@ -150,16 +170,18 @@ class SlotTable:
         """A sample left its engine; where to, None if nowhere: then it waits."""
         self._exit(sample, tokens, now)
         sample.carried = tokens
-        if sample.target is not None and self.slots[sample.target].alive and not sample.group.unneeded:
+        target = None if sample.target is None else self.slots[sample.target]
+        if target is not None and target.alive and not target.drained and not sample.group.unneeded:
             sample.become(SampleState.MOVING)
-            return sample.target
+            return target.index
         self._wait(sample)
         return None
 
-    def arrive(self, sample: SampleRecord, slot: int, now: float) -> None:
+    def arrive(self, sample: SampleRecord, slot: int, now: float, with_cache: bool = False) -> None:
         """It goes on here."""
         self._release_target(sample)
-        self._enter(sample, slot, now)
+        sample.moved = True
+        self._enter(sample, slot, now, with_cache)
 
     def _release_target(self, sample: SampleRecord) -> None:
         if sample.target is not None:
@@ -187,6 +209,40 @@ class SlotTable:
             self._wait(sample)
         self._refresh(lost)
 
+    # Draining --------------------------------------------------------------------------------------------------------
+
+    def _heed_drained(self) -> None:
+        """Slots may have been drained or restored. Where no other engine is alive, those that are drained work on."""
+        drained = self.rates.drained
+        if not any(slot.alive and slot.index not in drained for slot in self.slots):
+            drained = set()
+        if drained != self._drained:
+            changed, self._drained = drained ^ self._drained, set(drained)
+            for slot in map(self.slots.__getitem__, changed):
+                slot.drained = slot.index in drained
+                self._refresh(slot)
+            self._sum_power()
+            self.replan()
+
+    def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
+        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another.
+
+        Those stay that are about to end: sooner than they could leave. Caches are carried only where they are taken up
+        at once.
+        """
+        self._heed_drained()
+        return [left for slot in self.slots if slot.drained and slot.samples for left in self._leaving(slot, now)]
+
+    def _leaving(self, slot: Slot, now: float) -> list[tuple[int, list[str], str]]:
+        chosen: dict[str, list[str]] = {}
+        for sample in slot.samples.values():
+            carry, seconds = self.costs.carry(sample.group.prompt_tokens + slot.tokens(sample, now, self.costs))
+            ends = slot.remaining(sample, now, self.costs) * slot.pace(self.costs) <= seconds
+            if sample.state is SampleState.GENERATING and not ends:
+                sample.become(SampleState.LEAVING)
+                chosen.setdefault(carry if self._engines_with_room else "tokens", []).append(sample.id)
+        return [(slot.index, names, carry) for carry, names in chosen.items()]
+
     @property
     def slot_to_restart(self) -> int | None:
         """A slot that has to get another engine now: samples wait, and there is none left to generate them."""
@@ -211,17 +267,59 @@ class SlotTable:
             self.busy += 1
             self._refresh(self.slots[slot])
 
-    def release(self, *slots: int) -> None:
-        """They are done with that."""
+    def release(self, *slots: int, now: float = 0.0) -> None:
+        """They are done with that; `now` is read where it was a call."""
         for slot in slots:
+            self._stopwatch.end_call(self.slots[slot], now)
             self.slots[slot].busy = False
             self.busy -= 1
             self._refresh(self.slots[slot])
 
+    # Rates -----------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, call: Score | Accumulate, tokens: int, now: float) -> None:
+        """A call over so many tokens begins; those of all slots together tell of none."""
+        if call.slot is not None:
+            self._stopwatch.begin_call(self.slots[call.slot], call, tokens, now)
+
+    def silent(self, now: float) -> list[int]:
+        """Slots whose engines should be asked how far they are."""
+        return self._stopwatch.silent(self.slots, now)
+
+    def answered(self, slot: int, load: Load, now: float) -> None:
+        """An engine was asked."""
+        place = self.slots[slot]
+        if place.samples and load.running:
+            self._advance(place, now)
+            self._stopwatch.answered(place, load.steps)
+
+    def _changed(self, slot: Slot) -> None:
+        """It has another rate."""
+        self._sum_power()
+        self._refresh(slot)
+
+    def _sum_power(self) -> None:
+        self.power = sum(1 / slot.rate for slot in self.slots if not slot.drained)
+
+    @property
+    def next_end(self) -> float:
+        """When a call is over next, if it takes what is foreseen; infinite where there is none."""
+        return self._stopwatch.next_end()
+
+    @property
+    def slow_engines(self) -> Collection[int]:
+        """Slots that hold samples and are slow, but for drained ones."""
+        return self._slow_engines.keys()
+
     @property
     def idle_trainers(self) -> Collection[int]:
-        """Slots in role `trainer` that do nothing."""
+        """Slots in role `trainer` that do nothing, but for drained ones."""
         return self._idle_trainers.keys()
+
+    @property
+    def together(self) -> bool:
+        """Every slot is in role `trainer` and does nothing."""
+        return len(self._idle_ranks) == len(self.slots)
 
     @property
     def idle_engines(self) -> Collection[int]:
@@ -230,17 +328,18 @@ class SlotTable:
 
     @property
     def engines_with_room(self) -> Collection[int]:
-        """Slots in role `rollout` that have room."""
+        """Slots in role `rollout` that have room, but for drained ones."""
         return self._engines_with_room.keys()
 
     def _refresh(self, slot: Slot) -> None:
         costs = self.costs
         room = slot.load < costs.max_sequences and (slot.reserved < costs.kv_tokens or not slot.load)
-        _set_member(self._idle_trainers, slot.index, slot.idle and slot.role == "trainer")
+        generates = slot.role == "rollout" and slot.alive and not slot.busy and not slot.drained
+        _set_member(self._idle_ranks, slot.index, slot.idle and slot.role == "trainer")
+        _set_member(self._idle_trainers, slot.index, slot.index in self._idle_ranks and not slot.drained)
         _set_member(self._idle_engines, slot.index, slot.idle and slot.role == "rollout")
-        _set_member(
-            self._engines_with_room, slot.index, room and slot.role == "rollout" and slot.alive and not slot.busy
-        )
+        _set_member(self._engines_with_room, slot.index, room and generates)
+        _set_member(self._slow_engines, slot.index, bool(slot.samples) and slot.rate > 1 and not slot.drained)
 
     # Plans -----------------------------------------------------------------------------------------------------------
 
@@ -251,15 +350,17 @@ class SlotTable:
     def plan(self, now: float, other_s: float) -> None:
         """Work out anew, if that is due, when generation can be over and which waiting groups are the longest.
 
-        `other_s`: seconds of work beside generation that slots have to do meanwhile.
+        `other_s`: seconds of work beside generation that slots have to do meanwhile. Slots that were drained or
+        restored are heeded from here on.
         """
+        self._heed_drained()
         if self._until_plan > 0:
             return
         waiting = [(self.groups[group].expected, count) for group, count in self.waiting.items()]
         remaining = [slot.remaining(s, now, self.costs) for slot in self.slots for s in slot.samples.values()]
         remaining += [max(1.0, expected) for expected, count in waiting for _ in range(count)]
-        alive = max(1, sum(slot.alive for slot in self.slots))
-        self.deadline = now + seconds_to_generate(np.array(remaining), alive, other_s, self.costs)
+        power = sum(1 / slot.rate for slot in self.slots if slot.alive and not slot.drained)
+        self.deadline = now + seconds_to_generate(np.array(remaining), power or 1.0, other_s, self.costs)
         if self.lengths_known:
             records = sorted(map(self.groups.__getitem__, self.waiting), key=lambda g: (not g.next_step, g.expected))
             self._shortest_first = [group.number for group in records]

@@ -93,8 +93,8 @@ class SampleRecord:
     """The slot that it was told to move to, which keeps room for it."""
     steps_before: float = 0.0
     """Decoding steps the engine had done when it came."""
-    foreseen_before: float = 0.0
-    """Decoding steps the engine would have done by costs alone."""
+    moved: bool = False
+    """It came from another engine: when it began to decode here is not known to the step."""
     expected: float = 0.0
     """Response tokens that it is expected to have in the end."""
     reserved: float = 0.0

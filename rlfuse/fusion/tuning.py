@@ -1,4 +1,4 @@
-"""What the run has taught policies so far: costs, response lengths, the threshold of `rlhfuse`.
+"""What the run has taught policies so far: costs, response lengths, slots' rates, the threshold of `rlhfuse`.
 
 Role: the controller keeps one `Tuning`, shows it every finished step, and gives boards and policies what it holds. It
 is plain data; what fits costs to events and simulates thresholds is handed in (`rlfuse.simulate`), so that simulated
@@ -15,6 +15,7 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.rates import Rates
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Tuning:
     costs: Costs
     lengths: Lengths
     fixed: Settings
+    rates: Rates
     relearn: Callable[[Tuning, Sequence[Span]], None] | None = None
 
     def settings(self, samples: int) -> Settings:

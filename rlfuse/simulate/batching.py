@@ -57,7 +57,6 @@ class Batch:
     """The sequences of one engine that run, newest last, and those that wait for room, first come first served."""
 
     costs: Costs
-    speed: float = 1.0
     speculation: TailSpeculation | None = None
     step: int = 0
     context: int = 0
@@ -70,24 +69,23 @@ class Batch:
 
     # Time ------------------------------------------------------------------------------------------------------------
 
-    def _pace(self) -> float:
-        """Cost seconds per second."""
+    def _speedup(self) -> float:
         if self.speculation is not None and len(self.running) <= self.speculation.batch:
-            return self.speed * self.speculation.speedup
-        return self.speed
+            return self.speculation.speedup
+        return 1.0
 
     def seconds(self, steps: int) -> float:
-        """Time of the next `steps` steps, if nothing joins or leaves."""
+        """Cost of the next `steps` steps, if nothing joins or leaves."""
         size = len(self.running)
         grown = self.context + size * (steps - 1) / 2
-        return steps * self.costs.decode_step(size, grown) / self._pace()
+        return steps * self.costs.decode_step(size, grown) / self._speedup()
 
     def steps_begun(self, seconds: float) -> int:
-        """Steps that are done when the one under way after this time ends."""
+        """Steps that are done when the one under way after so much of their cost ends."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
         slope = self.costs.decode_step(size, self.context) - curve
-        cost = seconds * self._pace()
+        cost = seconds * self._speedup()
         return max(0, math.ceil(2 * cost / (slope + math.sqrt(slope * slope + 4 * curve * cost)) - EPSILON))
 
     def steps_ahead(self) -> int:

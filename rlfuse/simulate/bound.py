@@ -9,8 +9,12 @@ a sample is trained on only after every kind of scoring. Costs are those of `fus
 order, no limit on moving samples, no memory limit. So the bound holds for every policy, and also where samples are
 re-prefilled, pre-empted or generated again after a failure, all of which only add work.
 
-Proof. Let v_s be the slots' speeds, V their sum, v the largest; a slot's second does v_s seconds of cost. Let G be the
-time when the last sample is whole. Let sample i have L_i response tokens, and let
+Proof. Let v_s(t) be the slots' speeds, which may change at any time: a second of a slot does v_s seconds of cost. Let v
+be the largest that any slot ever has, V(t) their sum, V its largest value, and u the sum of each slot's smallest. By
+time t all slots can have done C(t), the integral of V(t), which grows; so w seconds of cost that begin at s are done at
+D(s, w) = C^-1(C(s) + w) at the earliest, which grows with s and w. A second of every slot in which it does no such work
+is at least u less that is done, as if there were so much more to do. (Where speeds don't change C(t) = V * t, u = V.)
+Let G be the time when the last sample is whole. Let sample i have L_i response tokens, and let
 
     p_i = its prompt / prefill rate,    c_i = step_per_context_token_s * (sum of its own context over its L_i steps).
 
@@ -25,10 +29,11 @@ time when the last sample is whole. Let sample i have L_i response tokens, and l
        W(G) = sum over prompts of p + sum over samples of (L_i * f(X_i) + c_i),    non-increasing in G.
 3. Before the first optimizer step every slot turned into a trainer once (`switch_s` of its time), generation is over,
    and the first mini-batch was scored and accumulated: that step begins no sooner than
-       max(G, (W(G) + its scoring + its training) / V) + switch_s.
+       S = max(G + switch_s, D(0, W(G) + its scoring + its training + u * switch_s)).
 4. After it come all other mini-batches, none of which could be begun before; each takes at least its work / V and at
-   least its longest sample on the fastest slot. And every optimizer step has all slots for `optimizer_s`.
-5. All work has to fit: T >= (W(G) + all scoring + all training) / V + switch_s + optimizer steps.
+   least its longest sample at speed v. And every optimizer step has all slots for `optimizer_s`. Beside, all of that
+   has to fit: T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
+5. All work has to fit: T >= D(0, W(G) + all scoring + all training + u * (`switch_s` + all optimizer steps)).
 6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own.
 The bound is the least over G >= max e_i of the largest of 3 + 4, 5 and 6: some terms grow with G, the others fall, so
 the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences cheaper by
@@ -42,6 +47,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlfuse.simulate.speed import together
 from rlfuse.simulate.workload import Workload
 
 HALVINGS = 60
@@ -63,43 +69,50 @@ class Bound:
 def lower_bound(workload: Workload) -> Bound:
     """See above. Milliseconds for thousands of samples."""
     generation, rest = _Generation(workload), _Rest(workload)
-    power, earliest = sum(workload.speeds), float(generation.ends.max())
+    speeds, earliest = workload.speeds(), float(generation.ends.max())
+    least, switch_s, after_s = sum(speed.least for speed in speeds), workload.switch_s, rest.after_first_s
+    total, switch, steps = together(speeds), least * workload.switch_s, least * rest.optimizer_s
 
-    def least(after: float, work: float) -> tuple[float, float]:
-        return _least(earliest, after, lambda end: generation.work(end) / power + work)
+    def rising(end: float) -> float:
+        whole = total.end(end + switch_s, rest.later_work + steps)
+        return max(end + switch_s + rest.optimizer_s + after_s, whole)
 
-    collective = workload.switch_s + rest.optimizer_s
-    first = rest.first_work / power + rest.after_first_s
-    seconds, end = least(collective + rest.after_first_s, collective + max(first, rest.work / power))
-    chain = float((generation.ends + rest.chains).max())
-    passes = bool(workload.scoring.kinds)
-    switch = passes * workload.switch_s * min(workload.speeds)
-    scored, _ = least(float(rest.passes.min()), (rest.scoring_work + switch) / power)
+    def falling(end: float) -> float:
+        cost = generation.work(end) + switch
+        first = total.end(0.0, cost + rest.first_work) + rest.optimizer_s + after_s
+        return max(first, total.end(0.0, cost + rest.work + steps))
+
+    end = _crossing(earliest, rising, falling)
+    seconds, chain = rising(end), float((generation.ends + rest.chains).max())
+    generated = _crossing(earliest, lambda end: end, lambda end: total.end(0.0, generation.work(end)))
+    turned = rest.scoring_work + bool(workload.scoring.kinds) * switch_s * min(speed.least for speed in speeds)
+    passed = float(rest.passes.min())
+    scored = _crossing(earliest, lambda end: end + passed, lambda end: total.end(0.0, generation.work(end) + turned))
     return Bound(
         max(seconds, chain) + workload.step_s,
-        "longest sample" if chain > seconds else _binding(earliest, end, generation.work(end) / power, rest, power),
-        least(0.0, 0.0)[0],
-        max(scored, float((generation.ends + rest.passes).max())),
+        "longest sample" if chain > seconds else _binding(earliest, end, generation.work(end), rest),
+        generated,
+        max(scored + passed, float((generation.ends + rest.passes).max())),
     )
 
 
-def _least(earliest: float, after: float, falling: Callable[[float], float]) -> tuple[float, float]:
-    """Least of max(G + after, falling(G)) over G >= earliest, rounded down, and its G."""
-    low, high = earliest, max(earliest, falling(earliest) - after)
-    for _ in range(HALVINGS if high > low else 0):
+def _crossing(earliest: float, rising: Callable[[float], float], falling: Callable[[float], float]) -> float:
+    """Where the larger of the two is least over G >= earliest, rounded down."""
+    low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
+    for _ in range(HALVINGS if falling(low) > rising(low) else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > middle + after else (low, middle)
-    return low + after, low
+        low, high = (middle, high) if falling(middle) > rising(middle) else (low, middle)
+    return low
 
 
-def _binding(earliest: float, end: float, generation_s: float, rest: _Rest, power: float) -> str:
+def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -> str:
     """What the bound consists of, most of all."""
     if end <= earliest:
         return "longest sample" if earliest >= rest.after_first_s else "training"
     parts = {
-        "generation work": generation_s,
-        "scoring": rest.scoring_work / power,
-        "training": rest.training_work / power,
+        "generation work": generation_work,
+        "scoring": rest.scoring_work,
+        "training": rest.training_work,
     }
     name = max(parts, key=parts.__getitem__)
     return name if 2 * parts[name] > sum(parts.values()) else "work"
@@ -111,7 +124,7 @@ class _Generation:
     def __init__(self, workload: Workload):
         costs, speculation = workload.costs(), workload.tail_speculation
         self.lengths = workload.lengths().astype(np.float64)
-        self.fastest = max(workload.speeds)
+        self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
         speedup = speculation.speedup if speculation else 1.0
@@ -152,7 +165,8 @@ class _Rest:
     """What follows generation: points 3 to 6 of the proof."""
 
     def __init__(self, workload: Workload):
-        scoring, training, fastest = workload.scoring, workload.training, max(workload.speeds)
+        scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
+        fastest, power = max(speed.most for speed in speeds), together(speeds).most
         tokens = workload.lengths() + float(workload.prompt_tokens)
         part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
         one_pass, one_training = tokens / scoring.tokens_per_s, tokens / training.tokens_per_s
@@ -165,12 +179,12 @@ class _Rest:
         needed = kinds if models == 1 else min(1, kinds)  # which of several kinds a model reads is its own affair
         self.first_work = float((needed * one_pass + one_training)[part == 0].sum())
 
-        power = sum(workload.speeds)
         sums, longest = np.bincount(part, one_training), np.zeros(int(part[-1]) + 1)
         np.maximum.at(longest, part, one_training)
         each = np.maximum(sums / power, longest / fastest + training.call_s)  # of one model
         later = training.epochs * each.sum() - each[0]
-        self.after_first_s = max(float(later), models * (training.epochs * sums.sum() - sums[0]) / power)
+        self.later_work = models * float(training.epochs * sums.sum() - sums[0])
+        self.after_first_s = max(float(later), self.later_work / power)
         own = one_training / fastest + training.call_s
         left = training.epochs * each.sum() - np.cumsum(each)
         collective = training.optimizer_s * (steps - np.arange(len(each)))

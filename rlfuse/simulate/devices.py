@@ -50,19 +50,17 @@ class SimulatedTrainer:
         return await self._score("values", rows, slot)
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
-        async with self._at_work(kind, rows, slot) as speed:
-            await asyncio.sleep(
-                self.costs.score_call_s + self._tokens(rows, slot) / (self.costs.score_tokens_per_s * speed)
-            )
+        async with self._at_work(kind, rows, slot) as devices:
+            await asyncio.sleep(self.costs.score_call_s)
+            await _work(devices, self._tokens(rows, slot) / self.costs.score_tokens_per_s)
         self.scored.setdefault(kind, Counter()).update(row.id for row in rows)
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
         """The time of a forward and a backward pass over the rows."""
-        async with self._at_work("backward", rows, slot, model) as speed:
-            await asyncio.sleep(
-                self.costs.train_call_s + self._tokens(rows, slot) / (self.costs.train_tokens_per_s * speed)
-            )
+        async with self._at_work("backward", rows, slot, model) as devices:
+            await asyncio.sleep(self.costs.train_call_s)
+            await _work(devices, self._tokens(rows, slot) / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
@@ -86,13 +84,13 @@ class SimulatedTrainer:
 
     @asynccontextmanager
     async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
-        """Keep the device or all of them busy; gives the speed of the slowest."""
+        """Keep the device or all of them busy."""
         devices = self.devices if slot is None else [self.devices[slot]]
         start = asyncio.get_running_loop().time()
         for device in devices:
             self._occupy(device, kind)
         try:
-            yield min(device.speed for device in devices)
+            yield devices
         finally:
             end = asyncio.get_running_loop().time()
             samples, tokens = tuple(row.id for row in rows), sum(row.tokens for row in rows)
@@ -109,6 +107,11 @@ class SimulatedTrainer:
                 f"samples and does {device.work or 'nothing'}"
             )
         device.work = kind
+
+    async def probe(self) -> list[float | None]:
+        """The speed of each device, in no time."""
+        now = asyncio.get_running_loop().time()
+        return [device.speed.done(now, now + 1) for device in self.devices]
 
     async def take_device(self, slot: int) -> None:
         """`switch_s`."""
@@ -133,16 +136,25 @@ class SimulatedTrainer:
         device.role = after
         self._spans.append(Span("switch", f"trainer/{device.index}", start, asyncio.get_running_loop().time()))
 
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Calls of all ranks are shared out evenly here; policies go by rates themselves."""
+
     async def save(self, folder: Path) -> None:
         """There is nothing to save."""
 
     async def load(self, folder: Path) -> None:
         """There is nothing to load."""
 
-    async def drain(self) -> list[Span]:
+    async def drain(self, collect: bool = False) -> list[Span]:
         """Spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
+
+
+async def _work(devices: Sequence[Device], cost: float) -> None:
+    """Until each of the devices has done so many seconds of cost."""
+    now = asyncio.get_running_loop().time()
+    await asyncio.sleep(max(device.speed.end(now, cost) for device in devices) - now)
 
 
 class SimulatedReward:
@@ -157,7 +169,7 @@ class SimulatedReward:
         self.scored.update(sample.id for sample in samples)
         return [self._reward] * len(samples)
 
-    async def drain(self) -> list[Span]:
+    async def drain(self, collect: bool = False) -> list[Span]:
         """Nothing is recorded."""
         return []
 

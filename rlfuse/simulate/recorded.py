@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -47,7 +47,7 @@ class Recording:
 
 def read_run(folder: Path) -> Recording:
     """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
-    config, spans = _config(folder / "config.yaml"), read_events(folder / "events.jsonl")
+    config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
     engines = config.slots // config.rollout.tensor_model_parallel_size
     fitted = fit(spans, Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length))
     if "decoding" not in fitted.accuracy:
@@ -70,9 +70,13 @@ def read_run(folder: Path) -> Recording:
     return Recording(config.fusion.policy, fitted, steps)
 
 
-def _config(path: Path) -> Config:
+def config_of(path: Path) -> Config:
+    """Of a run's `config.yaml`, but for rewards, whose secrets may not be here. WorkloadError if it can't be read."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        written = OmegaConf.load(path)
+        if isinstance(written, DictConfig):
+            written.pop("reward", None)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
     except (OmegaConfBaseException, YAMLError, RecursionError) as error:

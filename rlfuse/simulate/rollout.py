@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from rlfuse.events import Span
 from rlfuse.protocols import Load, Part, Sampling
 from rlfuse.samples import Partial, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
+from rlfuse.simulate.speed import Speed
 
 TOKEN_BYTES = 8
 """A token that moves without its cache: an id and a log-prob."""
@@ -33,7 +34,7 @@ class Device:
     """What a slot is doing, for its engine and its trainer rank to agree on."""
 
     index: int
-    speed: float = 1.0
+    speed: Speed = field(default_factory=Speed)
     asleep: bool = False
     """Whether its engine is."""
     role: str = "rollout"
@@ -140,8 +141,10 @@ class SimulatedRollout:
 
     async def load(self) -> Load:
         """What it holds right now."""
-        batch = self.batch
-        return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens)
+        batch, now = self.batch, asyncio.get_running_loop().time()
+        begun = batch.steps_begun(self.device.speed.done(self._start, now)) if self._steps else 0
+        steps = batch.step + min(self._steps, begun)
+        return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens, steps)
 
     async def sleep(self) -> None:
         """Free: the rank pays for the switch."""
@@ -153,7 +156,7 @@ class SimulatedRollout:
         """Free, as `sleep`; of all at once, whatever the part."""
         self.device.asleep = self.lost
 
-    async def drain(self) -> list[Span]:
+    async def drain(self, collect: bool = False) -> list[Span]:
         """A `decode` span for each run of steps with one batch, and a `generate` span for each whole sample."""
         spans, self._spans = self._spans, []
         return spans
@@ -175,7 +178,7 @@ class SimulatedRollout:
     def replace(self) -> None:
         """Another engine in its place, awake and empty."""
         old = self.batch
-        self.batch, self.lost, self.device.asleep = Batch(old.costs, old.speed, old.speculation), False, False
+        self.batch, self.lost, self.device.asleep = Batch(old.costs, old.speculation), False, False
         self._departures, self._timer, self._steps = [], None, 0
         self._since, self._prefill, self._link_free = -1.0, 0, 0.0
 
@@ -247,10 +250,11 @@ class SimulatedRollout:
         loop = asyncio.get_running_loop()
         when = loop.time()
         if self._timer is not None:
-            steps = self.batch.steps_begun(when - self._start) if self._steps else 0
+            speed = self.device.speed
+            steps = self.batch.steps_begun(speed.done(self._start, when)) if self._steps else 0
             if steps >= self._steps:
                 return
-            self._steps, when = steps, self._start + self.batch.seconds(steps)
+            self._steps, when = steps, speed.end(self._start, self.batch.seconds(steps))
             self._timer.cancel()
         self._timer = loop.call_at(when, self._turn)
 
@@ -267,7 +271,7 @@ class SimulatedRollout:
         prefill = batch.admit()
         self._prefill += prefill
         if prefill:
-            self._begin(now, 0, prefill / (batch.costs.prefill_tokens_per_s * batch.speed))
+            self._begin(now, 0, prefill / batch.costs.prefill_tokens_per_s)
         elif batch.running:
             self.preempted += batch.preempt()
             steps = batch.steps_ahead()
@@ -275,10 +279,10 @@ class SimulatedRollout:
         elif self._prefill:
             self._record(now)
 
-    def _begin(self, now: float, steps: int, seconds: float) -> None:
+    def _begin(self, now: float, steps: int, cost: float) -> None:
         self._start, self._steps = now, steps
         self._since = now if self._since < 0 else self._since
-        self._timer = asyncio.get_running_loop().call_at(now + seconds, self._turn)
+        self._timer = asyncio.get_running_loop().call_at(self.device.speed.end(now, cost), self._turn)
 
     def _record(self, now: float) -> None:
         """A span of the steps that end now, and of the prefill before them."""

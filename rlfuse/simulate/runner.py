@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import PolicyError, load_policy
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection, label
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
@@ -40,6 +42,7 @@ from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.controller import Controller
+from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
 
 WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
@@ -81,8 +84,10 @@ class Simulated:
     spans: list[Span]
 
 
-def simulate(workload: Workload, policy: str | Policy, settings: Settings | None = None) -> Simulated:
-    """Run one step under a policy or the one of that name. `settings`: as tuned.
+def simulate(
+    workload: Workload, policy: str | Policy, settings: Settings | None = None, rates: Rates | None = None
+) -> Simulated:
+    """Run one step under a policy or the one of that name. `settings`: as tuned; `rates`: as the step before left them.
 
     Raises WorkloadError for a step without end, PolicyError for a policy that can't be used, and SimulationError where
     an invariant of the machine breaks.
@@ -96,16 +101,16 @@ def simulate(workload: Workload, policy: str | Policy, settings: Settings | None
         )
     machine, policy = Machine(workload), load_policy(policy) if isinstance(policy, str) else policy
     with _no_collection():
-        spans = _spans(machine, policy, settings or Settings())
+        spans = _spans(machine, policy, settings or Settings(), rates or Rates(workload.slots))
     machine.audit(spans)
     cpu_s = time.process_time() - began
     return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
 
 
-def _spans(machine: Machine, policy: Policy, settings: Settings) -> list[Span]:
+def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
     """Of the step. A policy's mistake is raised as it is, without the group of the tasks that it ended."""
     try:
-        return run_virtual(machine.run(policy, settings))
+        return run_virtual(machine.run(policy, settings, rates))
     except BaseExceptionGroup as group:
         error: BaseException | None = group.subgroup(PolicyError)
         while isinstance(error, BaseExceptionGroup):
@@ -155,9 +160,10 @@ class Machine:
         self.workload, self.costs = workload, workload.costs()
         self.lengths = workload.lengths().tolist()
         zeros = Zeros(workload.longest)
-        devices = [Device(index, speed) for index, speed in enumerate(workload.speeds)]
+        # The step starts when the first weights are out.
+        devices = [Device(index, speed.later(workload.step_s)) for index, speed in enumerate(workload.speeds())]
         self.rollouts = [
-            SimulatedRollout(device, Batch(self.costs, device.speed, workload.tail_speculation), self._length_of, zeros)
+            SimulatedRollout(device, Batch(self.costs, workload.tail_speculation), self._length_of, zeros)
             for device in devices
         ]
         self.trainer, self.reward = SimulatedTrainer(devices, self.costs, zeros), SimulatedReward()
@@ -167,7 +173,7 @@ class Machine:
     def _length_of(self, sample: Sample) -> int:
         return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
 
-    async def run(self, policy: Policy, settings: Settings) -> list[Span]:
+    async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         """One step; its spans."""
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
@@ -181,6 +187,7 @@ class Machine:
             selection=Selection("exact", 0.0, self.workload.prompts, prompts),
             recorder=log.recorder,
         )
+        tuning = Tuning(self.costs, self._expectations(), settings, rates)
         controller = Controller(
             config=config,
             engines=self.engines,
@@ -189,7 +196,8 @@ class Machine:
             advantages=Advantages(
                 experience=_Experience(self.workload), groups=groups, metrics=log, failures=log, recorder=log.recorder
             ),
-            tuning=Tuning(self.costs, self._expectations(), settings),
+            tuning=tuning,
+            draining=Draining(self.engines, tuning),
             journal=log,
             metrics=log,
             checkpoints=_NoCheckpoints(),
@@ -296,6 +304,10 @@ class _NoCheckpoints:
     """There is nothing to go on from."""
 
     step = 0
+
+    def folder(self, step: int) -> Path | None:
+        """None."""
+        return None
 
     async def write(self, step: int) -> None:
         """Not asked for."""

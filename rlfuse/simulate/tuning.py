@@ -62,7 +62,7 @@ def _draws(workload: Workload, seed: int) -> list[Workload]:
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     samples = round(per_slot * slots)
-    small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], failures=())
+    small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
     count = DRAWS if samples <= FEW else 1
     return [

@@ -9,7 +9,8 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from rlfuse.config.input_files import (
     read_json,
 )
 from rlfuse.fusion.costs import Costs
+from rlfuse.simulate.speed import Speed
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
@@ -120,6 +122,17 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """A slot's work takes `rate` times as long, from one time of the step to another; several multiply."""
+
+    slot: Index
+    rate: Annotated[float, number(0.001, most=1000)]
+    from_s: Seconds = 0.0
+    until_s: Seconds | None = None
+    """null: it stays so."""
+
+
+@dataclass(frozen=True, slots=True)
 class TailSpeculation:
     """Speculative decoding: steps of at most `batch` sequences are faster by this factor."""
 
@@ -152,6 +165,7 @@ class Workload:
     """Between two slots' KV caches; 0: moved samples are prefilled again."""
     slot_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
     """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
+    slowdowns: tuple[Slowdown, ...] = ()
     failures: tuple[Failure, ...] = ()
     restart_s: Seconds = 30.0
     """Until another engine stands in the place of the last one, where all are lost."""
@@ -185,6 +199,11 @@ class Workload:
         for i, failure in enumerate(self.failures):
             if failure.slot >= self.slots:
                 yield f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0"
+        for i, slowdown in enumerate(self.slowdowns):
+            if slowdown.slot >= self.slots:
+                yield f"slowdowns[{i}].slot={slowdown.slot}: slots={self.slots} are numbered from 0"
+            if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
+                yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: has to be after from_s={slowdown.from_s:g}"
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
         if longest > self.engine.kv_tokens:
             yield (
@@ -217,9 +236,13 @@ class Workload:
         """Prompts of each mini-batch but, perhaps, the last."""
         return -(-self.prompts // self.training.mini_batches)
 
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        return self.slot_speed or (1.0,) * self.slots
+    def speeds(self) -> tuple[Speed, ...]:
+        """Of each slot, from the step's start."""
+        of_slot = defaultdict[int, list[Slowdown]](list)
+        for slowdown in self.slowdowns:
+            of_slot[slowdown.slot].append(slowdown)
+        given = self.slot_speed or (1.0,) * self.slots
+        return tuple(_speed(speed, of_slot.get(slot, ())) for slot, speed in enumerate(given))
 
     def lengths(self) -> np.ndarray:
         """int64 [samples]: response tokens."""
@@ -247,6 +270,17 @@ class Workload:
             optimizer_s=self.training.optimizer_s,
             **{name: getattr(self, name) for name in OF_MACHINE},
         )
+
+
+def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
+    """A slot of this speed, slowed down."""
+    jumps = [(each.from_s, 1 / each.rate) for each in slowdowns]
+    jumps += [(each.until_s, each.rate) for each in slowdowns if each.until_s is not None]
+    changes = {0.0: speed}
+    for time, factor in sorted(jumps):
+        speed *= factor
+        changes[time] = speed
+    return Speed(list(changes.items()))
 
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:

@@ -1,0 +1,111 @@
+"""How fast each slot is next to the others: seconds that its work takes for each that costs foresee, by what it did.
+
+Role: the run's `Tuning` keeps one `Rates`; the slot table tells it of every stretch of work that ended, and writes on
+its slots what plans go by. Policies give a slot of rate 2 half as much; `drained` ones get nothing. Pure: no clock.
+Invariants: typical slots have the rate 1, whatever costs are wrong by; noise changes no plan: a rate moves only when
+the middle one of the slot's last three observations is DEAD_BAND away from it (one that no hiccup explains counts as
+two), and what is within THRESHOLD counts as typical. A slow slot is tried with a small piece of work in every step if
+it has none. A drained one is probed instead: it is back by `restore`, or, where that was wanted, once it is below
+THRESHOLD.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from statistics import median, median_low
+
+from rlfuse.fusion.costs import Costs
+
+THRESHOLD = 1.2
+"""A slot is slow from this rate on (and fast below its inverse)."""
+DEAD_BAND = 0.3
+"""Share by which a rate is exceeded, or falls short of itself, before it moves."""
+OBSERVATIONS = 3
+"""The middle one of so many decides: a single hiccup doesn't."""
+HICCUP_S = 1.0
+"""Hiccups are shorter: work that took so much longer than foreseen counts twice."""
+REFRESH = 8
+"""What is typical is worked out anew after one observation for each so many slots."""
+
+
+class Rates:
+    """Of `slots` slots, all of them typical until they were seen at work.
+
+    `drained`: from the start on; the set is the caller's, and changes with what is drained. `measured`: false leaves
+    all of them typical, for runs in which nothing may go by measured times.
+    """
+
+    def __init__(self, slots: int, drained: set[int] | None = None, measured: bool = True):
+        self._measured = measured
+        self.current = [1.0] * slots
+        """Slot -> its rate, for plans."""
+        self.drained: set[int] = set() if drained is None else drained
+        self.unheard: set[int] = set()
+        """Slow slots that get work and were not observed since the step began."""
+        self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
+        self._returning: set[int] = set()
+        self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
+        self._costs: Costs | None = None
+
+    def begin(self, costs: Costs) -> None:
+        """A step begins; what was typical by other costs is forgotten."""
+        if costs != self._costs:
+            self._costs = costs
+            self._peers.clear()
+        slow = {slot for slot, rate in enumerate(self.current) if rate > 1}
+        self.unheard = slow - self.drained
+
+    def observe(self, slot: int, kind: str, seconds: float, expected: float) -> None:
+        """A stretch of work of one kind took so long; costs foresaw `expected` seconds."""
+        if seconds <= 0 or expected <= 0 or not self._measured:
+            return  # nothing to tell
+        self.unheard.discard(slot)
+        typical = self._peers[kind].note(slot, seconds / expected)
+        if typical is None:
+            return
+        for _ in range(1 if seconds - expected * typical < HICCUP_S else 2):
+            self._last[slot].append(seconds / (expected * typical))
+        self._decide(slot)
+
+    def probed(self, slot: int, rate: float) -> None:
+        """Fixed work took a drained slot so many times as long as those that get work."""
+        self._last[slot].append(rate)
+        if self._measured:
+            self._decide(slot)
+        if slot in self._returning and median(self._last[slot]) < THRESHOLD:
+            self.restore(slot)
+
+    def _decide(self, slot: int) -> None:
+        now, rate = median(self._last[slot]), self.current[slot]
+        if not 1 / (1 + DEAD_BAND) <= now / rate <= 1 + DEAD_BAND:
+            self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
+
+    def drain(self, slot: int, until_well: bool = False) -> None:
+        """It gets no work from now on, until it is restored; or until it is as fast as the others."""
+        self.drained.add(slot)
+        if until_well:
+            self._returning.add(slot)
+
+    def restore(self, slot: int) -> None:
+        """It gets work again."""
+        self.drained.discard(slot)
+        self._returning.discard(slot)
+
+
+class _Peers:
+    """What slots measured for one kind of work, and what is typical of it."""
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._measured: dict[int, float] = {}
+        self._typical: float | None = None
+        self._until_refresh = 0
+
+    def note(self, slot: int, measured: float) -> float | None:
+        """Count it in; what is typical now, None until half of the slots were seen. O(1), but for now and then."""
+        self._measured[slot] = measured
+        self._until_refresh -= 1
+        if 2 * len(self._measured) >= self._slots and (self._typical is None or self._until_refresh <= 0):
+            self._typical = median_low(self._measured.values())
+            self._until_refresh = self._slots // REFRESH
+        return self._typical

@@ -1,0 +1,151 @@
+"""What slots are seen to take for their work, next to what costs foresee: how far engines are, and who is slow.
+
+Role: part of the slot table, which tells it of time that passes and of work that begins and ends; it tells `rates`.
+Two kinds of work tell: stretches of decoding, as a sample that is whole says how many steps its engine has really done,
+or the engine itself, which is asked where none has ended for a while; and calls of one rank. What all ranks do together
+tells of none of them. Invariant: O(1) for each piece of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush, nsmallest
+from math import inf
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Accumulate, Score, Slot
+from rlfuse.fusion.rates import Rates
+
+STEPS_TO_MEASURE = 16
+"""Decoding steps after which a sample tells how fast its engine is."""
+SILENCE_S = 1.0
+"""An engine of which nothing was heard for so long is asked how far it is."""
+MOST_ASKED = 64
+"""Engines that are asked at a time, so that a large cluster's don't keep its driver busy."""
+
+
+@dataclass(slots=True)
+class Stretch:
+    """What an engine did since it was last measured."""
+
+    steps: float = 0.0
+    """That it had done before."""
+    since: float = 0.0
+    seconds: float = 0.0
+    """While it held samples."""
+    decoding: float = 0.0
+    """Seconds, of these, for which costs foresee no prefill."""
+    foreseen: float = 0.0
+    """Decoding steps in them, by costs alone."""
+    prefill: float = 0.0
+    """Seconds of prefill that costs foresaw."""
+
+    def expected(self, steps: float) -> float:
+        """Seconds that costs foresee for what it did, now that so many steps are known to be done in all."""
+        return (steps - self.steps) * self.decoding / self.foreseen + self.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a rank is doing alone."""
+
+    kind: str
+    """Of scoring, or the model that is trained."""
+    call_s: float
+    seconds: float
+    """That costs foresee for its tokens."""
+    since: float
+
+
+class Stopwatch:
+    """For `count` slots; `changed` is called with a slot that has another rate now."""
+
+    def __init__(self, count: int, costs: Costs, rates: Rates, changed: Callable[[Slot], None]):
+        self._costs, self._rates, self._changed = costs, rates, changed
+        self._stretches = [Stretch() for _ in range(count)]
+        self._calls: dict[int, Call] = {}
+        self._ends: list[tuple[float, int, float]] = []
+        """A heap: (foreseen end, slot, beginning) of calls, and some that are over."""
+        self._answers: dict[int, tuple[Stretch, int]] = {}
+        """Slot -> what it was doing when it was asked, and steps of its engine by then."""
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def begin_stretch(self, slot: Slot, steps: float) -> None:
+        """Its engine has done so many steps, and is measured from here on."""
+        self._stretches[slot.index] = Stretch(steps, slot.seen)
+
+    def advance(self, slot: Slot, now: float) -> float:
+        """Time passed since the slot was seen; how many decoding steps it did, about."""
+        stretch, elapsed, decoding = self._stretches[slot.index], now - slot.seen, slot.decoding(now)
+        foreseen, prefill = decoding / self._costs.decode_step(len(slot.samples), slot.context), elapsed - decoding
+        stretch.seconds += elapsed
+        stretch.decoding += decoding
+        stretch.foreseen += foreseen
+        stretch.prefill += prefill / slot.measured
+        slot.stall -= prefill / slot.measured
+        return foreseen / slot.measured
+
+    def measure(self, slot: Slot, steps: float) -> bool:
+        """It has done so many decoding steps in all; whether that tells how fast it is."""
+        stretch = self._stretches[slot.index]
+        if stretch.foreseen < STEPS_TO_MEASURE or steps <= stretch.steps:
+            return False
+        expected = stretch.expected(steps)
+        slot.measured = stretch.seconds / expected
+        self.begin_stretch(slot, steps)
+        self._observe(slot, "decode", stretch.seconds, expected)
+        return True
+
+    def silent(self, slots: Iterable[Slot], now: float) -> list[int]:
+        """Slots to be asked: they decode, and nothing was heard of them for long."""
+        waited = [(self._stretches[slot.index].since, slot.index) for slot in slots if slot.samples]
+        return [slot for since, slot in nsmallest(MOST_ASKED, waited) if now - since >= SILENCE_S]
+
+    def answered(self, slot: Slot, steps: int) -> None:
+        """Its engine has done so many steps since it was built: more of them than at its last answer."""
+        stretch, (asked, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
+        if asked is not stretch:  # a sample told of it meanwhile
+            self.begin_stretch(slot, slot.steps)
+        elif self.measure(slot, done := stretch.steps + steps - before):
+            slot.steps = done
+        else:
+            return
+        self._answers[slot.index] = (self._stretches[slot.index], steps)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: int, now: float) -> None:
+        """It was given a call over so many tokens."""
+        costs = self._costs
+        if isinstance(call, Score):
+            begun = Call(call.kind, costs.score_call_s, tokens / costs.score_tokens_per_s, now)
+        else:
+            begun = Call(call.model, costs.train_call_s, tokens / costs.train_tokens_per_s, now)
+        self._calls[slot.index] = begun
+        heappush(self._ends, (now + begun.call_s + begun.seconds * slot.rate, slot.index, now))
+
+    def next_end(self) -> float:
+        """When the next one is over, if it takes what is foreseen; infinite where there is none."""
+        while self._ends and not self._under_way(*self._ends[0][1:]):
+            heappop(self._ends)
+        return self._ends[0][0] if self._ends else inf
+
+    def _under_way(self, slot: int, since: float) -> bool:
+        return slot in self._calls and self._calls[slot].since == since
+
+    def end_call(self, slot: Slot, now: float) -> None:
+        """Its call is over, if it had one. A short one tells of what calls cost, not of its slot."""
+        call = self._calls.pop(slot.index, None)
+        if call is not None and call.seconds >= call.call_s:
+            self._observe(slot, call.kind, now - call.since, call.call_s + call.seconds)
+
+    def _observe(self, slot: Slot, kind: str, seconds: float, expected: float) -> None:
+        self._rates.observe(slot.index, kind, seconds, expected)
+        slot.unheard = False
+        if (rate := self._rates.current[slot.index]) != slot.rate:
+            if kind != "decode":
+                slot.measured *= rate / slot.rate
+            slot.rate = rate
+            self._changed(slot)

@@ -1,0 +1,68 @@
+"""How fast a simulated slot is, second by second: what it does in a stretch of time, and when work that begins is done.
+
+Role: devices keep time by it, and the bound adds slots up. Pure. Speeds are piecewise constant: 0.5 does half a second
+of cost in a second, so its rate, as policies see it, is 2.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+
+class Speed:
+    """`changes`: (from when on, speed), in the order of time; the first one holds before it, too."""
+
+    def __init__(self, changes: Sequence[tuple[float, float]] = ((0.0, 1.0),)):
+        self.changes = tuple(changes)
+        self._times, self._speeds = zip(*changes, strict=True)
+        pieces = [(later - time) * speed for (time, speed), (later, _) in pairwise(changes)]
+        self._done = list(accumulate(pieces, initial=0.0))
+        self.least, self.most = min(self._speeds), max(self._speeds)
+
+    def done(self, start: float, end: float) -> float:
+        """Seconds of cost that are done between the two."""
+        if len(self._times) == 1:
+            return (end - start) * self._speeds[0]
+        return self._until(end) - self._until(start)
+
+    def end(self, start: float, cost: float) -> float:
+        """When so many seconds of cost are done that begin at `start`."""
+        if len(self._times) == 1:
+            return start + cost / self._speeds[0]
+        piece = max(0, bisect_right(self._times, start) - 1)
+        while piece + 1 < len(self._times):
+            here = (self._times[piece + 1] - start) * self._speeds[piece]
+            if cost <= here:
+                break
+            start, cost, piece = self._times[piece + 1], cost - here, piece + 1
+        return start + cost / self._speeds[piece]
+
+    def _until(self, when: float) -> float:
+        piece = max(0, bisect_right(self._times, when) - 1)
+        return self._done[piece] + (when - self._times[piece]) * self._speeds[piece]
+
+    def later(self, seconds: float) -> Speed:
+        """The same, so many seconds later."""
+        return Speed([(time + seconds, speed) for time, speed in self.changes])
+
+
+def together(speeds: Iterable[Speed]) -> Speed:
+    """What all of them do in a second."""
+    changes = sorted((time, after - before) for speed in speeds for time, before, after in _jumps(speed))
+    total, summed = 0.0, list[tuple[float, float]]()
+    for time, jump in changes:
+        total += jump
+        if summed and summed[-1][0] == time:
+            summed.pop()
+        summed.append((time, total))
+    return Speed(summed)
+
+
+def _jumps(speed: Speed) -> Iterable[tuple[float, float, float]]:
+    """(when, before, after); the first from nothing."""
+    before = 0.0
+    for time, after in speed.changes:
+        yield time, before, after
+        before = after

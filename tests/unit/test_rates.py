@@ -1,0 +1,159 @@
+"""Rates of slots: what is noise, what is slow, what is typical, who is back; and work that is shared out by them."""
+
+from itertools import product
+from math import inf
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Slot
+from rlfuse.fusion.rates import Rates
+from rlfuse.fusion.sharing import share
+from rlfuse.simulate.speed import Speed, together
+
+
+def observed(slots, seconds, times=3, costs=1.0):
+    """Rates after each slot took its seconds for one that was foreseen, a few times."""
+    rates = Rates(slots)
+    for _ in range(times):
+        for slot, took in enumerate(seconds):
+            rates.observe(slot, "decode", took * costs, 1.0)
+    return rates
+
+
+def test_noise_changes_no_plan():
+    rng, rates = np.random.default_rng(1), Rates(16)
+    for _ in range(500):
+        for slot in range(16):
+            rates.observe(slot, "decode", 0.5 * float(rng.lognormal(0.0, 0.08)), 0.5)
+    assert rates.current == [1.0] * 16
+
+
+def test_one_hiccup_is_none_either_and_two_are_slow():
+    rates = observed(4, [1, 1, 1, 1])
+    rates.observe(2, "decode", 1.8, 1.0)
+    assert rates.current == [1.0] * 4
+    rates.observe(2, "decode", 1.6, 1.0)
+    assert rates.current == [1.0, 1.0, pytest.approx(1.6), 1.0]
+
+
+def test_what_is_longer_than_any_hiccup_needs_no_second_look():
+    rates = observed(4, [1, 1, 1, 1])
+    rates.observe(2, "decode", 6.0, 2.0)
+    assert rates.current[2] == pytest.approx(3.0)
+
+
+def test_a_rate_stays_within_its_dead_band_and_falls_back_to_one_below_the_threshold():
+    rates = observed(4, [1, 1, 1, 2.0])
+    for took, rate in ((2.4, 2.0), (1.7, 2.0), (2.8, 2.8), (1.3, 1.3), (1.15, 1.3), (1.0, 1.3), (0.95, 1.0)):
+        for _ in range(3):
+            rates.observe(3, "decode", took, 1.0)
+        assert rates.current[3] == pytest.approx(rate), took
+
+
+@pytest.mark.parametrize("wrong", [0.2, 1.0, 7.0])
+def test_typical_slots_are_one_whatever_costs_are_wrong_by(wrong):
+    rates = observed(8, [1, 1, 1, 1, 1, 1, 1, 3], times=6, costs=wrong)
+    assert rates.current == [1.0] * 7 + [pytest.approx(3.0)]
+
+
+def test_each_kind_of_work_has_its_own_typical_time():
+    rates = observed(4, [1, 1, 1, 1])
+    for _, slot in product(range(5), range(4)):
+        rates.observe(slot, "ref", 1.9, 1.0)
+        rates.observe(slot, "actor", 0.4, 1.0)
+    assert rates.current == [1.0] * 4
+
+
+def test_nothing_is_known_until_half_of_the_slots_were_seen():
+    rates = Rates(8)
+    for _ in range(4):
+        rates.observe(0, "decode", 5.0, 1.0)
+    assert rates.current == [1.0] * 8
+
+
+def test_a_slot_that_is_drained_until_it_is_well_comes_back_by_probes():
+    rates = observed(4, [1, 1, 1, 4], times=4)
+    rates.drain(3, until_well=True)
+    rates.begin(Costs())
+    assert rates.drained == {3} and rates.unheard == set()
+    rates.probed(3, 3.9)
+    rates.probed(3, 1.0)
+    assert rates.drained == {3}, "once may be luck"
+    rates.probed(3, 1.1)
+    assert rates.drained == set() and rates.current == [1.0] * 4
+
+
+def test_a_typical_slot_is_drained_until_it_is_restored():
+    rates = observed(4, [1, 1, 1, 1])
+    rates.drain(1)
+    rates.begin(Costs())
+    assert rates.unheard == set()
+    for _ in range(5):
+        rates.probed(1, 1.0)
+    assert rates.drained == {1}
+    rates.restore(1)
+    assert rates.drained == set()
+
+
+# Work by rates -------------------------------------------------------------------------------------------------------
+
+
+def view_of(rates, next_end=inf):
+    """Idle trainers of these rates, beside busy ones of which the first is free at this second."""
+    slots = [Slot(i, "trainer", rate=rate) for i, rate in enumerate(rates)]
+    power = sum(1 / rate for rate in rates)
+    return SimpleNamespace(slots=slots, power=power, siblings_together=False, now=0.0, next_end=next_end)
+
+
+def ends(shares, sizes, rates):
+    return max(sum(sizes[name] for name in names) * rates[slot] for slot, names in shares.items())
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 3.0]), min_size=1, max_size=3), st.integers(1, 9))
+def test_equal_pieces_are_shared_out_as_well_as_they_can_be(rates, count):
+    sizes = {str(i): 1 for i in range(count)}
+    slots = list(range(len(rates)))
+    shares = share(view_of(rates), sizes, count, slots, call_s=count, tokens_per_s=1)
+    assert sorted(name for names in shares.values() for name in names) == sorted(sizes)
+    least = min(
+        max(n * rate for n, rate in zip(counts, rates, strict=True))
+        for counts in product(range(count + 1), repeat=len(rates))
+        if sum(counts) == count
+    )
+    assert ends(shares, sizes, rates) == pytest.approx(least)
+
+
+def test_a_slow_slot_leaves_what_a_busy_one_would_end_sooner():
+    sizes = {"a": 10, "b": 10}
+    assert share(view_of([5.0]), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b", "a")}
+    assert share(view_of([5.0], next_end=1.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {}
+    assert share(view_of([5.0], next_end=60.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b",)}
+
+
+# Speeds of simulated slots -------------------------------------------------------------------------------------------
+
+changes = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.2, 3.0)), min_size=1, max_size=5)
+
+
+def speed(steps):
+    times = np.cumsum([0.0, *(length for length, _ in steps[:-1])])
+    return Speed([(float(time), value) for time, (_, value) in zip(times, steps, strict=True)])
+
+
+@given(changes, st.floats(0.0, 20.0), st.floats(0.0, 20.0))
+def test_what_is_done_until_an_end_is_the_cost(steps, start, cost):
+    each = speed(steps)
+    assert each.done(start, each.end(start, cost)) == pytest.approx(cost, abs=1e-9)
+    assert each.later(3.0).end(start + 3.0, cost) == pytest.approx(each.end(start, cost) + 3.0)
+
+
+@given(changes, changes, st.floats(0.0, 20.0), st.floats(0.0, 20.0))
+def test_slots_together_do_what_each_does(first, second, start, more):
+    both, end = [speed(first), speed(second)], start + more
+    assert together(both).done(start, end) == pytest.approx(sum(each.done(start, end) for each in both), abs=1e-9)
+    assert sum(each.least for each in both) <= together(both).least * (1 + 1e-9)

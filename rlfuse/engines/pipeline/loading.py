@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.pipeline.partition import Part, balanced, modelled_costs, parts
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, balanced, modelled_costs, parts
 from rlfuse.engines.trainer.families import head_name, value_class
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.video.models.base import register_language_models
@@ -35,13 +35,19 @@ class Absent(torch.nn.Module):
         return hidden_states
 
 
+def layer_costs(path: str, settings: ModelConfig, value: bool) -> LayerCosts:
+    """Of the model at `path`."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code).get_text_config()
+    return modelled_costs(config, 1 if value else config.vocab_size)
+
+
 def partition(path: str, settings: ModelConfig, value: bool, stages: int, layers: tuple[int, ...] | None) -> list[Part]:
     """The stages of the model at `path`, balanced unless `layers` says how many each has."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code).get_text_config()
+    costs = layer_costs(path, settings, value)
     if layers is None:
-        layers = balanced(*modelled_costs(config, 1 if value else config.vocab_size), stages)
-    if sum(layers) != config.num_hidden_layers:
-        raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {config.num_hidden_layers} layers.")
+        layers = balanced(*costs, stages)
+    if sum(layers) != len(costs[0]):
+        raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {len(costs[0])} layers.")
     return parts(layers)
 
 

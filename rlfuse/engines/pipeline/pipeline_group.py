@@ -21,7 +21,8 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.schedule_executor import Timed
-from rlfuse.engines.trainer.degrees import Share, fill, plan, unit_per_row
+from rlfuse.engines.pipeline.slow_devices import cut_anew, pipeline_rates, with_layers, work_of_devices
+from rlfuse.engines.trainer.degrees import Costs, Share, fill, plan, unit_per_row
 from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
@@ -72,12 +73,16 @@ class PipelineGroup(RankGroup):
         return group, await group.setup(layout, optimizer_steps)
 
     async def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
-        """Load the stages of `layout`; facts to log. ValueError if it does not fit the ranks."""
+        """Load the stages of `layout`, instead of any before; facts to log. ValueError if it does not fit the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.block = block_size(layout, len(self.ranks))
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
-        return (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
+        self._optimizer_steps = optimizer_steps
+        facts = (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
+        self.costs = facts.pop("costs")
+        self.work = work_of_devices(layout, self.costs)
+        return facts
 
     def copies(self, model: str) -> int:
         """Pipelines of a model in all blocks: its degree of data parallelism."""
@@ -95,7 +100,7 @@ class PipelineGroup(RankGroup):
         """Carry out a schedule that trains each model on its `rows` and scores its rows in `scored`.
 
         Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
-        with a B the first, of those without one behind them; what gets none repeats the shortest row at weight 0.
+        with a B the first, of those without one behind them; what gets none runs a short filler at weight 0.
         `planned`: start and end of every operation, in the schedule's order, for events. ValueError for a schedule of
         other models than these, EngineError for one that would never end.
         """
@@ -111,14 +116,19 @@ class PipelineGroup(RankGroup):
             raise ValueError(f"The schedule's models are {sorted(counts)}, but there are rows for {sorted(rows)}.")
         work = {}
         for name, each in rows.items():
-            bins = split_evenly([row.tokens for row in each], self.copies(name), counts[name])
+            bins = split_evenly([row.tokens for row in each], self.copies(name), counts[name], self._rates_of(name))
             work[name] = [[Share(tuple(bin)) for bin in pipeline] for pipeline in bins], each
         return work
 
     def _within_budget(self, model: str, rows: Sequence[Row]) -> list[list[Share]]:
         """As few micro-batches as the token budget allows, as many in every pipeline."""
         budget, most = self.config.actor.ppo_max_token_len_per_gpu, self.config.actor.ppo_micro_batch_size_per_gpu
-        return plan(unit_per_row(rows), self.copies(model), budget, most=most, lockstep=True)
+        costs = Costs(rates=tuple(self._rates_of(model)))
+        return plan(unit_per_row(rows), self.copies(model), budget, costs=costs, most=most, lockstep=True)
+
+    def _rates_of(self, model: str) -> list[float]:
+        """Of the model's pipelines."""
+        return pipeline_rates(self.rates, self.work, self.layout[model].stages)
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""
@@ -219,6 +229,23 @@ class PipelineGroup(RankGroup):
                 f"start a new run from the weights with model.path={folder / 'actor' / 'huggingface'}."
             )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
+
+    async def move_layers(self, saved: Path) -> bool:
+        """Cut models by the ranks' present rates, if that is sooner done; whether it was.
+
+        `saved`: a checkpoint of what the ranks, which have their devices, hold: it is read anew, so that weights,
+        optimizers and learning rates stay the same to the last bit.
+        """
+        layout = with_layers(tuple(self.layout.values()), self.costs)
+        if cut_anew(layout, self.costs, self.rates) == layout:
+            return False
+        room = await self._all("room", "tell its free memory")
+        least = [min(room[device :: self.block]) for device in range(self.block)]
+        if (cut := cut_anew(layout, self.costs, self.rates, least)) == layout:
+            return False
+        await self.setup(cut, self._optimizer_steps)
+        await self.load(saved)
+        return True
 
     async def _one(self, rank: int, method: str, action: str, *arguments: Any) -> Any:
         async with self._turns.alone():

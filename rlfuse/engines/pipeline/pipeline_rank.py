@@ -9,6 +9,7 @@ embedding are one tensor but on two stages, both copies get the sum of both grad
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.engines.pipeline import training_state
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
-from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, load_stage, partition
+from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
@@ -59,24 +61,48 @@ class PipelineRank(Rank):
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.device_index = self.rank % block_size(layout, self.world)
-        self.stages: dict[tuple[str, int], Stage] = {}
-        self.engines: dict[str, Any] = {}
         self.ties: dict[str, _Tie] = {}
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
-            self.executor = ScheduleExecutor(layout, self.limit_s)
+            self._let_go()
+            self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.did)
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
             packed = self._agree_on_packing(loaded)
             for name, models in loaded.items():
                 parts = self._parts(name)
                 for stage, model in models.items():
                     self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
+                    self.progress.follow(model)
                 if name != "ref":
                     self._make_trainable(name, models, optimizer_steps)
             self.beside = list(loaded.get("ref", {}).values())
         dtype = next(iter(self.stages.values())).dtype
-        return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device)}
+        costs = {name: layer_costs(self._path(name), config.model, name == "critic") for name in self.layout}
+        return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device), "costs": costs}
+
+    def _let_go(self) -> None:
+        """Of what `setup` loaded before, as there is memory for it once; at first there is nothing."""
+        for engine in self.engines.values():
+            engine.destroy()
+        self.stages: dict[tuple[str, int], Stage] = {}
+        self.engines, self.beside = {}, []
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def room(self) -> int:
+        """Layers of every model that the device has memory for at this rank's peak, beside those it has.
+
+        A layer is counted as its share of all that the rank took at its peak, so embeddings and heads with it.
+        """
+        layers = min(len(stage.part.layers) for stage in self.stages.values())
+        if self.device == "cpu":
+            taken, free = psutil.Process().memory_info().rss, psutil.virtual_memory().available / self.world
+        else:
+            taken = torch.cuda.max_memory_reserved()
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - taken
+        return max(0, int(max(1, layers) * free / taken))
 
     def _path(self, name: str) -> str:
         config = self.config

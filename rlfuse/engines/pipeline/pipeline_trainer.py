@@ -2,7 +2,8 @@
 
 Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the
 same devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on
-and what it scores beside that, in the bubbles, is the fusion policy's to say.
+and what it scores beside that, in the bubbles, is the fusion policy's to say. Slow ranks get fewer rows or, at a
+checkpoint, fewer layers (`slow_devices`), and the schedule is searched for what they take.
 
     controller --rows of all models---> PipelineTrainer --counts--> Planner (search, in a thread)
                                             | schedule, rows            ^
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
+from rlfuse.engines.pipeline.slow_devices import paces
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.search import warm_up
@@ -71,18 +74,32 @@ class PipelineTrainer(PipelineGroup):
         attributes = {"micro_batches": counts, "scored": passes}
         with self.recorder.span("schedule", cause="scored", attributes=attributes) as span:
             done = await self.run(plan.rows, rows, scored, plan.times)
-            for each in (each for row in done.timed for each in row):
-                self.planner.learn(plan.timed_as(each.operation), each.end - each.start)
+            for pace, row in zip(self._paces, done.timed, strict=True):
+                for each in row:
+                    self.planner.learn(plan.timed_as(each.operation), (each.end - each.start) / pace)
             made = {"actual": done.makespan}
             if plan.times:
                 made |= {"planned": plan.seconds, "serial": plan.serial_s}
             span.attributes |= made
         return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores
 
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Rows, schedules and, where what the ranks hold is `saved`, layers of stages follow these rates of slots."""
+        await super().replan(rates, saved)
+        if saved is not None and await self.move_layers(saved):
+            self.planner.forget(range(self.block))
+        paces = self._paces
+        self.planner.replan([max(paces[device :: self.block]) for device in range(self.block)])
+
+    @property
+    def _paces(self) -> list[float]:
+        """Of each rank: how many times longer than expected its operations take."""
+        return paces(self.rates, self._rates_of("actor"))
+
     def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
         """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
         fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
         return max(len(self._within_budget(model, rows)[0]), fullest)
 
-    async def drain(self) -> list[Span]:
-        return self.recorder.drain() + await super().drain()
+    async def drain(self, collect: bool = False) -> list[Span]:
+        return self.recorder.drain() + await super().drain(collect)

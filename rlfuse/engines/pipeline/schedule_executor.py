@@ -18,7 +18,7 @@ Waits: only before an operation, for its input, and at the end of the row, for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,9 @@ Stages = Mapping[tuple[str, int], Stage]
 class ScheduleExecutor:
     """One device of a block. All ranks create theirs at the same time with the same layout."""
 
-    def __init__(self, layout: Sequence[Pipelines], timeout: float):
-        self.layout, self.timeout = tuple(layout), timeout
+    def __init__(self, layout: Sequence[Pipelines], timeout: float, did: Callable[[str], None] = lambda _: None):
+        """`did`: is told of every operation that has ended."""
+        self.layout, self.timeout, self.did = tuple(layout), timeout, did
         self.groups = LaneGroups(self.layout, timeout)
         self.device = self.groups.rank % self.groups.size
 
@@ -100,6 +101,7 @@ class _Run:
             tensor = self._input(step)
             start = self.waits.now()
             result = self._compute(step.operation, tensor)
+            self.executor.did(_described(step.operation))
             if step.output is not None:
                 self._hand_over(step, result)
             end = self.waits.now()

@@ -5,7 +5,8 @@ runs once), units get a degree of sequence parallelism, ranks and micro-batches.
 Invariants: every row is in exactly one micro-batch; a micro-batch of degree d is given to d consecutive, aligned ranks;
 each rank runs higher degrees first, so ranks that wait for each other meet in the same order everywhere; tokens per
 rank keep within the budget unless one unit exceeds it at the highest degree; with one legal degree and no costs ranks
-are balanced by tokens (`micro_batches.balance`).
+are balanced by tokens (`micro_batches.balance`). A unit goes to who would end it first, so slow ranks get less; ranks
+that wait for each other in every micro-batch run as many of them, and a slow one's are smaller.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-from rlfuse.engines.trainer.micro_batches import pack
+from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import MicroBatch, Row
 
 _RAISES = 64  # attempts to speed a plan up by giving its longest unit more ranks
@@ -63,6 +65,12 @@ class Costs:
     slower: tuple[float, ...] = (1.0,)
     """How many times longer everything takes while 1, 2, ... ranks compute at once, and more than are named as the
     last: on CPU hosts ranks may share cores."""
+    rates: tuple[float, ...] = ()
+    """By rank: how many times longer than expected everything takes there; none: as expected everywhere."""
+
+    def rate(self, first: int, width: int) -> float:
+        """Of consecutive ranks that wait for each other."""
+        return max(self.rates[first : first + width], default=1.0)
 
     def start(self, degree: int) -> float:
         """Of a micro-batch, on each of its ranks."""
@@ -84,6 +92,11 @@ class Costs:
             end += (load - before) * self.crowded(computing)
             before = load
         return end
+
+    def even(self, work: float, ranks: int) -> float:
+        """When ranks would be done with so much work for one as expected, if it could be shared out to the token."""
+        speeds = accumulate(sorted((1 / self.rate(rank, 1) for rank in range(ranks)), reverse=True))
+        return work * min(self.crowded(count) / speed for count, speed in enumerate(speeds, 1))
 
     def trained(self) -> Costs:
         """Of passes with gradients: three times the work, and as many exchanges on the way back as on the way there."""
@@ -154,13 +167,35 @@ def plan(
                 share = Share(tuple(row for i in bin for row in mine[i].rows), degree)
                 for rank in range(group, group + degree):
                     shares[rank].append(share)
-    longest = max(map(len, shares)) if lockstep else 0
-    return [share + [Share()] * (longest - len(share)) for share in shares]
+    if not lockstep:
+        return shares
+    longest, alone = max(map(len, shares)), [[] for _ in range(ranks)]
+    for unit, degree, rank in zip(units, chosen, first, strict=True):
+        alone[rank] += [unit] if degree == 1 else []
+    return [_in_step(*mine, longest, budget, most) for mine in zip(shares, alone, strict=True)]
+
+
+def _in_step(mine: list[Share], alone: list[Unit], count: int, budget: int, most: int | None) -> list[Share]:
+    """A rank's shares in `count` micro-batches, since ranks wait for each other in each: what it computes alone is
+    spread evenly where that fits; those without rows come last."""
+    together = [share for share in mine if share.degree > 1]
+    spread = balance([unit.tokens for unit in alone], count - len(together))
+    bins = [[alone[i] for i in bin] for bin in spread if bin]
+    if all(len(bin) == 1 or _fits(bin, budget, most) for bin in bins):
+        bins.sort(key=lambda bin: -sum(unit.tokens for unit in bin))
+        mine = together + [Share(tuple(row for unit in bin for row in unit.rows)) for bin in bins]
+    return mine + [Share()] * (count - len(mine))
+
+
+def _fits(bin: Sequence[Unit], budget: int, most: int | None) -> bool:
+    return sum(unit.tokens for unit in bin) <= budget and (most is None or sum(len(u.rows) for u in bin) <= most)
 
 
 def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
-    """The shares with their rows; one without repeats the shortest row at weight 0."""
-    filler = MicroBatch((min(rows, key=lambda row: row.tokens),), weight=0.0)
+    """The shares with their rows; one without runs two tokens of a row at weight 0, which costs next to nothing."""
+    row, first = rows[0], {name: array[:1] for name, array in rows[0].tensors.items()}
+    short = replace(row, prompt_ids=row.prompt_ids[-1:], response_ids=row.response_ids[:1], tensors=first, visual=())
+    filler = MicroBatch((short,), weight=0.0)
     return [
         [MicroBatch(tuple(rows[i] for i in each.rows), degree=each.degree) if each.rows else filler for each in mine]
         for mine in shares
@@ -171,8 +206,7 @@ def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[i
     """The smallest that fit, raised for the longest units where that ends the pass clearly sooner."""
     tried = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
     best, end = tried, _assign(units, tried, ranks, budget, costs)[0]
-    work = sum(costs.seconds(unit, degree) * degree for unit, degree in zip(units, tried, strict=True))
-    even = work * min(costs.crowded(count) / count for count in range(1, ranks + 1))
+    even = costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, tried, strict=True)), ranks)
     for _ in range(_RAISES if len(degrees) > 1 else 0):
         raisable = [i for i, degree in enumerate(tried) if degree < degrees[-1]]
         if not raisable or end <= _EVEN * even:
@@ -187,7 +221,7 @@ def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[i
 def _assign(
     units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs
 ) -> tuple[float, list[int]]:
-    """When the last rank ends, and each unit's first rank: high degrees first, the longest to the least loaded.
+    """When the last rank ends, and each unit's first rank: high degrees first, the longest to who would end it first.
 
     Ranks that share a unit are equally loaded before it, so none waits for the others.
     """
@@ -196,10 +230,11 @@ def _assign(
     seconds = [costs.seconds(unit, degree) for unit, degree in zip(units, degrees, strict=True)]
     for i in sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i)):
         width, tokens = degrees[i], units[i].tokens
-        begin, at = min((loads[rank], rank) for rank in range(0, ranks, width))
+        groups = ((costs.rate(rank, width), rank) for rank in range(0, ranks, width))
+        end, at, rate = min((loads[rank] + rate * seconds[i], rank, rate) for rate, rank in groups)
         if (left := room.get((width, at), 0)) < tokens:
-            begin, left = begin + costs.start(width), budget * width
+            end, left = end + rate * costs.start(width), budget * width
         room[width, at] = left - tokens
-        loads[at : at + width] = [begin + seconds[i]] * width
+        loads[at : at + width] = [end] * width
         first[i] = at
     return costs.end(loads), first

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 
-def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices per rank with nearly equal token sums: longest first, each to the least loaded rank (Graham 1969)."""
-    loads = [(0, rank) for rank in range(ranks)]
+def balance(lengths: Sequence[int], ranks: int, rates: Sequence[float] = ()) -> list[list[int]]:
+    """Indices per rank that end at nearly the same time: longest first, each to who would end it first (Graham 1969).
+
+    `rates`: how many times longer than expected each rank takes; none: all alike, which balances tokens.
+    """
+    heaps: dict[float, list[tuple[float, int]]] = defaultdict(list)  # of ranks that are alike: when each ends
+    for rank, rate in enumerate(rates or [1.0] * ranks):
+        heaps[rate].append((0.0, rank))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = heapq.heappop(loads)
+        length = lengths[index]
+        rate = min(heaps, key=lambda rate: heaps[rate][0][0] + rate * length)
+        end, rank = heaps[rate][0]
+        heapq.heapreplace(heaps[rate], (end + rate * length, rank))
         shares[rank].append(index)
-        heapq.heappush(loads, (load + lengths[index], rank))
     return shares
 
 
@@ -42,10 +50,14 @@ def pack(
     return bins
 
 
-def split_evenly(lengths: Sequence[int], pipelines: int, count: int) -> list[list[list[int]]]:
+def split_evenly(
+    lengths: Sequence[int], pipelines: int, count: int, rates: Sequence[float] = ()
+) -> list[list[list[int]]]:
     """Row indices as [pipeline][micro-batch][row]: `count` micro-batches for each pipeline, of nearly equal tokens.
+
+    `rates`: of each pipeline, as for `balance`; a slow one's micro-batches are smaller.
 
     Example: lengths 9, 5, 4, 1 on 1 pipeline in 2 micro-batches -> [[[0, 3], [1, 2]]].
     """
-    shares = balance(lengths, pipelines)
+    shares = balance(lengths, pipelines, rates)
     return [[[share[i] for i in bin] for bin in balance([lengths[i] for i in share], count)] for share in shares]

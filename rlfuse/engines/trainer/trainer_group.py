@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,11 @@ class TrainerGroup(RankGroup):
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees = len(self._ranks(slot)), degrees_up_to(self._largest_degree) if slot is None else (1,)
-        units = self._units(rows, budget * degrees[-1], ranks)
-        costs = self.costs.trained() if least_stage == 2 else self.costs
-        return plan(units, ranks, budget, degrees, costs, most, lockstep)
+        ranks, degrees = self._ranks(slot), degrees_up_to(self._largest_degree) if slot is None else (1,)
+        units = self._units(rows, budget * degrees[-1], len(ranks))
+        costs = replace(self.costs, rates=tuple(self.rates[rank] for rank in ranks))
+        costs = costs.trained() if least_stage == 2 else costs
+        return plan(units, len(ranks), budget, degrees, costs, most, lockstep)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
         """Rows that stay together; `capacity`: tokens of a micro-batch at most."""

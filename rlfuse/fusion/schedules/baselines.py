@@ -143,7 +143,7 @@ def _interleaved_shop(problem: Problem) -> Shop:
         for stage, kind in stages(problem, model)
     ]
     device = np.array([problem.device(*place[:3]) for place in places])
-    duration = np.array([problem.duration(model, stage, kind) for model, _, stage, kind in places])
+    duration = np.array([problem.duration(*place) for place in places])
     far = (shop.before != NONE) & (device[shop.before] != device)
     return shop._replace(device=device, duration=duration, lag=np.where(far, problem.communication, 0.0))
 

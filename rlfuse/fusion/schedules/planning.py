@@ -2,15 +2,16 @@
 
 Role: `rlfuse.engines.pipeline.pipeline_trainer` asks a `Planner` before every mini-batch and shows it afterwards what
 ran when. Durations are medians over the last mini-batches, by model, stage and kind; those not measured yet are guessed
-from those that were, a backward counting like two forwards. A schedule is kept until micro-batches change in number, or
-a duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
+from those that were, a backward counting like two forwards. They are those of a device that is as fast as expected;
+what a slow one takes is that times its rate. A schedule is kept until rates change, micro-batches in number, or a
+duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
 backward; in the schedule they are the model's, numbered behind those that it trains on.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -67,9 +68,25 @@ class Planner:
         self.split = split and training == "fused"
         self._seconds: dict[tuple[str, int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._plans: dict[Key, tuple[Problem, Rows]] = {}
+        self._rates: tuple[float, ...] = ()
+
+    def replan(self, rates: Sequence[float]) -> None:
+        """Schedules are searched for devices with these rates from now on.
+
+        What was measured on a device while its real rate was not known yet is forgotten.
+        """
+        before, self._rates = self._rates or (1.0,) * self.stages, tuple(rates)
+        self.forget(device for device, rate in enumerate(rates) if rate != before[device])
+
+    def forget(self, devices: Iterable[int]) -> None:
+        """What these devices were measured to take holds no more."""
+        if changed := set(devices):
+            self._plans.clear()
+            for key in [key for key in self._seconds if self._device(*key[:2]) in changed]:
+                del self._seconds[key]
 
     def learn(self, operation: Operation, seconds: float) -> None:
-        """It took so long, without its wait for a peer (`Plan.timed_as`)."""
+        """It took so long, without its wait for a peer (`Plan.timed_as`), or would have on a device as expected."""
         self._seconds[operation.model, operation.stage, operation.kind].append(seconds)
 
     def plan(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Plan:
@@ -93,7 +110,12 @@ class Planner:
         """What `plan` searches a schedule for."""
         models = [self._model(name, count) for name, count in sorted(trained.items())]
         models += [self._scoring(name, count) for name, count in sorted((scored or {}).items())]
-        return Problem(self.stages, tuple(models), split_backward=self.split, memory_cap=self.memory_cap)
+        return Problem(
+            self.stages, tuple(models), split_backward=self.split, memory_cap=self.memory_cap, rates=self._rates
+        )
+
+    def _device(self, model: str, stage: int) -> int:
+        return stage if self.direction(model.removesuffix(SCORED)) == "down" else self.stages - 1 - stage
 
     def direction(self, model: str) -> Literal["down", "up"]:
         """Opposite for actor and critic, so that one's first stages fill the bubbles of the other's last ones.
@@ -146,7 +168,7 @@ def _drifted(before: Problem, now: Problem) -> bool:
         for model in problem.models:
             for kind in problem.kinds(model):
                 for stage in range(model.stages):
-                    yield problem.duration(model, stage, kind)
+                    yield problem.duration(model, 0, stage, kind)
 
     old, new = list(times(before)), list(times(now))
     scale = sum(new) / sum(old)  # all of them alike changes no schedule

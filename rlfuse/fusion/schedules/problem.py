@@ -9,6 +9,8 @@ Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1,
 `down` and last when it is `up`. With two chunks per device (a V, arXiv 2405.15362) the chunk-stages are 0 .. 2S-1:
 chunk-stage c stands where stage c does for c < S and where stage 2S-1-c does otherwise, with half of that stage's times
 and activation.
+
+A slow device has a rate above 1, by which all its times are multiplied; the search and its bound hold as they stand.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ class Problem:
     communication: AtLeastZero = 0.0
     """From the end of an operation to the start of the one that needs its result, on another device."""
     chunks_per_device: Annotated[int, CHUNKS] = 1
+    rates: tuple[Positive, ...] = ()
+    """Of each device: how many times longer than stated everything takes there. None: 1 each."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -104,6 +108,8 @@ class Problem:
     def _problems(self) -> Iterator[str]:
         if not self.models:
             yield "models=[]: a schedule is for at least one model"
+        if self.rates and len(self.rates) != self.devices:
+            yield f"rates has {len(self.rates)} values for devices={self.devices}: give one each, or none"
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             yield f"models: names {names} must differ"
@@ -143,10 +149,11 @@ class Problem:
         place = self._place(model, stage)
         return pipeline * model.stages + (place if model.direction == "down" else model.stages - 1 - place)
 
-    def duration(self, model: Model, stage: int, kind: Kind) -> float:
-        """Of an operation."""
+    def duration(self, model: Model, pipeline: int, stage: int, kind: Kind) -> float:
+        """Of an operation, on the device where it stands."""
         place, backward = self._place(model, stage), kind != "F"
         whole = model.of("backward" if backward else "forward", place) / self.chunks(model)
+        whole *= self.rates[self.device(model, pipeline, stage)] if self.rates else 1.0
         if not backward or not self.split_backward:
             return whole
         return whole * (model.weight_gradient if kind == "W" else 1 - model.weight_gradient)
@@ -243,8 +250,9 @@ def parse(data: Any) -> Problem:
             "lower micro_batches, as long schedules repeat themselves"
         )
     times = [
-        problem.duration(model, stage, kind)
+        problem.duration(model, pipeline, stage, kind)
         for model in problem.models
+        for pipeline in range(model.pipelines)
         for stage in range(problem.stages(model))
         for kind in problem.kinds(model)
     ]

@@ -128,7 +128,7 @@ def timed(
     problem doesn't have.
     """
     lengths = _lengths(problem)
-    duration = duration or (lambda each: lengths[each.model, each.stage, each.kind])
+    duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
     if unknown := where.keys() - expected(problem).keys():
         raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
@@ -187,11 +187,17 @@ def _listed(parts: Sequence[str]) -> str:
     return "; ".join(parts[:SHOWN]) + more
 
 
-def _lengths(problem: Problem) -> dict[tuple[str, int, Kind], float]:
-    """(model, stage, kind) -> duration."""
+def _class_of(each: Operation) -> tuple[str, int, int, Kind]:
+    """What it shares its duration with: all micro-batches."""
+    return each.model, each.pipeline, each.stage, each.kind
+
+
+def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
+    """(model, pipeline, stage, kind) -> duration."""
     return {
-        (model.name, stage, kind): problem.duration(model, stage, kind)
+        (model.name, pipeline, stage, kind): problem.duration(model, pipeline, stage, kind)
         for model in problem.models
+        for pipeline in range(model.pipelines)
         for stage in range(problem.stages(model))
         for kind in problem.kinds(model)
     }
@@ -219,7 +225,7 @@ def check(problem: Problem, schedule: Schedule) -> None:
     slack, lengths = LOOSE * schedule.makespan, _lengths(problem)
     placed = {timed.operation: (timed.end, device) for device, row in enumerate(schedule.rows) for timed in row}
     for each, start, end in itertools.chain.from_iterable(schedule.rows):
-        length = lengths[each.model, each.stage, each.kind]
+        length = lengths[_class_of(each)]
         if abs(end - start - length) > slack:
             raise ScheduleError(f"{show(each)} takes {end - start:g}: the problem says {length:g}")
         need = needs(problem, each)

@@ -1,0 +1,85 @@
+"""What slow devices change in pipelines: who gets how many rows, what operations take, which layers make a stage. Pure.
+
+Role: called by the group before it divides rows, by the trainer when rates of slots are known anew. A rate is time over
+expected time, by rank; rank = block * devices + device. All blocks share one cut into stages, and one schedule.
+A slow device is unloaded by layers or by rows. One pipeline can only move layers; with many it may be better that the
+one with the slow device gets fewer rows than that all of them are cut for it: the sooner end decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.partition import LayerCosts, balanced, stage_costs
+
+Layout = Sequence[Pipelines]
+
+
+def with_layers(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[Pipelines]:
+    """The layout with the layers of each stage, as ranks cut a model where it doesn't name them."""
+    return [replace(each, layers=each.layers or balanced(*costs[each.model], each.depth)) for each in layout]
+
+
+def work_of_devices(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[float]:
+    """Cost of all that stands on each device of a block."""
+    work = [0.0] * layout[0].devices
+    for pipelines in with_layers(layout, costs):
+        stages = stage_costs(pipelines.layers or (), *costs[pipelines.model])
+        for device in range(pipelines.devices):
+            work[device] += sum(stages[stage] for stage in pipelines.stages_on(device))
+    return work
+
+
+def pipeline_rates(rates: Sequence[float], work: Sequence[float], stages: int) -> list[float]:
+    """Of each pipeline of so many stages: how many times longer than expected its last device takes.
+
+    Example: rates 1, 2 where the slow device has a third of the work: 1.
+    """
+    expected = [work[rank % len(work)] for rank in range(len(rates))]
+    taken = [rate * own for rate, own in zip(rates, expected, strict=True)]
+    firsts = range(0, len(rates), stages)
+    return [max(taken[first : first + stages]) / max(expected[first : first + stages]) for first in firsts]
+
+
+def paces(rates: Sequence[float], pipelines: Sequence[float]) -> list[float]:
+    """Of each rank: how many times longer than expected its operations take, as slow pipelines get fewer rows.
+
+    `pipelines`: as `pipeline_rates` has them.
+    """
+    speeds = [1 / rate for rate in pipelines]
+    stages, mean = len(rates) // len(pipelines), sum(speeds) / len(speeds)
+    return [rate * speeds[rank // stages] / mean for rank, rate in enumerate(rates)]
+
+
+def cut_anew(
+    layout: Layout, costs: Mapping[str, LayerCosts], rates: Sequence[float], room: Sequence[int] | None = None
+) -> list[Pipelines]:
+    """The layout under which training ends soonest: as it is, cut by these rates, or as if all devices were alike.
+
+    `room`: layers of every model that each device has memory for beside what it has; None: as many as there are.
+    """
+    now = with_layers(layout, costs)
+    devices = now[0].devices
+    cuts = [now]
+    for assumed in ([max(rates[device::devices]) for device in range(devices)], [1.0] * devices):
+        cuts.append([_cut(pipelines, costs[pipelines.model], assumed, room) for pipelines in now])
+    return max(cuts, key=lambda cut: _speed(cut, costs, rates))
+
+
+def _cut(pipelines: Pipelines, costs: LayerCosts, rates: Sequence[float], room: Sequence[int] | None) -> Pipelines:
+    on = [[pipelines.device(p, stage) for p in range(pipelines.pipelines)] for stage in range(pipelines.depth)]
+    most = [size + min(room[each] for each in on[i]) for i, size in enumerate(pipelines.layers)] if room else ()
+    slowest = [max(rates[each] for each in devices) for devices in on]
+    return replace(pipelines, layers=balanced(*costs, pipelines.depth, slowest, most))
+
+
+def _speed(layout: Layout, costs: Mapping[str, LayerCosts], rates: Sequence[float]) -> float:
+    """Of all blocks together, where each gets the rows that it can take; rounded, so that of equals the first wins."""
+    work = work_of_devices(layout, costs)
+    ends = [
+        max(rate * own for rate, own in zip(rates[first : first + len(work)], work, strict=True))
+        for first in range(0, len(rates), len(work))
+    ]
+    return float(f"{sum(1 / end for end in ends):.6g}")

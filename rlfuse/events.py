@@ -47,8 +47,8 @@ class Recorder:
         self.step = -1
         self.open: dict[int, Span] = {}
         """Spans under way, oldest first."""
-        self.heard: Callable[[str], Any] = lambda event: None
-        """Told what begins and ends, as it does."""
+        self.heard: list[Callable[[str], Any]] = []
+        """Each is told what begins and ends, as it does."""
         self._spans: list[Span] = []
 
     @contextmanager
@@ -56,7 +56,7 @@ class Recorder:
         """Record the body as a span; the body may set fields on the yielded span. Recorded also when it raises."""
         span = Span(kind, self.where, time.time(), step=fields.pop("step", self.step), **fields)
         self.open[id(span)] = span
-        self.heard(f"began {kind}")
+        self._tell(f"began {kind}")
         try:
             yield span
         except BaseException as error:
@@ -66,10 +66,14 @@ class Recorder:
             span.end = time.time()
             del self.open[id(span)]
             self._spans.append(span)
-            self.heard(f"ended {kind}")
+            self._tell(f"ended {kind}")
 
     def add(self, span: Span) -> None:
         self._spans.append(span)
+
+    def _tell(self, event: str) -> None:
+        for hear in self.heard:
+            hear(event)
 
     def drain(self) -> list[Span]:
         """All spans since the last drain, oldest first."""

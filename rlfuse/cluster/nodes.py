@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from rlfuse.errors import WorkerLost
+from rlfuse.errors import NodeLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def this_node_id() -> str:
 async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
     """The result of `work`. `occupants`: of each node of the run, who lives there.
 
-    Raises WorkerLost that names a lost node and who lived there; whatever failed because of that is its cause.
+    Raises NodeLost that names a lost node and who lived there; whatever failed because of that is its cause.
     """
     away = [node for node in occupants if node.id != this_node_id()]
     if not away:
@@ -107,7 +107,7 @@ async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-    raise WorkerLost(lost_message(gone, occupants)) from cause
+    raise NodeLost(lost_message(gone, occupants), tuple(node.id for node in gone)) from cause
 
 
 def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,11 +137,11 @@ def worker_environment(device: str) -> dict[str, str]:
     return QUIET | (CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())) | cache
 
 
-async def start(config: Config, again: bool = False) -> Slots:
+async def start(config: Config, again: bool = False, without: Collection[str] = ()) -> Slots:
     """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out.
 
     `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker. With
-    cluster.device=auto the nodes decide, wherever this process runs.
+    cluster.device=auto the nodes decide, wherever this process runs. `without`: ids of nodes that are about to leave.
     """
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     # The engine's own child processes end with it, also when it is killed.
@@ -159,15 +159,15 @@ async def start(config: Config, again: bool = False) -> Slots:
             _join_ray(config.cluster.ray_address)
     restore_child_signals()
     patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
-    return await _reserve(config, config.cluster.timeout_s if again else patience)
+    return await _reserve(config, config.cluster.timeout_s if again else patience, without)
 
 
-async def _reserve(config: Config, patience: float) -> Slots:
+async def _reserve(config: Config, patience: float, without: Collection[str]) -> Slots:
     until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
     while True:  # nodes may be joining
-        found = answering_nodes()
+        found = [node for node in answering_nodes() if node.id not in without]
         device, why = device_of(config.cluster.device, found)
-        bundle = {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
+        bundle = _bundle(device)
         if taken := choose(found, config.trainer.nnodes, per_node, bundle, this_node_id()):
             selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
             group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
@@ -178,6 +178,18 @@ async def _reserve(config: Config, patience: float) -> Slots:
         if time.monotonic() > until:
             raise EngineError(no_room(config, bundle, alive_nodes(), why))
         await asyncio.sleep(0.2)
+
+
+def _bundle(device: str) -> dict[str, float]:
+    """What a slot takes of its node."""
+    return {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
+
+
+def spare_nodes(slots: Slots) -> list[Node]:
+    """Nodes beside the run's own with room for as many slots as each of those has."""
+    others = [node for node in answering_nodes() if node not in slots.nodes]
+    per_node, bundle, one = slots.count // len(slots.nodes), _bundle(slots.device), this_node_id()
+    return [node for node in others if choose([node], 1, per_node, bundle, one)]
 
 
 def no_room(config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str) -> str:

@@ -52,16 +52,21 @@ class Stopping:
         """Under way, its end is worth waiting for; None before the first."""
         self.by: signal.Signals | None = None
         """What came first."""
+        self.elsewhere: Exception | None = None
+        """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
         self._at = 0.0  # of the first Ctrl-C
         self._ending = self._raised = False
         self._limit: asyncio.TimerHandle | None = None
 
     @property
     def asked(self) -> bool:
-        return self.by is not None
+        """Whether the step under way is the last here."""
+        return self.by is not None or self.elsewhere is not None
 
-    def stopped_after(self, step: int) -> Stopped:
-        """To be raised: a signal came, and the step under way is saved."""
+    def stopped_after(self, step: int) -> Exception:
+        """To be raised: the step under way is saved, and a signal came, or the job goes on elsewhere."""
+        if self.by is None and self.elsewhere is not None:
+            return self.elsewhere
         by = self.by or SIGTERM
         return Stopped(f"{NAMES[by]}: the run left after step {step}, which is saved.", by)
 
@@ -79,7 +84,8 @@ class Stopping:
         except BaseException as error:
             # While Ray starts, SIGTERM is its own: it exits with the signal's number.
             started = isinstance(error, SystemExit) and error.code == SIGTERM
-            if not (self.asked or started) or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
+            told = self.by is not None or started
+            if not told or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
                 raise
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]

@@ -78,7 +78,8 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=chain)
     slate = os.open(path, os.O_CREAT | os.O_RDWR)
     created = psutil.Process().create_time()
-    head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "created": created}
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "created": created, "device": device}
     os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
     _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
 
@@ -88,7 +89,7 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
             os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
 
     if recorder is not None:
-        recorder.heard = hear
+        recorder.heard.append(hear)
         hear("started")
 
 
@@ -106,6 +107,7 @@ class _Process:
     """It had then in memory; 0: it records none."""
     event: str
     path: Path
+    device: str
 
     @classmethod
     def read(cls, path: Path) -> _Process:
@@ -207,11 +209,33 @@ class Watchdog:
         return {each: text or "no answer\n" for each, text in texts.items()}
 
     def _processes(self) -> list[_Process]:
-        files = [path for path in (self.folder / "processes").glob("*") if path.suffix != ".txt"]
-        return [_Process.read(path) for path in files if path.stat().st_size >= HEAD]
+        return _registered(self.folder)
 
     def _living(self) -> list[_Process]:
         return [each for each in self._processes() if each.state != "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A process of the run, and the first device that CUDA shows it; none: empty."""
+
+    where: str
+    pid: int
+    device: str
+
+
+def registered() -> list[Registered]:
+    """The run's processes that live on this host, those that `register`; for any process of the run on it."""
+    folder, host = os.environ.get(FOLDER), socket.gethostname()
+    found = _registered(Path(folder)) if folder else []
+    return [
+        Registered(each.where, each.pid, each.device) for each in found if each.host == host and each.state != "gone"
+    ]
+
+
+def _registered(folder: Path) -> list[_Process]:
+    files = [path for path in (folder / "processes").glob("*") if path.suffix != ".txt"]
+    return [_Process.read(path) for path in files if path.stat().st_size >= HEAD]
 
 
 def _write_tasks(file: TextIO) -> None:

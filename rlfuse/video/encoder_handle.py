@@ -70,9 +70,9 @@ class EncoderHandle:
                 return await self.encode(part, None)
             return PartFailure(str(error))
 
-    async def drain(self) -> list[Span]:
-        """Spans since the last call."""
-        return await self._ask("hand over its spans", "drain")
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Spans since the last call. `collect`: garbage, before."""
+        return await self._ask("hand over its spans", "drain", collect)
 
     def close(self) -> None:
         """End the process."""

@@ -22,6 +22,7 @@ import torch
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
+from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
 from rlfuse.video.embedding import write_rows
@@ -99,6 +100,7 @@ class EncoderRank:
         restore_child_signals()  # decoders are children of this process
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
+        self.garbage = GarbageCollector(self.recorder)
         watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: tuple[Frames, Future] | None = None
@@ -129,8 +131,10 @@ class EncoderRank:
             span.attributes |= {"decode_s": done.decode_s, "wait_s": done.wait_s}
             return done
 
-    def drain(self) -> list[Span]:
-        """Spans since the last call."""
+    def drain(self, collect: bool = False) -> list[Span]:
+        """Spans since the last call. `collect`: garbage, before."""
+        if collect:
+            self.garbage.collect()
         return self.recorder.drain()
 
     def _encode(self, part: Part, upcoming: Frames | None) -> Encoded:

@@ -155,9 +155,10 @@ class SequenceParallelEncoder:
             await asyncio.gather(*(rank.update(str(weights), updates) for rank in self.ranks))
             self._take_version()
 
-    async def drain(self) -> list[Span]:
-        """Spans of all ranks since the last call."""
-        return [span for spans in await asyncio.gather(*(rank.drain() for rank in self.ranks)) for span in spans]
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Spans of all ranks since the last call. `collect`: garbage, before."""
+        drained = await asyncio.gather(*(rank.drain(collect) for rank in self.ranks))
+        return [span for spans in drained for span in spans]
 
     async def metrics(self) -> dict[str, float]:
         """`video/*` since the last call; bytes are of now, other figures of the caches since they began."""

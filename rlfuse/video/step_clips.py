@@ -69,9 +69,9 @@ class StepClips:
         means = {name: sum(of) / len(of) for name, of in zip(names, zip(*seen, strict=True), strict=False)}
         return means | {"video/dropped_groups": float(dropped)} | await self.encoder.metrics()
 
-    async def drain(self) -> list[Span]:
-        """Spans since the last call, those of encoder ranks too."""
-        return await self.encoder.drain()
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Spans since the last call, those of encoder ranks too. `collect`: their garbage, before."""
+        return await self.encoder.drain(collect)
 
     async def close(self) -> None:
         """End the processes, empty the caches."""

@@ -161,11 +161,11 @@ class RolloutHandle:
         self._check()
         return await self._call("load", "report its load")
 
-    async def drain(self) -> list[Span]:
-        """Spans since the last call; those of an engine that is lost are lost."""
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Spans since the last call; those of an engine that is lost are lost. `collect`: garbage, before."""
         with suppress(EngineLost):
             self._check()
-            return await self._call("drain", "hand over its events")
+            return await self._call("drain", "hand over its events", collect)
         return []
 
     async def sleep(self) -> None:

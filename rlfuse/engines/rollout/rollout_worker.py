@@ -33,6 +33,7 @@ import psutil
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
+from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
@@ -61,6 +62,7 @@ class RolloutWorker:
     def __init__(self, slot: int):
         self.name = f"rollout/{slot}"
         self._recorder = Recorder(self.name)
+        self._garbage = GarbageCollector(self._recorder)
         watchdog.register(self.name, self._recorder)
         restore_child_signals()  # how the engine's process ended
         self._engine: Any = None
@@ -80,6 +82,7 @@ class RolloutWorker:
         """Calls of the engine under way, but for those that generate."""
         self._calls = 0
         self._stats: Any = None
+        self._steps = 0
         self._version = 0
         self._update: Span | None = None
 
@@ -123,11 +126,13 @@ class RolloutWorker:
         """vLLM calls this after every engine step."""
         self._stats = scheduler_stats or self._stats
         if self._meter is not None and scheduler_stats is not None and iteration_stats is not None:
+            self._steps += 1
             self._meter.record(scheduler_stats, iteration_stats)
             self._liveness.did(f"a step of {scheduler_stats.num_running_reqs} samples")
 
     async def pulse(self) -> Pulse:
         """Whether the engine gets on with what it was asked for."""
+        self._garbage.guard()
         generating = bool(self._active) and not self._frozen
         return self._liveness.judge(busy=generating or self._asked > 0)
 
@@ -294,11 +299,13 @@ class RolloutWorker:
         """As of vLLM's last step; nothing when no sample is active."""
         if (stats := self._stats) is None or not self._active:
             return Load(0, 0, 0.0)
-        return Load(stats.num_running_reqs, stats.num_waiting_reqs, float(stats.kv_cache_usage))
+        return Load(stats.num_running_reqs, stats.num_waiting_reqs, float(stats.kv_cache_usage), self._steps)
 
-    async def drain(self) -> list[Span]:
+    async def drain(self, collect: bool = False) -> list[Span]:
         if self._meter is not None:
             self._meter.close()
+        if collect:
+            self._garbage.collect()
         return self._recorder.drain()
 
     # Weights -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -26,9 +27,13 @@ from torch.distributed import distributed_c10d
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.cuda import collective_limit_s
+from rlfuse.cluster.garbage import GarbageCollector
+from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
+from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
 from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 
@@ -61,6 +66,9 @@ class Rank:
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
         torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
         watchdog.register(self.recorder.where, self.recorder)
+        self.garbage = GarbageCollector(self.recorder, self._held_mib)
+        self.progress = Progress(device, collectives)
+        self.recorder.heard.append(self.progress.did)
         if config.trainer.deterministic:  # operations without a deterministic implementation raise
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # ZeRO's buffers of 2 GB, each time
@@ -85,6 +93,10 @@ class Rank:
         builders = [get_accelerator().create_op_builder(name) for name, needed in wanted.items() if needed]
         return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
 
+    def _held_mib(self) -> int:
+        """Of the host's memory and the device's."""
+        return resident_mib() + (0 if self.device == "cpu" else torch.cuda.memory_allocated() >> 20)
+
     def meeting_place(self) -> tuple[str, int]:
         """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
         host = ray.util.get_node_ip_address()
@@ -93,6 +105,7 @@ class Rank:
 
     def join(self, host: str, port: int) -> None:
         """Meet the other ranks; waits for all of them, at most `limit_s`."""
+        self.progress.calls_come_here()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         if interface := interface_of(ray.util.get_node_ip_address()):
@@ -132,8 +145,34 @@ class Rank:
             torch.cuda.empty_cache()
             time.sleep(0.5)
 
-    def drain(self) -> list[Span]:
+    @ray.method(concurrency_group=WATCH)
+    def pulse(self) -> Pulse:
+        """Answers while another call is under way."""
+        return self.progress.pulse()
+
+    def probe(self) -> float | None:
+        """FLOP/s of large matrix products in the model's type; None where the device has no room for them now."""
+        try:
+            return matmul_rate(getattr(torch, self.config.model.dtype), self.device)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            if self.away:  # nothing stays where the engine is
+                torch.cuda.empty_cache()
+
+    def drain(self, collect: bool = False) -> list[Span]:
+        if collect:
+            self.garbage.collect()
         return self.recorder.drain()
+
+
+def collectives() -> dict[str, int]:
+    """Process group -> collectives of it that this rank has joined, of groups that count them."""
+    names, found = distributed_c10d._world.pg_names, {}
+    for group in list(names):
+        with suppress(RuntimeError):
+            found[names[group]] = group._get_sequence_number_for_group()
+    return found
 
 
 def interface_of(address: str) -> str | None:

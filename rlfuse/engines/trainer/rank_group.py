@@ -1,35 +1,49 @@
 """The driver's side of trainer ranks, whatever they hold: their start, calls, steps, and turns on the device.
 
 Role: `TrainerGroup` (whole models), `PipelineTrainer` (stages) and `RewardModelTrainer` add what they ask their ranks
-for. A rollout slot spans `rollout.tensor_model_parallel_size` ranks.
+for. A rollout slot spans `rollout.tensor_model_parallel_size` ranks, which share its rate.
 Invariants: calls on single slots run side by side; a call of all ranks runs alone, because collectives need the same
 order on every rank. The rows of a step are those that were accumulated since the last one. A failure is told once, and
-a dead rank before those that waited for it.
+a dead rank before those that waited for it. A rank that hangs in a call which trains or scores (`WATCHED`) is found by
+its pulse, within about cluster.heartbeat_s, and killed; others may take long over a single operation, as loading is.
 Waits: for other calls' turns and for ranks, each call at most cluster.timeout_s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.algorithms.objectives import means
-from rlfuse.cluster import cuda
+from rlfuse.cluster import cuda, process_logs, watchdog
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
-from rlfuse.errors import NotSaved
+from rlfuse.engines.trainer.liveness import WATCH, Judge
+from rlfuse.errors import NotSaved, WorkerLost
 from rlfuse.events import Span
 
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Bytes; up to these glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
-and takes them anew; the page faults are 5 % of a split backward's time."""
+HOST_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Up to these bytes glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
+and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a
+rank's calls on a thread beside the main one, as `pulse` is answered on another."""
+WATCHED = ("log_probs", "values", "scores", "accumulate", "run", "step")
+"""Calls in which a rank shows often that it gets on."""
+LOOKS = 8
+"""At each rank in `cluster.heartbeat_s`, while it is at one of these."""
+T = TypeVar("T")
 
 
 class RankGroup:
@@ -39,6 +53,10 @@ class RankGroup:
         self.config, self.ranks, self._turns = config, list(ranks), _Turns()
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
         """Model -> response tokens of each row since its last step."""
+        self._known: set[str] = set()
+        """Calls that have ended well once."""
+        self.rates = (1.0,) * len(self.ranks)
+        """By rank: how many times longer than expected it takes."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -51,6 +69,11 @@ class RankGroup:
     async def leave_device(self, slot: int) -> None:
         """The slot's ranks move their models to host memory; until `take_device` nothing may be asked of them."""
         await self._call("switch", "leave its device", slot, lambda rank: ("rollout",))
+
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Calls of several ranks are shared out by these rates of slots from now on; none: as if all were alike."""
+        width = self.config.rollout.tensor_model_parallel_size
+        self.rates = tuple(rates[rank // width] if rates else 1.0 for rank in range(len(self.ranks)))
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
@@ -69,8 +92,14 @@ class RankGroup:
         sums = await self._all("step", f"update the {model}", model, count)
         return step_metrics(model, sums, count, lengths)
 
-    async def drain(self) -> list[Span]:
-        return [span for spans in await self._all("drain", "hand over its events") for span in spans]
+    async def probe(self) -> list[float | None]:
+        """FLOP/s of large matrix products, of each slot's slowest rank; every rank computes alone."""
+        speeds = await self._all("probe", "time fixed work")
+        slots = [[speeds[rank] for rank in self._ranks(slot)] for slot in range(len(speeds) // len(self._ranks(0)))]
+        return [None if None in each else min(each) for each in slots]
+
+    async def drain(self, collect: bool = False) -> list[Span]:
+        return [span for spans in await self._all("drain", "hand over its events", collect) for span in spans]
 
     def _check_no_gradients(self, done: str) -> None:
         """ValueError while a model holds gradients, which checkpoints do not have."""
@@ -92,11 +121,66 @@ class RankGroup:
         self, method: str, action: str, slot: int | None, arguments: Callable[[int], tuple[Any, ...]]
     ) -> list[Any]:
         async with self._turns.alone() if slot is None else self._turns.shared():
-            return await all_of([self._ask(rank, method, action, *arguments(rank)) for rank in self._ranks(slot)])
+            asked = {
+                rank: asyncio.ensure_future(self._ask(rank, method, action, *arguments(rank)))
+                for rank in self._ranks(slot)
+            }
+            work = all_of([*asked.values()])
+            return await (self._watched(work, asked, action) if method in WATCHED else work)
+
+    async def _watched(self, work: Awaitable[T], asked: Mapping[int, asyncio.Future], action: str) -> T:
+        """The result of a call; WorkerLost as soon as a rank hangs in it."""
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch(asked, action))
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise watch.result()
+            self._known.add(action)
+            return task.result()
+        finally:
+            for each in (task, watch):
+                each.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def _watch(self, asked: Mapping[int, asyncio.Future], action: str) -> WorkerLost:
+        """Return once one of these ranks hangs, with what to raise; it is killed."""
+        limit = self.config.cluster.heartbeat_s
+        judge, looked, pulses = Judge(limit, first=action not in self._known), time.monotonic(), dict[int, Any]()
+        try:
+            while True:
+                await asyncio.sleep(limit / LOOKS)
+                at_it = [rank for rank, answer in asked.items() if not answer.done()]
+                for rank in at_it:
+                    if rank not in pulses or pulses[rank].done():
+                        pulses[rank] = asyncio.wrap_future(self.ranks[rank].pulse.remote().future())
+                if at_it:
+                    await asyncio.wait([pulses[rank] for rank in at_it], timeout=limit / LOOKS)
+                before, looked = looked, time.monotonic()
+                heard = {rank: pulse for rank in at_it if not isinstance(pulse := _answer(pulses[rank]), Exception)}
+                hung = judge.look(looked - before, heard)
+                if hung is not None:
+                    return self._give_up(hung, judge, action, [rank for rank in heard if rank != hung])
+        finally:
+            for each in pulses.values():
+                each.cancel()
+
+    def _give_up(self, rank: int, judge: Judge, action: str, others: Sequence[int]) -> WorkerLost:
+        """What to raise for a rank that hangs; it is killed, so that another can have its slot."""
+        name = f"trainer/{rank}"
+        waiting = [f"trainer/{other}" for other in others if judge.waiting(other, [rank])]
+        wait = f"\nFor it {', '.join(waiting)} waited." if waiting else ""
+        told = f"{name} hangs: asked to {action} it {judge.told(rank)}{wait}{watchdog.evidence(name)}"
+        ray.kill(self.ranks[rank])
+        return WorkerLost("\n".join(filter(None, [told, process_logs.where_to_look(name)])))
 
     def _ask(self, rank: int, method: str, action: str, *arguments: Any) -> Awaitable[Any]:
         reference = getattr(self.ranks[rank], method).remote(*arguments)
         return call(reference, f"trainer/{rank}", action, self.config.cluster.timeout_s)
+
+
+def _answer(asked: asyncio.Future) -> Any:
+    """The pulse, None if it has not come; the error of a rank that can't tell, as its call will tell more."""
+    return (asked.exception() or asked.result()) if asked.done() else None
 
 
 class _Turns:
@@ -129,7 +213,7 @@ async def start_ranks(
     kind: type, config: Config, slots: Slots, cores: Sequence[int] | None
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
-    remote, limit, variables = ray.remote(kind), config.cluster.timeout_s, KEEP_FREED_MEMORY
+    remote, limit, variables = ray.remote(concurrency_groups={WATCH: 1})(kind), config.cluster.timeout_s, HOST_MEMORY
     if slots.device != "cpu":
         chosen = [*cuda.deterministic_settings(config), *cuda.rank_settings(config, slots.threads)]
         variables = cuda.environment(chosen)

@@ -43,6 +43,7 @@ class RewardModelRank(TrainerRank):
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL: None}
         self.exporters = {MODEL: Exporter(model, self.rank)}
+        self.progress.follow(model)
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         parameters = sum(size for _, size in self.sizes(MODEL)) // model.dtype.itemsize
         return {"packed": self.packed, "parameters": parameters}

@@ -100,6 +100,8 @@ class TrainerRank(Rank):
                 reference = load_policy(config.ref.path or start, config.model)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
         modules = {name: getattr(each, "module", each) for name, each in self.engines.items()}
+        for module in (*modules.values(), *self.beside):
+            self.progress.follow(module)
         self.ropes = {name: m_rope(each.config) for name, each in modules.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {

@@ -185,10 +185,13 @@ class RewardPool:
             for position, outcome in zip(call.positions, call.answer.result(), strict=True):
                 known[position][entry.name] = outcome
 
-    async def drain(self) -> list[Span]:
-        """All spans since the last drain: `reward` for each call, `restart` for each process replaced."""
-        spans = (span for handle in self._handles for span in handle.recorder.drain())
-        return sorted(spans, key=lambda span: span.start)
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """All spans since the last drain: `reward` for each call, `restart` for each process replaced.
+
+        `collect`: processes without a call collect garbage first.
+        """
+        drained = await asyncio.gather(*(handle.drain(collect) for handle in self._handles))
+        return sorted((span for spans in drained for span in spans), key=lambda span: span.start)
 
     async def close(self) -> None:
         """Kill all processes; a `score` under way gets an EngineError."""

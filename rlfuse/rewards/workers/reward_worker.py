@@ -23,7 +23,9 @@ from ray import cloudpickle
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
+from rlfuse.cluster.garbage import GROWN_MIB, GarbageCollector
 from rlfuse.errors import RewardError
+from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.functions import RewardFunction, load_function
 from rlfuse.rewards.api.items import Item, Outcome
 from rlfuse.rewards.api.results import headline, user_traceback
@@ -45,6 +47,9 @@ class RewardWorker:
 
     def __init__(self, where: str, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
         watchdog.register(where)
+        self._recorder = Recorder(where)
+        grown = GROWN_MIB if memory_mb is None else min(GROWN_MIB, memory_mb // 4)
+        self._garbage = GarbageCollector(self._recorder, grown_mib=grown, young=True)
         self._sources, self._timeout_s, self._memory_mb = sources, timeout_s, memory_mb
         self._functions: dict[str, RewardFunction] = {}
         restore_child_signals()
@@ -66,7 +71,15 @@ class RewardWorker:
 
     def score(self, name: str, items: Sequence[Item]) -> list[Outcome]:
         """One outcome for each item, in order."""
-        return self._functions[name].score(items, self._timeout_s)
+        try:
+            return self._functions[name].score(items, self._timeout_s)
+        finally:
+            self._garbage.guard()
+
+    def collect(self) -> list[Span]:
+        """Collect garbage; every such collection since the last call."""
+        self._garbage.collect()
+        return self._recorder.drain()
 
 
 def limit_memory(more_mb: int) -> None:

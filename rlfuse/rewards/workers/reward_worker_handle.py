@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,8 +21,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rlfuse.cluster import remote, watchdog
-from rlfuse.errors import EngineError
-from rlfuse.events import Recorder
+from rlfuse.errors import EngineError, WorkerLost
+from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.items import Item, Outcome
 from rlfuse.rewards.api.results import headline, text
 from rlfuse.rewards.api.shapes import timed_out
@@ -110,6 +111,15 @@ class RewardWorkerHandle:
                 continue
             if not call.answer.done():
                 call.answer.set_result(outcomes)
+
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Spans since the last call. `collect`: the process collects garbage first, unless it is at a call."""
+        if collect and not self.recorder.open and self._actor is not None:
+            with suppress(WorkerLost):  # the next call finds it dead, and replaces it
+                asked = self._actor.collect.remote()
+                for span in await remote.call(asked, self.where, "collect garbage", self._start_timeout_s):
+                    self.recorder.add(span)
+        return self.recorder.drain()
 
     async def close(self) -> None:
         """Kill the process."""

@@ -1,0 +1,108 @@
+"""When Python collects garbage: in all processes of a run at the same moment, and hardly ever at another.
+
+Role: left to itself each process collects when it has allocated enough, and whoever waits for it waits for that, too:
+with many processes somebody is always held up (arXiv 2505.05713). With `trainer.gc_freq` the driver has all of them
+collect at a step's end, when it takes their spans: what has a recorder has a `GarbageCollector`. Waits for nothing.
+Invariants:
+- from its first planned collection on, Python's own is off in a process, and what it held by then is not looked through
+  again (`gc.freeze`): a collection takes milliseconds. Where users' code runs, which may leave much garbage within one
+  call, Python goes on to collect what is young;
+- memory stays bounded: a process that has grown collects earlier, between two pieces of its work;
+- every full collection is a `gc` span; its cause is `step`, `start` or `memory`, or `python` where that decided.
+Not here: vLLM's engine process, which freezes what it holds once it has started, and then leaves it to Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlfuse.cluster.host_memory import resident_mib
+from rlfuse.events import Recorder, Span
+
+GROWN_MIB = 256
+"""Beyond the most that was in memory when garbage was collected: then it is time to look for more of it."""
+OBJECTS = 1_000_000
+"""More containers than at the last collection: to look through so many takes some tenths of a second."""
+NEVER = 1 << 30
+"""Collections of the second generation, after which Python would look through the third."""
+LOOK_S = 1.0
+"""Between two looks at that; one takes microseconds."""
+
+
+class GarbageCollector:
+    """A process's; `recorder` takes its spans, and says when a piece of work has ended.
+
+    `held`: MiB of memory; `grown_mib`: by which it may grow. `young`: what was just made is left to Python.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        held: Callable[[], int] = resident_mib,
+        grown_mib: int = GROWN_MIB,
+        young: bool = False,
+    ):
+        self.planned = False
+        """Python's own collection is off."""
+        self._recorder, self._held, self._grown_mib, self._young = recorder, held, grown_mib, young
+        self._thresholds = gc.get_threshold()
+        self._cause, self._grown = "python", {}
+        self._began, self._looked, self._automatic, self._most_mib = 0.0, 0.0, 0, 0
+        gc.callbacks.append(self._note)
+        recorder.heard.append(self._ended)
+
+    def collect(self, cause: str = "step") -> None:
+        """Now; from now on only when asked to, or to keep memory bounded."""
+        self._cause = cause
+        try:
+            gc.collect()
+        finally:
+            self._cause, self._grown = "python", {}
+        if self._young:
+            gc.set_threshold(*self._thresholds[:2], NEVER)
+        else:
+            gc.disable()
+        if not self.planned:
+            gc.freeze()
+            self.planned = True
+        self._most_mib = max(self._most_mib, self._held())
+
+    def guard(self) -> None:
+        """Collect if the process has grown; at a moment when that does no harm."""
+        now = time.monotonic()
+        if not self.planned or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        mib, objects = self._held() - self._most_mib, gc.get_count()[0]
+        if mib > self._grown_mib or objects > OBJECTS:
+            self._grown = {"grown_mib": mib, "objects": objects}
+            self.collect("memory")
+
+    def close(self) -> None:
+        """Leave it to Python again; for a process that outlives its run."""
+        gc.callbacks.remove(self._note)
+        self._recorder.heard.remove(self._ended)
+        if self.planned:
+            self.planned = False
+            gc.unfreeze()
+            gc.set_threshold(*self._thresholds)
+            gc.enable()
+
+    def _ended(self, event: str) -> None:
+        if event.startswith("ended"):
+            self.guard()
+
+    def _note(self, phase: str, info: dict[str, Any]) -> None:
+        """Python calls this around every collection."""
+        if phase == "start":
+            self._began = time.time()
+            return
+        planned = self._cause != "python"
+        if planned or info["generation"] == 2:
+            facts = {"collected": info["collected"], "automatic": self._automatic, **self._grown}
+            span = Span("gc", self._recorder.where, self._began, time.time(), cause=self._cause, attributes=facts)
+            self._recorder.add(span)
+        self._automatic = 0 if planned else self._automatic + 1

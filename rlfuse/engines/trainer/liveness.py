@@ -1,0 +1,191 @@
+"""Whether trainer ranks get on with a call, and which of them hangs where they do not.
+
+Role: each rank has a `Progress`, which is asked for a `Pulse` on a thread that answers while another one computes; the
+driver's `RankGroup` shows a `Judge` (pure) those of all ranks that are at a call. Waits for nothing.
+Invariants:
+- whoever computes gets on, however long it takes: on CPUs its thread uses a core or queues for one; everywhere layers,
+  gradients and operations pass. On GPUs a thread that waits for the device spins, so that its seconds say nothing;
+- who waits for another is not who hangs: it stands in a collective, or has joined more of them than another rank. Only
+  where all stand still for long, as no transfer takes, one of these is named;
+- seconds count as far as the driver looked: while it, or the whole machine, was stopped nobody hung.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlfuse.cluster.tracebacks import LIBRARY
+from rlfuse.engines.rollout.liveness import LEAST, children_cpu
+
+WATCH = "watch"
+"""Ray's concurrency group of a rank's `pulse`."""
+PATIENCE = 5
+"""Times as long may ranks on GPUs stand still in the first call of a kind, which compiles kernels and makes
+communicators, and all ranks in a collective, over a slow network."""
+DEEPEST = 60
+"""Frames that are looked at."""
+SHOWN = 8
+"""Of them: the innermost, and those of code that is no library's."""
+WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|/rlfuse/engines/pipeline/waits\.py|/deepspeed/.* in wait$")
+"""Frames in which a rank waits for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How a rank was when asked."""
+
+    signs: int
+    """Of life, so far: another number than before says that it got on."""
+    last: str
+    """The last that it did, for people."""
+    stack: tuple[str, ...] = ()
+    """Where the thread of its calls stood, the innermost frame first; empty between calls."""
+    joined: Mapping[str, int] = field(default_factory=dict)
+    """Process group -> collectives that it has joined there."""
+    on_gpu: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """It stands in a wait for other ranks."""
+        return any(map(WAITS.search, self.stack))
+
+    def ahead_of(self, other: Pulse) -> bool:
+        """The other one has yet to come to a collective that this one has joined."""
+        return any(other.joined.get(group, count) < count for group, count in self.joined.items())
+
+
+class Progress:
+    """A rank's own. `joined`: collectives by process group, as in a `Pulse`."""
+
+    def __init__(self, device: str, joined: Callable[[], Mapping[str, int]] = dict):
+        self._on_gpu, self._joined = device != "cpu", joined
+        self._done, self._looks, self._last = 0, 0, "its start"
+        self._seen = (time.monotonic(), 0.0)
+        self.thread = self.native_thread = 0
+        """That of the rank's calls, as Python and as the system number it."""
+
+    def calls_come_here(self) -> None:
+        """On the thread that is asked to."""
+        self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
+
+    def did(self, what: str) -> None:
+        """It began or ended something."""
+        self._done += 1
+        self._last = f"{what} at {time.strftime('%H:%M:%S')}"
+
+    def follow(self, module: Any) -> None:
+        """Every layer that is run and every gradient that is added is a sign of life."""
+
+        def passed(*_: Any) -> None:
+            self._done += 1
+
+        for part in module.modules():
+            for layer in part if type(part).__name__ == "ModuleList" else ():
+                layer.register_forward_pre_hook(passed)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(passed)
+
+    def pulse(self) -> Pulse:
+        """On another thread than that of the calls."""
+        stack = tuple(frames_of(sys._current_frames().get(self.thread)))
+        now, computed = time.monotonic(), self._computed()
+        before, least = self._seen, LEAST * (now - self._seen[0])
+        if not stack or computed - before[1] > least:
+            self._looks += 1
+        self._seen = (now, computed)
+        return Pulse(self._done + self._looks, self._last, stack, self._joined(), self._on_gpu)
+
+    def _computed(self) -> float:
+        """Seconds that the calls' thread, and child processes, which compile and decode, ran or queued for a core."""
+        if self._on_gpu:
+            return children_cpu()
+        try:
+            ran, queued, _ = Path(f"/proc/self/task/{self.native_thread}/schedstat").read_text().split()
+            own = (int(ran) + int(queued)) / 1e9
+        except OSError:  # not every kernel counts that
+            own = time.clock_gettime(time.pthread_getcpuclockid(self.thread))
+        return own + children_cpu()
+
+
+def frames_of(frame: FrameType | None) -> Iterable[str]:
+    """A thread's frames as faulthandler writes them, from this one out."""
+    for _ in range(DEEPEST):
+        if frame is None:
+            return
+        yield f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+        frame = frame.f_back
+
+
+class Judge:
+    """Of one call. `limit_s`: for so long a rank may stand still or not answer; `first`: of its kind."""
+
+    def __init__(self, limit_s: float, first: bool = False):
+        self._limit_s, self._first = limit_s, first
+        self._last: dict[int, Pulse] = {}
+        self._still: dict[int, float] = {}
+        self._silent: dict[int, float] = {}
+
+    def look(self, seconds: float, pulses: Mapping[int, Pulse | None]) -> int | None:
+        """The rank that hangs, if one does.
+
+        `pulses`: of the ranks whose call has not ended, None of those that have not answered; `seconds`: since the look
+        before. Of many only some count: the driver was not there.
+        """
+        seconds = min(seconds, self._limit_s / 2)
+        for rank, pulse in pulses.items():
+            before = self._last.get(rank)
+            if pulse is None:
+                self._silent[rank] = self._silent.get(rank, 0.0) + seconds
+                continue
+            moved = before is None or before.signs != pulse.signs
+            self._still[rank] = 0.0 if moved else self._still[rank] + seconds
+            self._silent[rank], self._last[rank] = 0.0, pulse
+        if silent := [rank for rank in pulses if self._silent[rank] >= self._limit_s]:
+            return max(silent, key=self._silent.__getitem__)
+        still = self._still_for(1, pulses)
+        hung = [rank for rank in still if not self.waiting(rank, pulses)]
+        if not hung and len(still := self._still_for(PATIENCE, pulses)) == len(pulses):
+            fewest = min(map(self._collectives, still), default=0)
+            hung = [rank for rank in still if self._collectives(rank) == fewest]
+        return max(hung, key=self._still.__getitem__, default=None)
+
+    def _still_for(self, times: int, ranks: Iterable[int]) -> list[int]:
+        """Those of them that have stood still for so many times as long as they may."""
+        return [rank for rank in ranks if rank in self._last and self._still[rank] >= times * self._limit(rank)]
+
+    def waiting(self, rank: int, others: Iterable[int]) -> bool:
+        """Whether it stands there for one of these."""
+        own = self._last.get(rank)
+        return own is not None and (
+            own.waits or any(own.ahead_of(self._last[other]) for other in others if other in self._last)
+        )
+
+    def told(self, rank: int) -> str:
+        """What is known of a rank that hangs, as the rest of a sentence that begins with its name."""
+        pulse, silent = self._last.get(rank), self._silent[rank] > 0
+        limit = f"(cluster.heartbeat_s={self._limit_s:g})"
+        if silent:
+            how, stood = f"has not answered for {self._silent[rank]:.1f} s {limit}", "When it last answered it stood in"
+        else:
+            how, stood = f"has stood still for {self._still[rank]:.1f} s {limit}", "It stands in"
+        if pulse is None:
+            return how
+        own = [frame for frame in pulse.stack[1:] if not LIBRARY.match(frame.split('"')[1])]
+        stack = "".join(f"\n  {frame}" for frame in [*pulse.stack[:1], *own][:SHOWN])
+        return f"{how}; the last that it did: {pulse.last}. {stood}, the innermost call first:{stack}"
+
+    def _limit(self, rank: int) -> float:
+        pulse = self._last.get(rank)
+        return self._limit_s * (PATIENCE if self._first and pulse and pulse.on_gpu else 1)
+
+    def _collectives(self, rank: int) -> int:
+        return sum(self._last[rank].joined.values())

@@ -1,0 +1,92 @@
+"""Trainer ranks that hang in a call are found, named with where they stand, and ended; those that take long are not."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+from ray import cloudpickle
+from trainer_probe import lengths, make_rows, settings
+
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.errors import WorkerLost
+
+HEARTBEAT_S = 3.0
+
+
+def compute_before_a_step(rank, seconds):
+    """A rank whose next optimizer step takes long."""
+    step = rank.engines["actor"].step
+
+    def slow():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            sum(range(100_000))
+        rank.engines["actor"].step = step
+        step()
+
+    rank.engines["actor"].step = slow
+
+
+def stop_in_a_step(rank):
+    """A rank whose next optimizer step is stopped from outside."""
+    rank.engines["actor"].step = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_in_a_pass(rank):
+    """A rank that never ends its next pass, in code that isn't ours."""
+
+    def asleep_for_ever(*_):
+        time.sleep(10_000)
+
+    rank.engines["actor"].module.register_forward_pre_hook(asleep_for_ever)
+
+
+async def arm(rank, how, *arguments):
+    """The rank's process."""
+    await rank.__ray_call__.remote(how, *arguments)
+    return psutil.Process(await rank.__ray_call__.remote(lambda _: os.getpid()))
+
+
+async def lost(call, process):
+    """What is told, and after how long; the process is gone by then, or soon."""
+    began = time.monotonic()
+    with pytest.raises(WorkerLost) as error:
+        await call
+    seconds = time.monotonic() - began
+    await asyncio.to_thread(process.wait, 15)
+    return str(error.value), seconds
+
+
+async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_model, slots):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    config = settings(str(tiny_model))
+    config.cluster.heartbeat_s = HEARTBEAT_S
+    group, _ = await TrainerGroup.start(config, slots, optimizer_steps=10)
+    rows = make_rows()
+
+    await arm(group.ranks[0], compute_before_a_step, 3 * HEARTBEAT_S)
+    await group.accumulate("actor", rows)
+    began = time.monotonic()
+    await group.step("actor", lengths(rows))
+    assert time.monotonic() - began > 3 * HEARTBEAT_S
+
+    process = await arm(group.ranks[0], stop_in_a_step)
+    await group.accumulate("actor", rows)
+    told, seconds = await lost(group.step("actor", lengths(rows)), process)
+    assert told.startswith("trainer/0 hangs: asked to update the actor it has not answered for "), told
+    assert "For it trainer/1 waited." in told, told
+    assert HEARTBEAT_S <= seconds < 2 * HEARTBEAT_S
+
+    process = await arm(group.ranks[1], sleep_in_a_pass)
+    told, seconds = await lost(group.log_probs("actor", rows, slot=1), process)
+    assert told.startswith("trainer/1 hangs: asked to compute log-probs of the actor it has stood still for "), told
+    assert "the last that it did: began old_log_prob at " in told
+    assert re.search(
+        r'It stands in, the innermost call first:\n  File ".*test_hung_ranks\.py", line \d+ in asleep_f', told
+    )
+    assert HEARTBEAT_S <= seconds < 2 * HEARTBEAT_S

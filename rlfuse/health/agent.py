@@ -1,0 +1,105 @@
+"""An agent per node, which looks at it and at the run's processes there once a second.
+
+Role: `agents` starts one for each node of a run: a thread of the driver on its own node, a Ray actor on every other.
+`Monitor` drains them once a step. Invariants: an agent takes at most SHARE of a core, as it looks less often where a
+look takes long; what it saw and nobody drained is bounded; it ends no run: what it can't look at is told when it is
+drained. Waits: a drain of another node's for DRAIN_S at the longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlfuse.cluster.nodes import Node, this_node_id
+from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.remote import call
+from rlfuse.health.sampling import Sampler
+from rlfuse.health.series import Sample
+
+PERIOD_S = 1.0
+SHARE = 0.01
+"""Of a core, in the mean over some looks."""
+KEPT = 200_000
+"""Samples that are not drained yet: of a hundred workers over half an hour."""
+DRAIN_S = 5.0
+
+
+class Agent:
+    """Looks from its creation on, in a thread of its own."""
+
+    def __init__(self, node: str, probe: tuple[str, int] | None = None, sampler: Sampler | None = None):
+        self._sampler = sampler or Sampler(node, probe)
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._ended, self._failure = threading.Event(), ""
+        self._thread = threading.Thread(target=self._look, daemon=True, name="health")
+        self._thread.start()
+
+    def drain(self) -> tuple[list[Sample], str]:
+        """What was seen since the last call, and what failed; empty: nothing."""
+        failure, self._failure = self._failure, ""
+        return [self._samples.popleft() for _ in range(len(self._samples))], failure
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self._thread.join(PERIOD_S)
+
+    def _look(self) -> None:
+        took = 0.0
+        while not self._ended.wait(max(PERIOD_S, took / SHARE)):
+            began = time.thread_time()
+            try:
+                self._samples.extend(self._sampler.sample())
+            except Exception as error:  # of whatever a kernel or driver answers: the run goes on
+                self._failure = f"{type(error).__name__}: {error}"
+            # Which processes belong to whom is looked up now and then only: over some looks.
+            took += 0.2 * (time.thread_time() - began - took)
+
+
+class AgentHandle:
+    """The driver's side of an agent."""
+
+    def __init__(self, node: str, agent: Any, remote: bool):
+        self.node, self._agent, self._remote = node, agent, remote
+
+    async def drain(self) -> tuple[list[Sample], str]:
+        """As the agent's; one that doesn't answer has seen nothing, and failed so."""
+        if not self._remote:
+            return self._agent.drain()
+        try:
+            return await call(self._agent.drain.remote(), f"the agent of {self.node}", "tell what it saw", DRAIN_S)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            return [], str(error).partition("\n")[0]
+
+    def close(self) -> None:
+        """It is no longer needed; one on another node ends with the run's part of Ray."""
+        if not self._remote:
+            self._agent.close()
+
+
+def agents(slots: Slots) -> list[AgentHandle]:
+    """One for each machine of the run; each other one also sees how long the way to the first node is."""
+    first, found = slots.nodes[0], {}
+    for node in slots.nodes:
+        if node.address not in found:  # two nodes of one machine see the same
+            found[node.address] = _agent(node, None if node is first else (first.address, first.port), slots.device)
+    return list(found.values())
+
+
+def _agent(node: Node, probe: tuple[str, int] | None, device: str) -> AgentHandle:
+    name = f"node/{node.address}"
+    if node.id == this_node_id():
+        return AgentHandle(name, Agent(name, probe), remote=False)
+    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    environment = {"env_vars": worker_environment(device)}
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": there, "runtime_env": environment}
+    return AgentHandle(name, ray.remote(Agent).options(**options).remote(name, probe), remote=True)

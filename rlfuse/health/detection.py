@@ -1,0 +1,373 @@
+"""Who is apart from its peers, in what, and for how long: the method of Minder (arXiv 2411.01791, NSDI '25).
+
+Role: `Detector` gets the windows of a run one after the other and returns alarms as they begin and end. Pure: numbers
+in, alarms out. For every signal and role:
+
+    value -> logarithm -> exponential average (the paper: an LSTM-VAE) -> distances of all pairs -> score of a worker
+    (mean of its distances) over the usual score of its peers -> above the threshold: candidate
+    -> the same worker stays candidate for the continuity threshold, or is again and again far apart -> alarm
+
+Invariants:
+- peers are workers of one role that worked lately; a worker without work in a window is neither judged nor cleared;
+- the threshold is SIMILARITY times the largest of what can mean anything (`Signal.least`), what values scatter by from
+  window to window, and what scores of the peers scatter by;
+- distances between two don't say which of them is odd. There the one is that is worse than its peer and, unless it is
+  by OWN times the threshold, worse than it was itself. One alone is held against its own beginning, at twice the
+  threshold: nothing tells it from a change of the whole run;
+- what has a past that explains it (a signal not `from_start`) is compared by its change;
+- an alarm is of one worker, one signal; while it stands the worker has no second one, but for slowness.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, sqrt
+from statistics import median, median_low
+
+import numpy as np
+
+from rlfuse.health.series import Window
+from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
+from rlfuse.health.work import role_of
+
+SIMILARITY = 4.0
+"""Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a
+worker that takes 1.22 times as long."""
+OWN = 1.5
+"""Thresholds from which one of two workers is the odd one, whatever it was like before."""
+CONTINUED = 0.5
+"""Of the threshold: what a candidate has to stay above, and since when it is said to have begun."""
+SMOOTHING = 0.15
+"""Of the exponential average, for a window with usual work."""
+CONTINUITY_S = 240.0
+"""The paper's: jitters of healthy machines are shorter."""
+STEPS = 12
+"""Where steps are short, so many in a row are enough: each has samples, lengths and decisions of its own."""
+WINDOWS, FRESHLY = 12, 8
+"""The least windows as a candidate in the time of CONTINUITY_S, and of these the least whose own value is apart, which
+are SHARE of them, too: an average remembers one long jitter. Fewer where a shorter time is asked for."""
+SHARE = 2 / 3
+AGAIN_SHARE, REST = 0.3, 8
+"""Of a machine that is slow again and again, in FRESHLY windows at least: the least share of windows in which one of
+its workers is far off, by the scatter of values that are not averaged, and the most windows between two of them. Disks
+are so in health, by checkpoints."""
+BEGINNING = 6
+"""Windows of a worker that tell what it was like at first; none is judged before."""
+FRESH = 10
+"""Windows for which a worker without work remains a peer."""
+SCATTER = 512
+"""Latest changes from one window to the next that tell the scatter of a role."""
+FEW = 6
+"""Workers below which the scatter of their scores tells nothing."""
+MAD = 1.4826
+"""From a median of absolute deviations to a standard deviation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A worker (or node) that has been apart from its peers for long, with the evidence."""
+
+    worker: str
+    metric: str
+    value: float
+    """Its own, and that of its peers (or its own before), in the metric's unit."""
+    usual: float
+    distance: float
+    """Logarithm of how far it is from its peers."""
+    threshold: float
+    peers: tuple[str, ...]
+    """Who it was compared with; none: its own beginning."""
+    began: float
+    """Epoch seconds."""
+    step: int
+    """In which it began."""
+    told: float
+    """When it was said."""
+    window: tuple[float, float]
+    """The last one that was looked at then."""
+    beside: tuple[str, ...] = ()
+    """What else is apart of it, or of its node."""
+    ended: float | None = None
+    """When it was like its peers again."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times its peers' value, on the scale of distances."""
+        return exp(self.distance)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What a group knows of one of its workers."""
+
+    smooth: float = 0.0
+    weight: float = 0.0
+    last: float = 0.0
+    seen: int = 0
+    at: int = 0
+    """Number of the last window with a value."""
+    beginning: list[float] = field(default_factory=list)
+    began: float = 0.0
+    """Median of these."""
+
+    @property
+    def ahead(self) -> float:
+        """Of its average, in its last window."""
+        return self.last - self.smooth
+
+
+@dataclass(slots=True)
+class _Streak:
+    """A worker that is apart."""
+
+    began: float
+    step: int
+    candidate: bool = False
+    windows: int = 0
+    """In a row as a candidate."""
+    freshly: int = 0
+    """Of these, apart by its value in the window."""
+
+
+@dataclass(slots=True)
+class _Again:
+    """A machine that is slow now and then."""
+
+    began: float
+    step: int
+    windows: int = 0
+    far: int = 0
+    rested: int = 0
+    """Windows since the last one that was far off."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A worker in one window."""
+
+    distance: float
+    threshold: float
+    now: float
+    """Distance of its value in this window alone."""
+    far: bool
+    """By the scatter of such values."""
+    level: float
+    """What is compared: averaged."""
+    peers: tuple[str, ...]
+
+
+class _Group:
+    """One signal of one role."""
+
+    def __init__(self, signal: Signal):
+        self.signal = signal
+        self.workers: dict[str, _Worker] = {}
+        self._changes: deque[float] = deque(maxlen=SCATTER)
+
+    def judge(self, number: int, values: Mapping[str, tuple[float, float]]) -> dict[str, _Judged]:
+        """Take in a window; how far everyone with a value in it, and a past, is from its peers."""
+        usual_weight = median(weight for _, weight in values.values()) if values else 0.0
+        for name, (value, weight) in values.items():
+            self._take(name, number, self.signal.compared(value), weight / usual_weight)
+        known = {
+            name: worker
+            for name, worker in self.workers.items()
+            if worker.seen > BEGINNING and number - worker.at < FRESH
+        }
+        judged = [name for name in values if name in known]
+        resting = len(known) == 1 < len(self.workers)
+        if not judged or resting or len(self._changes) < BEGINNING:
+            return {}
+        scatter = MAD * median(self._changes) / sqrt(2)
+        names, levels = tuple(known), self._levels(known)
+        apart, limit = _apart(levels, scatter * sqrt(SMOOTHING / (2 - SMOOTHING)), self.signal)
+        far = _limit(len(levels), max(self.signal.least, scatter))
+        found = {}
+        for name in judged:
+            at, others = names.index(name), tuple(other for other in names if other != name)
+            distance, worker = float(apart[at]), known[name]
+            if not self.signal.from_start:  # what others lost is no change of its own
+                distance = min(distance, float(levels[at]))
+            elif len(names) == 2 and distance < OWN * limit:
+                distance = min(distance, worker.smooth - worker.began)
+            together = [known[other].ahead for other in judged if other != name]
+            now = distance + worker.ahead - (median(together) if together else 0.0)
+            found[name] = _Judged(
+                distance, limit, now, self.signal.from_start and now >= max(far, limit), worker.smooth, others
+            )
+        return found
+
+    def _take(self, name: str, number: int, value: float, weight: float) -> None:
+        worker = self.workers.setdefault(name, _Worker())
+        if worker.seen:
+            self._changes.append(abs(value - worker.last))
+        # The mean at first, an exponential average from then on; a window with little work tells little.
+        worker.weight = worker.weight * (1 - SMOOTHING) + min(1.0, weight)
+        worker.smooth += (value - worker.smooth) * min(1.0, weight) / max(worker.weight, 1e-9)
+        worker.last, worker.at, worker.seen = value, number, worker.seen + 1
+        if len(worker.beginning) < BEGINNING:
+            worker.beginning.append(value)
+            worker.began = median(worker.beginning)
+
+    def _levels(self, known: Mapping[str, _Worker]) -> np.ndarray:
+        """What is compared: values, or their change since the beginning.
+
+        A beginning that is worse than its peers' by more than half a threshold is no nature of a worker's.
+        """
+        smooth = np.array([worker.smooth for worker in known.values()])
+        if self.signal.from_start and len(self.workers) > 1:
+            return smooth
+        beginnings = [worker.began for worker in known.values()]
+        return smooth - np.minimum(beginnings, median_low(beginnings) + CONTINUED * SIMILARITY * self.signal.least)
+
+
+def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarray, float]:
+    """Distance of each from its peers, positive where it is worse, and the threshold that it is held against."""
+    count, least = len(levels), max(signal.least, scatter)
+    if count == 1:
+        return levels, _limit(1, least)
+    if count == 2:
+        return levels - levels[::-1], _limit(2, least)
+    # One odd worker adds its distance to the score of each peer, too: scaled so that it counts as far as it is.
+    scores = np.abs(levels[:, None] - levels[None, :]).sum(axis=1) / (count - 2)
+    above, worse = scores - median(scores), np.sign(levels - median(levels))
+    spread = MAD * median(np.abs(above)) if count >= FEW else 0.0
+    return above * worse, _limit(count, max(least, spread))
+
+
+def _limit(count: int, scatter: float) -> float:
+    """The threshold among so many; the mean of few peers scatters, too."""
+    return SIMILARITY * scatter * (2 if count == 1 else sqrt(count / (count - 1)))
+
+
+class Detector:
+    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before.
+
+    `machine`: of a worker; those that take a device in turns share one.
+    """
+
+    def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
+        self.continuity_s, self._machine = continuity_s, machine
+        self.standing: dict[tuple[str, str], Alarm] = {}
+        """(worker, metric) -> its alarm."""
+        share = min(1.0, continuity_s / CONTINUITY_S)
+        self._windows, self._freshly = max(3, round(WINDOWS * share)), max(2, round(FRESHLY * share))
+        self._groups: dict[tuple[str, str], _Group] = {}
+        self._streaks: dict[tuple[str, str], _Streak] = {}
+        self._again: dict[str, _Again] = {}
+        self._number = 0
+        self._latest: dict[tuple[str, str], _Judged] = {}
+
+    def look(self, window: Window, homes: Mapping[str, str] | None = None) -> list[Alarm]:
+        """The alarms that begin and end with this window. `homes`: worker -> its node, for what is apart beside it."""
+        self._number += 1
+        judged: dict[tuple[str, str], _Judged] = {}
+        for name, values in window.values.items():
+            for role in {role_of(worker) for worker in values}:
+                group = self._groups.setdefault((name, role), _Group(SIGNALS[name]))
+                mine = {worker: value for worker, value in values.items() if role_of(worker) == role}
+                judged |= {(worker, name): found for worker, found in group.judge(self._number, mine).items()}
+        self._latest |= judged
+        again = list(self._follow_again(window, judged))
+        ended = list(self._follow(window, judged))
+        return ended + list(self._raised(window, homes or {}, again))
+
+    def farthest(self, metric: str) -> dict[str, float]:
+        """Role -> the largest distance of a worker from its peers when it was looked at last; 0 where all are alike."""
+        found: dict[str, float] = {}
+        for (worker, name), judged in self._latest.items():
+            if name == metric:
+                found[role_of(worker)] = max(found.get(role_of(worker), 0.0), judged.distance)
+        return found
+
+    def forget(self, worker: str) -> None:
+        """It was started anew: what it was like says nothing of what it is."""
+        for group in self._groups.values():
+            group.workers.pop(worker, None)
+        self._again.pop(self._machine(worker), None)
+        for key in [key for key in self._latest if key[0] == worker]:
+            del self._latest[key]
+            self._streaks.pop(key, None)
+
+    def _follow(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[Alarm]:
+        """Streaks begin, go on or end; alarms whose streak has ended."""
+        for key, found in judged.items():
+            streak = self._streaks.pop(key, None) or _Streak(window.start, window.step)
+            streak.candidate = found.distance >= (CONTINUED if streak.candidate else 1.0) * found.threshold
+            streak.windows = streak.windows + 1 if streak.candidate else 0
+            fresh = found.now >= CONTINUED * found.threshold
+            streak.freshly = streak.freshly + fresh if streak.candidate else 0
+            if found.distance >= CONTINUED * found.threshold:
+                self._streaks[key] = streak
+            resting = self._machine(key[0]) not in self._again or key[1] != SLOWNESS
+            if key in self.standing and not streak.candidate and resting:
+                yield replace(self.standing.pop(key), ended=window.start)
+
+    def _follow_again(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[tuple[str, str]]:
+        """Machines that are slow now and then; the worker that is, where it has lasted."""
+        machines: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for key in judged:
+            if key[1] == SLOWNESS:
+                machines[self._machine(key[0])].append(key)
+        for machine, keys in machines.items():
+            far = [key for key in keys if judged[key].far]
+            again = self._again.pop(machine, None) or _Again(window.start, window.step)
+            again.windows, again.rested = again.windows + 1, 0 if far else again.rested + 1
+            again.far += bool(far)
+            if again.far and again.rested < REST:
+                self._again[machine] = again
+            enough = again.far >= max(self._freshly, AGAIN_SHARE * again.windows)
+            if far and enough and self._long(again, window):
+                yield far[0]
+
+    def _raised(self, window: Window, homes: Mapping[str, str], again: Sequence[tuple[str, str]]) -> Iterator[Alarm]:
+        steady = [key for name in SIGNALS for key in self._streaks if key[1] == name and self._lasted(key, window)]
+        for key in dict.fromkeys((*steady, *again)):
+            worker, name = key
+            if key in self.standing or (name != SLOWNESS and any(other == worker for other, _ in self.standing)):
+                continue
+            since = self._streaks[key] if key in steady else self._again[self._machine(worker)]
+            self.standing[key] = alarm = self._alarm(key, since, window, homes)
+            yield alarm
+
+    def _lasted(self, key: tuple[str, str], window: Window) -> bool:
+        streak = self._streaks[key]
+        enough = streak.windows >= self._windows and streak.freshly >= max(self._freshly, SHARE * streak.windows)
+        return streak.candidate and enough and self._long(streak, window)
+
+    def _long(self, since: _Streak | _Again, window: Window) -> bool:
+        return window.end - since.began >= self.continuity_s or window.step - since.step >= STEPS
+
+    def _alarm(self, key: tuple[str, str], since: _Streak | _Again, window: Window, homes: Mapping[str, str]) -> Alarm:
+        worker, name = key
+        found, signal = self._latest[key], SIGNALS[name]
+        more = max(0.0, found.now - found.distance) if isinstance(since, _Again) else 0.0
+        level, distance = found.level + more, found.distance + more
+        places = (worker, homes.get(worker, worker))
+        beside = tuple(
+            told(other, SIGNALS[metric], each.level, each.distance)
+            for (other, metric), each in self._latest.items()
+            if other in places and (other, metric) != key and each.distance >= each.threshold
+        )
+        return Alarm(
+            worker=worker,
+            metric=name,
+            value=signal.value(level),
+            usual=signal.value(level - distance),
+            distance=distance,
+            threshold=found.threshold,
+            peers=found.peers,
+            began=since.began,
+            step=since.step,
+            told=window.end,
+            window=(window.start, window.end),
+            beside=beside,
+        )
+
+
+def told(worker: str, signal: Signal, level: float, distance: float) -> str:
+    """What is apart, in a few words."""
+    value, usual = signal.value(level), signal.value(level - distance)
+    return f"{worker}: {signal.shown(value)} {signal.told}, not {signal.shown(usual)}"

@@ -1,0 +1,158 @@
+"""What a node and the run's processes on it did since they were looked at last: one pass over `/proc`, psutil and NVML.
+
+Role: an `Agent` asks a `Sampler` once a second. Waits for nothing, but for a probe of the network: at most PROBE_S.
+Invariants: counters are told as differences, from the second look on; what can't be read (no such file, no permission,
+a process that ended) is left out. The files of a process are read as they are: psutil has neither its page faults nor
+its wait for a core, and takes several times as long. That wait is the main thread's, where engines and ranks compute.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rlfuse.cluster.watchdog import Registered, registered
+from rlfuse.health.gpus import Gpus, open_gpus
+from rlfuse.health.series import Sample
+
+PROC = Path("/proc")
+TICK, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+FAMILY_S = 10.0
+"""Between two looks at which processes belong to which worker: it goes through all of the host."""
+PROBE_EVERY_S, PROBE_S = 5.0, 0.5
+"""Between two probes of the network, and what one takes at most."""
+
+Counters = dict[str, float]
+
+
+class Sampler:
+    """Of one node, called so; `probe`: address and port of another, to which the way takes time."""
+
+    def __init__(
+        self,
+        node: str,
+        probe: tuple[str, int] | None = None,
+        workers: Callable[[], list[Registered]] = registered,
+        gpus: Gpus | None = None,
+    ):
+        self.node, self._probe, self._workers = node, probe, workers
+        self._gpus = open_gpus() if gpus is None else gpus
+        self._families: dict[Registered, list[int]] = {}
+        self._looked = self._probed = -FAMILY_S
+        self._at = time.time()
+        self._before: dict[int, Counters] = {}
+        self._node_before: Counters = {}
+
+    def sample(self) -> list[Sample]:
+        """All that is known of the time since the last call."""
+        if (now := time.monotonic()) - self._looked >= FAMILY_S:
+            self._looked, self._families = now, families(self._workers())
+        before, self._at = self._at, time.time()
+        seconds = self._at - before
+        if seconds <= 0:  # the clock was set back
+            return []
+        found = [Sample(each.where, self._at, seconds, self._worker(each, seconds)) for each in self._families]
+        found.append(Sample(self.node, self._at, seconds, self._node(seconds)))
+        alive = {pid for pids in self._families.values() for pid in pids}
+        self._before = {pid: counters for pid, counters in self._before.items() if pid in alive}
+        return [sample for sample in found if sample.amounts]
+
+    def _worker(self, worker: Registered, seconds: float) -> Counters:
+        used: Counters = defaultdict(float)
+        for pid in self._families[worker]:
+            with suppress(OSError):  # it has ended
+                now = process_counters(pid)
+                used["memory_gb"] += now.pop("memory_gb")
+                before, self._before[pid] = self._before.get(pid, {}), now
+                for name in now.keys() & before.keys():
+                    used[name] += max(0.0, now[name] - before[name])
+        if "disk_mb" in used:
+            used["disk_mb"] /= seconds
+        if self._gpus is not None and worker.device:
+            used |= self._gpus.read(worker.device)
+        return dict(used)
+
+    def _node(self, seconds: float) -> Counters:
+        now, before = node_counters(), self._node_before
+        self._node_before = now
+        gone = {name: max(0.0, now[name] - before[name]) for name in now.keys() & before.keys()}
+        told = {name: gone[name] / seconds for name in RATES if name in gone}
+        if gone.get("disk_operations"):
+            told["disk_latency"] = gone["disk_s"] / gone["disk_operations"]
+        if self._probe and time.monotonic() - self._probed >= PROBE_EVERY_S:
+            self._probed = time.monotonic()
+            told["round_trip"] = round_trip(*self._probe)
+        return told
+
+
+def families(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
+    """The processes of each worker: its own, and their children down to the last."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid"]):
+        children[process.info["ppid"]].append(process.pid)
+
+    def below(pid: int) -> Iterable[int]:
+        yield pid
+        for child in children[pid]:
+            if child not in own:  # a worker that another one started counts for itself
+                yield from below(child)
+
+    own = {worker.pid for worker in workers}
+    return {worker: list(below(worker.pid)) for worker in workers}
+
+
+def process_counters(pid: int) -> Counters:
+    """Since it began. OSError where it has ended."""
+    stat = _read(pid, "stat").rpartition(b")")[2].split()
+    found = {
+        "cpu": (int(stat[11]) + int(stat[12])) / TICK,
+        "page_faults": float(stat[9]),
+        "memory_gb": int(stat[21]) * PAGE / 2**30,
+    }
+    with suppress(OSError, IndexError):  # a kernel without it
+        found["core_wait"] = int(_read(pid, "schedstat").split()[1]) / 1e9
+    with suppress(OSError):  # another user's
+        io = dict(line.split(b": ") for line in _read(pid, "io").splitlines())
+        found["disk_mb"] = (int(io[b"read_bytes"]) + int(io[b"write_bytes"])) / 1e6
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    with open(f"{PROC}/{pid}/{name}", "rb", 0) as file:
+        return file.read()
+
+
+RATES = ("memory_pressure", "io_pressure", "retransmits")
+"""Of the node's counters, those whose change a second is told."""
+
+
+def node_counters() -> Counters:
+    """Since it began."""
+    found: Counters = {}
+    for name in ("memory", "io"):
+        with suppress(OSError, ValueError):  # a kernel without them, or with them turned off
+            first = (PROC / "pressure" / name).read_text().splitlines()[0]
+            found[f"{name}_pressure"] = int(first.rpartition("total=")[2]) / 1e6
+    with suppress(OSError, ValueError):
+        names, values = [line for line in (PROC / "net" / "snmp").read_text().splitlines() if line.startswith("Tcp:")]
+        found["retransmits"] = float(dict(zip(names.split(), values.split(), strict=True))["RetransSegs"])
+    if (disks := psutil.disk_io_counters()) is not None:
+        found["disk_s"] = (disks.read_time + disks.write_time) / 1e3
+        found["disk_operations"] = float(disks.read_count + disks.write_count)
+    return found
+
+
+def round_trip(address: str, port: int) -> float:
+    """Seconds until somebody there answers; PROBE_S where nobody does."""
+    began = time.perf_counter()
+    with suppress(OSError):
+        socket.create_connection((address, port), PROBE_S).close()
+        return time.perf_counter() - began
+    return PROBE_S

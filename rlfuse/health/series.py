@@ -1,0 +1,131 @@
+"""What each worker did second by second: seconds of work, what they should have been, and what agents saw meanwhile.
+
+Role: `Monitor` fills a `Series` from a step's spans and its agents' samples, and gives `detection` one `Window` after
+the other. Pure. Invariants: a span or sample is spread evenly over the seconds that it covers; a worker has a value
+only in windows in which it worked (or, for signals of time, was sampled): idle workers and roles that rest are missing
+there, not slow.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, floor
+
+import numpy as np
+
+from rlfuse.events import Span
+from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
+from rlfuse.health.work import Expected, is_work
+
+WINDOW_S = 8.0
+"""Length of a window (the paper's: eight samples of a second); a shorter step is one window."""
+LEAST_WORK_S = 0.1
+"""Expected work in a window below which a worker is not judged in it."""
+BUSY = 0.1
+"""Expected work in a second from which an agent's sample of it counts as taken at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What an agent saw of a worker, or of its node (`node/ADDRESS`), in the `seconds` before `end`."""
+
+    worker: str
+    end: float
+    seconds: float
+    amounts: Mapping[str, float]
+    """Of signals per work what was used in these seconds; of all others their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Values of all workers, from `start` to `end` (epoch seconds)."""
+
+    step: int
+    start: float
+    end: float
+    values: Mapping[str, Mapping[str, tuple[float, float]]]
+    """Signal -> worker -> (value, weight: expected seconds of work, or seconds)."""
+
+
+@dataclass
+class Series:
+    """From `start` to `end`, for one step."""
+
+    start: float
+    end: float
+    _cells: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    """(name, worker) -> [2, seconds]: amount, and seconds that it is known of."""
+    _workers: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+
+    def __post_init__(self) -> None:
+        self.seconds = max(1, ceil(self.end - self.start))
+
+    def add(self, name: str, worker: str, begin: float, end: float, amount: float) -> None:
+        """Spread an amount over its seconds; what began before counts at the start."""
+        begin, end = max(0.0, begin - self.start), min(end - self.start, float(self.seconds))
+        if end <= begin:
+            return
+        if (cell := self._cells.get((name, worker))) is None:
+            cell = self._cells[name, worker] = np.zeros((2, self.seconds))
+            self._workers[name][worker] = None
+        for second in range(floor(begin), ceil(end)):
+            covered = min(end, second + 1) - max(begin, second)
+            cell[0, second] += amount * covered / (end - begin)
+            cell[1, second] += covered
+
+    def add_spans(self, spans: Sequence[Span], expected: Expected) -> None:
+        """Work as it was, and as it should have been."""
+        for span in spans:
+            if is_work(span) and (seconds := expected.seconds(span)):
+                self.add(SLOWNESS, span.where, span.start, span.end, span.seconds)
+                self.add("work", span.where, span.start, span.end, seconds)
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """What agents saw."""
+        for sample in samples:
+            for name, amount in sample.amounts.items():
+                whole = amount if name in SIGNALS and SIGNALS[name].per == "work" else amount * sample.seconds
+                self.add(name, sample.worker, sample.end - sample.seconds, sample.end, whole)
+
+    def windows(self, step: int) -> list[Window]:
+        """One after the other, about WINDOW_S each."""
+        count = max(1, round(self.seconds / WINDOW_S))
+        edges = np.linspace(0, self.seconds, count + 1).round().astype(int)
+        return [
+            Window(step, self.start + first, min(self.start + last, self.end), self._values(first, last))
+            for first, last in pairwise(edges.tolist())
+        ]
+
+    def mean(self, name: str, worker: str) -> float | None:
+        """Over the seconds that it is known of."""
+        cell = self._cells.get((name, worker))
+        return None if cell is None or not cell[1].any() else float(cell[0].sum() / cell[1].sum())
+
+    def workers(self, name: str) -> list[str]:
+        """Who has such values."""
+        return list(self._workers[name])
+
+    def _values(self, first: int, last: int) -> dict[str, dict[str, tuple[float, float]]]:
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for signal in SIGNALS.values():
+            values = {worker: self._value(signal, worker, first, last) for worker in self._workers[signal.name]}
+            found[signal.name] = {worker: value for worker, value in values.items() if value is not None}
+        return found
+
+    def _value(self, signal: Signal, worker: str, first: int, last: int) -> tuple[float, float] | None:
+        amount, known = self._cells[signal.name, worker][:, first:last]
+        if signal.per == "time":
+            return (float(amount.sum() / known.sum()), float(known.sum())) if known.any() else None
+        if (cell := self._cells.get(("work", worker))) is None:
+            return None
+        work = cell[0, first:last]
+        if signal.name != SLOWNESS:
+            counted = (work > BUSY) & (known > 0.5)
+            amount, known, work = amount[counted], known[counted], work[counted]
+        if work.sum() < LEAST_WORK_S:
+            return None
+        value = float(amount.sum() / (work if signal.per == "work" else known).sum())
+        return (value, float(work.sum())) if value + signal.unit > 0 else None

@@ -1,0 +1,69 @@
+"""What is compared between peers: each signal's unit, how it is divided by work, and how much of it can mean anything.
+
+Role: data for `series`, `detection` and whoever tells of an alarm. Values are compared by logarithms, so that a
+distance is a ratio: of the value, or of `value + unit` where a healthy value may be 0. In order of priority: where two
+signals of a worker are told at once, the first one is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+SLOWNESS = "slowness"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One number of every worker of a role (or of every node) in each window."""
+
+    name: str
+    told: str
+    """What it is, for a person."""
+    per: Literal["work", "busy", "time"]
+    """Its amount is divided by expected seconds of work, averaged over seconds with work, or over all."""
+    least: float
+    """The smallest step of distance: what is told apart has to differ by `detection.SIMILARITY` of them."""
+    unit: float = 0.0
+    """0: compared by ratio."""
+    worse: int = 1
+    """1: high is bad, -1: low is."""
+    from_start: bool = False
+    """Compared as it is; the others by how they changed since the worker's own beginning, as nodes differ rightfully
+    (one has the driver, one writes checkpoints)."""
+    factor: float = 1.0
+    """To the unit that it is told in."""
+
+    def compared(self, value: float) -> float:
+        """On the scale of distances, high is bad."""
+        return self.worse * math.log(value + self.unit)
+
+    def value(self, compared: float) -> float:
+        """The inverse."""
+        return math.exp(self.worse * compared) - self.unit
+
+    def shown(self, value: float) -> str:
+        """For a person."""
+        return f"{value * self.factor:.3g}"
+
+
+SIGNALS = {
+    signal.name: signal
+    for signal in (
+        Signal(SLOWNESS, "seconds per expected second of work", "work", 0.05, from_start=True),
+        Signal("gpu_clock", "MHz of the GPU's clock", "busy", 0.05, worse=-1),
+        Signal("gpu_power", "W of the GPU", "busy", 0.1, worse=-1),
+        Signal("gpu_use", "% of the GPU in use", "busy", 0.1, worse=-1),
+        Signal("cpu", "CPU seconds per expected second of work", "work", 0.1),
+        Signal("core_wait", "seconds in wait for a core per expected second of work", "work", 0.2, unit=0.1),
+        Signal("page_faults", "page faults from disk per expected second of work", "work", 0.25, unit=10.0),
+        Signal("memory_pressure", "% of the time stalled for memory", "time", 0.15, unit=0.05, factor=100),
+        Signal("io_pressure", "% of the time stalled for disks", "time", 0.15, unit=0.05, factor=100),
+        Signal("disk_latency", "ms for a read or write of the disks", "time", 0.15, unit=2e-3, factor=1e3),
+        Signal("retransmits", "TCP segments sent again a second", "time", 0.15, unit=10.0),
+        Signal("round_trip", "ms to the driver's node and back", "time", 0.15, unit=5e-4, factor=1e3),
+    )
+}
+LOGGED = {"memory_gb": "GiB in memory of a worker with its children", "disk_mb": "MB/s that it reads and writes"}
+"""Sampled beside these for metrics only: how much is healthy differs too much (rank 0 gathers checkpoints)."""

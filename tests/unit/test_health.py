@@ -1,0 +1,280 @@
+"""Who is slow: on spans, samples and windows made by hand. `test_health_faults.py` has whole runs with faults."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from injected_faults import MadeRun, alarms_of
+
+from rlfuse.events import Span, read_events
+from rlfuse.fusion.costs import Costs
+from rlfuse.health.alarms import FILE, alert_of, read_alarms, write_alarms
+from rlfuse.health.detection import STEPS, Detector
+from rlfuse.health.monitor import Monitor
+from rlfuse.health.series import Sample, Series, Window
+from rlfuse.health.signals import SIGNALS
+from rlfuse.health.work import Expected, Settled, class_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def decode(slot, start, seconds, batch=8, steps=10, step=1):
+    told = {"steps": steps, "batch": batch, "context": 100, "prefill_tokens": 0}
+    return Span("decode", f"rollout/{slot}", start, start + seconds, step, tokens=batch * steps, attributes=told)
+
+
+def windows(levels, metric="slowness", role="rollout", first=1, seconds=8.0, weight=4.0):
+    """[windows][workers] of values, a window each step; None: no value."""
+    for number, row in enumerate(levels, first):
+        values = {f"{role}/{i}": (value, weight) for i, value in enumerate(row) if value is not None}
+        yield Window(number, number * seconds, (number + 1) * seconds, {metric: values})
+
+
+def alarms(levels, continuity_s=240.0, detector=None, **more):
+    detector = detector or Detector(continuity_s)
+    return [alarm for window in windows(levels, **more) for alarm in detector.look(window)]
+
+
+def scattered(count, workers, seed=0, scatter=0.05):
+    return np.random.default_rng(seed).lognormal(0, scatter, (count, workers))
+
+
+# Work and series ------------------------------------------------------------------------------------------------------
+
+
+def test_what_work_should_take_is_learned_by_class_and_no_single_worker_decides_it():
+    expected, costs = Expected(), Costs(step_base_s=0.01, flat_batch=64)
+    work = [decode(slot, 0, 0.2 if slot < 3 else 0.6) for slot in range(4) for _ in range(5)]
+    tail = [decode(0, 0, 0.3, batch=1) for _ in range(5)]
+    expected.learn(work + tail, costs)
+    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "not of the one that is slow"
+    assert expected.seconds(decode(3, 0, 9.0, steps=20)) == pytest.approx(0.4), "by the costs within a class"
+    assert expected.seconds(decode(3, 0, 9.0, batch=1)) == pytest.approx(0.3), "a small batch is a class of its own"
+    assert expected.seconds(decode(3, 0, 9.0, batch=16)) is None, "nothing tells"
+    expected.learn([decode(3, 0, 2.0) for _ in range(500)], Costs(step_base_s=1.0))
+    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "what was usual at first"
+    stage = Span("forward", "trainer/0", 0, 1, tokens=9, attributes={"stage": 0, "model": "actor"})
+    assert class_of(stage) != class_of(replace(stage, attributes={"stage": 1, "model": "actor"}))
+
+
+def test_a_worker_is_settled_after_its_first_step_and_again_after_a_restart():
+    settled = Settled()
+    assert settled.work_of([decode(0, 0, 1)]) == ([], set())
+    assert settled.work_of([decode(0, 0, 1), decode(1, 0, 2)]) == ([decode(0, 0, 1)], set()), "the other is new"
+    restart = Span("restart", "rollout/0", 0, 1)
+    failed = replace(decode(1, 0, 1), attributes={"error": "gone"})
+    assert settled.work_of([restart, decode(0, 0, 1), failed]) == ([], {"rollout/0"})
+    assert settled.work_of([decode(0, 0, 1)])[0] == [decode(0, 0, 1)]
+
+
+def test_a_series_spreads_work_over_its_seconds_and_divides_by_it():
+    expected, series = Expected(), Series(100.0, 120.0)
+    expected.learn([decode(slot, 0, 2.0) for slot in range(2) for _ in range(3)], Costs(step_base_s=0.01))
+    series.add_spans([decode(0, 98.0, 4.0), decode(0, 110.0, 2.0), decode(1, 104.5, 3.0)], expected)
+    busy = [Sample("rollout/1", at + 1.0, 1.0, {"cpu": 0.6, "gpu_clock": 1500.0}) for at in range(100, 120)]
+    node = [Sample("node/a", at + 2.0, 2.0, {"io_pressure": 0.25}) for at in range(100, 120, 2)]
+    series.add_samples([*busy, *node])
+    first, second = series.windows(7)
+    assert (first.step, first.start, first.end, second.end) == (7, 100.0, 110.0, 120.0)
+    assert first.values["slowness"] == {"rollout/0": (2.0, 2.0), "rollout/1": (1.5, 2.0)}
+    assert second.values["slowness"] == {"rollout/0": (1.0, 2.0)}, "who rests is missing"
+    assert first.values["cpu"]["rollout/1"][0] == pytest.approx(4 * 0.6 / 2), "of the four seconds with work alone"
+    assert first.values["gpu_clock"]["rollout/1"][0] == pytest.approx(1500) and "rollout/1" not in second.values["cpu"]
+    assert first.values["io_pressure"] == {"node/a": (0.25, 10.0)}
+    assert series.mean("cpu", "rollout/1") == pytest.approx(0.6)
+
+
+# Detection ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 16, 64])
+def test_the_slow_one_is_named_with_the_evidence(workers):
+    levels = scattered(80, workers)
+    levels[20:50, 1] *= 1.6
+    began, ended = alarms(levels)
+    assert (began.worker, began.metric, began.ended) == ("rollout/1", "slowness", None)
+    assert set(began.peers) == {f"rollout/{i}" for i in range(workers)} - {"rollout/1"}
+    assert 21 <= began.step <= 24 and began.began == began.step * 8, "windows count from 1"
+    assert began.window == (began.told - 8, began.told) and began.step + STEPS * 8 <= began.told
+    assert began.distance >= began.threshold and began.value / began.usual == pytest.approx(began.ratio)
+    assert 1.3 < began.ratio < 1.75
+    assert ended == replace(began, ended=ended.ended) and 51 * 8 < ended.ended < 75 * 8
+
+
+def test_healthy_workers_and_short_jitters_raise_nothing():
+    for workers in (2, 3, 8, 64):
+        levels = scattered(80, workers, seed=workers, scatter=0.1)
+        assert not alarms(levels)
+        levels[30:35, 0] *= 4
+        assert not alarms(levels), "40 seconds"
+        levels[40:] *= 1.7
+        assert not alarms(levels), "all of them are slower"
+
+
+def test_again_and_again_is_as_bad_as_all_the_time():
+    levels = scattered(80, 5)
+    levels[20:60:3, 2] *= 4
+    began = [alarm for alarm in alarms(levels) if alarm.ended is None]
+    assert [alarm.worker for alarm in began] == ["rollout/2"] and began[0].ratio > 1.3
+
+
+def test_missing_values_neither_raise_nor_clear():
+    levels = scattered(80, 4).tolist()
+    for number, row in enumerate(levels):
+        row[3] *= 1.8 if number >= 20 else 1
+        if number % 3:
+            row[3] = None
+        if number % 7 == 0:
+            row[0] = row[1] = None
+    (began,) = alarms(levels)
+    assert began.worker == "rollout/3" and began.ended is None
+    assert not alarms([[1.0, 1.0], *[[None, 5.0]] * 60]), "nobody is left to compare it with"
+
+
+def test_one_alone_is_held_against_its_own_beginning():
+    levels = scattered(60, 1)
+    assert not alarms(levels * 3), "it was always so"
+    levels[20:] *= 1.3
+    assert not alarms(levels), "the run may have changed"
+    levels[20:] *= 1.5
+    (began,) = alarms(levels)
+    assert began.peers == () and "it began (no peer" in alert_of(began, None).text
+
+
+def test_what_a_node_is_by_nature_is_no_fault_and_what_is_far_from_the_others_at_once_is():
+    pressure = np.abs(scattered(60, 4, scatter=0.2) - 1) * 0.01
+    pressure[:, 0] += 0.02
+    assert not alarms(pressure, metric="io_pressure", role="node"), "the driver's node writes more"
+    pressure[:, 2] += 0.3
+    (began,) = alarms(pressure, metric="io_pressure", role="node")
+    assert began.worker == "node/2" and "% of the time stalled for disks" in alert_of(began, None).text
+    clock = scattered(60, 4, scatter=0.01) * 1900
+    clock[30:, 1] = 1200
+    (began,) = alarms(clock, metric="gpu_clock")
+    assert began.worker == "rollout/1" and began.value < 0.75 * began.usual, "low is bad here"
+    clock[30:, 1] = 2600
+    assert not alarms(clock, metric="gpu_clock")
+
+
+def test_short_steps_and_a_shorter_time_need_fewer_seconds():
+    levels = scattered(60, 4)
+    levels[20:, 1] *= 1.8
+    (first,) = alarms(levels, seconds=2.0)
+    assert STEPS * 2 <= first.told - first.began <= (STEPS + 4) * 2
+    (sooner,) = alarms(levels, continuity_s=30.0)
+    assert 30 <= sooner.told - sooner.began <= 60
+
+
+def test_a_restarted_worker_is_judged_anew():
+    levels, detector = scattered(60, 4), Detector()
+    levels[20:, 1] *= 1.8
+    assert not alarms(levels[:27], detector=detector)
+    detector.forget("rollout/1")
+    assert not alarms(levels[27:34], detector=detector, first=28)
+    (began,) = alarms(levels[34:], detector=detector, first=35)
+    assert began.step >= 34
+
+
+def test_a_worker_has_one_alarm_and_what_else_is_apart_stands_beside_it():
+    detector, found = Detector(), []
+    for number, slow in enumerate([1.0] * 20 + [2.0] * 40, 1):
+        cpu = {f"rollout/{i}": (slow if i == 0 else 1.0, 4.0) for i in range(4)}
+        node = {f"node/{i}": (0.4 if i == 0 and slow > 1 else 0.0, 8.0) for i in range(4)}
+        values = {"slowness": cpu, "cpu": cpu, "memory_pressure": node}
+        window = Window(number, number * 8.0, number * 8.0 + 8, values)
+        found += detector.look(window, {f"rollout/{i}": f"node/{i}" for i in range(4)})
+    assert [(alarm.worker, alarm.metric) for alarm in found] == [
+        ("rollout/0", "slowness"),
+        ("node/0", "memory_pressure"),
+    ]
+    assert [text.partition(":")[0] for text in found[0].beside] == ["rollout/0", "node/0"]
+    assert "% of the time stalled for memory" in found[0].beside[1]
+
+
+# What is left of it ---------------------------------------------------------------------------------------------------
+
+
+def test_alarms_are_told_with_what_to_do_and_read_back_as_one_each(tmp_path):
+    levels = scattered(60, 4)
+    levels[20:40, 1] *= 1.6
+    began, ended = alarms(levels)
+    write_alarms(tmp_path, [began])
+    assert read_alarms(tmp_path) == [began]
+    write_alarms(tmp_path, [ended])
+    assert read_alarms(tmp_path) == [ended] and len((tmp_path / FILE).read_text().splitlines()) == 2
+    assert set(json.loads((tmp_path / FILE).read_text().splitlines()[0])) >= {"metric", "window", "distance", "peers"}
+    assert read_alarms(tmp_path / "nowhere") == []
+    alert = alert_of(began, 1)
+    assert alert.title == "slow worker: rollout/1" and "rlfuse slots drain 1" in alert.text
+    assert "3 peers (rollout/0, rollout/2, rollout/3)" in alert.text and f"(step {began.step})" in alert.text
+    fault = alert_of(replace(began, worker="node/a", metric="disk_latency", value=0.2, usual=0.001), None)
+    assert fault.title == "faulty worker: node/a" and "slots drain" not in fault.text
+
+
+class Eyes:
+    """An agent of one node, which sees what it is given."""
+
+    node = "node/a"
+
+    def __init__(self):
+        self.seen, self.failure, self.closed = [], "", False
+
+    async def drain(self):
+        seen, self.seen = self.seen, []
+        return seen, self.failure
+
+    def close(self):
+        self.closed = True
+
+
+async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_path, monkeypatch):
+    clock = iter(np.arange(0.0, 1000.0, 4.0))
+    monkeypatch.setattr("rlfuse.health.monitor.time.time", lambda: float(next(clock)))
+    eyes, told, said = Eyes(), [], []
+    monitor = Monitor(tmp_path, [eyes], 40.0, 2, lambda step, alert: told.append((step, alert)), said.append)
+    for step in range(1, 40):
+        start = (step - 1) * 4.0
+        spans = [decode(i, start + j, 0.9 * (1.8 if i == 1 and step > 20 else 1)) for i in range(3) for j in range(3)]
+        eyes.seen = [Sample("rollout/0", start + i, 1.0, {"cpu": 0.5, "memory_gb": 2.0}) for i in (1, 2, 3)]
+        values = await monitor.look(step, spans, Costs())
+        if step == 2:
+            eyes.failure = "no permission"
+    assert values["health/alarms"] == 1 and values["health/agents"] == 1 and values["health/memory_gb/max"] == 2
+    assert 1.6 < values["health/slowness/rollout/max"] < 2
+    assert [alert.title for _, alert in told] == ["slow worker: rollout/1"] and 23 <= told[0][0] <= 33
+    (alarm,) = read_alarms(tmp_path)
+    assert alarm.step in (21, 22) and said == ["node/a is not looked at as a whole: no permission"]
+    monkeypatch.setattr(monitor.detector, "look", lambda *_: 1 / 0)
+    for step in (40, 41):
+        assert await monitor.look(step, spans, Costs()) == {}
+    assert said[1:] == ["workers were not looked at in step 40: ZeroDivisionError: division by zero"]
+    monitor.close()
+    assert eyes.closed
+
+
+def test_a_made_run_with_a_slow_slot_and_a_healthy_one():
+    healthy, slow = MadeRun(11, 4, near_miss="checkpoint"), MadeRun(3, 4, "slow")
+    assert not alarms_of(healthy)
+    named = {alarm.worker for alarm in alarms_of(slow)}
+    assert named and named <= slow.guilty
+
+
+def test_a_recorded_run_is_healthy():
+    spans = read_events(ROOT / "notebooks" / "data" / "run" / "events.jsonl")
+    steps = [span for span in spans if span.kind == "step"]
+    expected, detector, found = Expected(), Detector(1.0), []
+    for step in steps:
+        inside = [span for span in spans if step.start <= span.start and span.end <= step.end]
+        expected.learn(inside, Costs())
+        series = Series(step.start, step.end)
+        series.add_spans(inside, expected)
+        found += [alarm for window in series.windows(step.step) for alarm in detector.look(window)]
+    assert len(steps) == 2 and not found
+
+
+def test_signals_compare_and_show_what_they_mean():
+    for signal in SIGNALS.values():
+        assert signal.value(signal.compared(0.7)) == pytest.approx(0.7)
+        assert (signal.compared(0.9) > signal.compared(0.7)) == (signal.worse > 0)

@@ -1,0 +1,213 @@
+"""Agents on this machine: what they see of real processes, what they cost, and a real process that is stopped again and
+again is named. GPUs: the calls of NVML fit the package's signatures."""
+
+import ast
+import importlib.util
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.nodes import Node
+from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.watchdog import Registered, registered
+from rlfuse.config.schema import Config
+from rlfuse.events import Recorder, Span
+from rlfuse.fusion.costs import Costs
+from rlfuse.health import agent, gpus
+from rlfuse.health.agent import Agent, AgentHandle
+from rlfuse.health.monitor import Monitor
+from rlfuse.health.sampling import PROBE_S, Sampler, families, round_trip
+from rlfuse.run.health import looked_after
+
+LOOP = "import time\nprint('up', flush=True)\nwhile True: pass"
+SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(60)"
+PARENT = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {LOOP!r}]).wait()"
+WORKER = """import sys, time
+with open(sys.argv[1], "a", buffering=1) as told:
+    while True:
+        began = time.time()
+        time.sleep(0.02)
+        told.write(f"{began} {time.time()}\\n")
+"""
+
+
+@contextmanager
+def running(script, *arguments):
+    with subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if "print" in script:
+                process.stdout.readline()
+            yield process
+        finally:
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()
+
+
+def test_a_sampler_tells_who_works_with_all_its_children_and_who_does_not():
+    with running(PARENT) as parent, running(SLEEPER) as sleeper:
+        workers = [Registered("rollout/0", parent.pid, ""), Registered("trainer/0", sleeper.pid, "")]
+        assert list(map(len, families(workers).values())) == [2, 1]
+        both = [Registered("rollout/0", os.getpid(), ""), *workers[1:]]
+        assert sleeper.pid not in families(both)[both[0]], "it counts for itself"
+        sampler = Sampler("node/a", workers=lambda: workers)
+        sampler.sample()
+        time.sleep(1.0)
+        seen = {sample.worker: sample for sample in sampler.sample()}
+        assert seen["rollout/0"].amounts["cpu"] > 0.01 > seen["trainer/0"].amounts["cpu"]
+        assert seen["rollout/0"].seconds > 0.9 and seen["rollout/0"].amounts["memory_gb"] > 0.005
+        assert seen["rollout/0"].amounts.keys() >= {"cpu", "page_faults", "core_wait", "disk_mb"}
+        assert seen["node/a"].amounts.keys() >= {"retransmits"}
+    assert "node/a" in {sample.worker for sample in sampler.sample()}, "they ended, and it goes on"
+
+
+def test_processes_of_a_run_on_this_host_are_found(tmp_path, monkeypatch):
+    assert registered() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    with watchdog.watching(tmp_path, Recorder("driver"), print):
+        assert registered() == [Registered("driver", os.getpid(), "3")]
+
+
+def test_the_way_to_another_node_takes_time_and_never_long():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlfuse.health.sampling.PROBE_S", 0.1)
+        began = time.monotonic()
+        assert round_trip("192.0.2.1", 9) == 0.1 and time.monotonic() - began < 1, "an address that nobody has"
+    assert PROBE_S < agent.PERIOD_S
+
+
+async def drained(handle, enough):
+    """All that it saw until it is enough, for half a minute at most."""
+    seen, until = [], time.monotonic() + 30
+    while time.monotonic() < until:
+        samples, failure = await handle.drain()
+        seen += samples
+        if enough(seen, failure):
+            return seen, failure
+        time.sleep(0.05)
+    raise AssertionError(f"it saw {seen}")
+
+
+async def test_an_agent_looks_once_a_second_and_tells_what_failed(monkeypatch):
+    monkeypatch.setattr(agent, "PERIOD_S", 0.05)
+    mine = [Registered("rollout/0", os.getpid(), "")]
+    handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: mine)), remote=False)
+    samples, failure = await drained(handle, lambda samples, _: len({sample.worker for sample in samples}) == 2)
+    assert not failure and {sample.worker for sample in samples} == {"rollout/0", "node/a"}
+    monkeypatch.setattr(Sampler, "sample", lambda _: 1 / 0)
+    _, failure = await drained(handle, lambda _, failure: failure)
+    assert failure == "ZeroDivisionError: division by zero"
+    handle.close()
+    assert not handle._agent._thread.is_alive()
+
+
+async def test_a_run_has_an_agent_on_each_machine_and_none_where_nobody_looks(tmp_path, monkeypatch):
+    here, other = Node("a", "127.0.0.1", 1, {}), Node("b", "127.0.0.1", 2, {})
+    monkeypatch.setattr(agent, "this_node_id", lambda: "a")
+    monkeypatch.setattr(agent, "PERIOD_S", 0.05)
+    slots, log = Slots(None, 2, "cpu", nodes=(here, other)), SimpleNamespace(folder=tmp_path, say=print)
+    log.loggers = SimpleNamespace(alert=print)
+    with closing(looked_after(Config(), slots, log)) as monitor:
+        (only,) = monitor.agents
+        samples, _ = await drained(only, lambda samples, _: samples)
+        assert only.node == "node/127.0.0.1" and samples[0].worker == only.node
+        assert [await monitor.look(step, [], Costs()) for step in (1,)] == [{}], "warm-up"
+        assert (await monitor.look(2, [], Costs()))["health/alarms"] == 0
+    config = Config()
+    config.alerts.slow_worker_s = None
+    assert await looked_after(config, slots, log).look(1, [], Costs()) == {}
+
+
+@pytest.mark.slow
+def test_an_agent_takes_less_than_a_hundredth_of_a_core():
+    own = [Registered(f"worker/{i}", pid, "") for i, pid in enumerate(psutil.pids()[-12:])]
+    sampler = Sampler("node/a", workers=lambda: own)
+    sampler.sample()
+    began, looks = time.thread_time(), 20
+    for _ in range(looks):
+        sampler.sample()
+    each = (time.thread_time() - began) / looks
+    print(f"{1e3 * each:.2f} ms of CPU a look, at {sum(map(len, sampler._families.values()))} processes")
+    assert each < 0.01 * agent.PERIOD_S or agent.SHARE <= 0.01, "else it looks less often"
+
+
+@pytest.mark.slow
+async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
+    """Three real workers at a pace of their own; one is stopped for two thirds of the time from the tenth second on."""
+    told, read = [], [0, 0, 0]
+    with ExitStack() as stack:
+        workers = [stack.enter_context(running(WORKER, str(tmp_path / str(i)))) for i in range(3)]
+        known = [Registered(f"rollout/{i}", worker.pid, "") for i, worker in enumerate(workers)]
+        handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: known)), remote=False)
+        monitor = Monitor(tmp_path, [handle], 6.0, 1, lambda step, alert: told.append((step, alert)), print)
+        stack.callback(monitor.close)
+        for step in range(1, 36):
+            until = time.monotonic() + 1.0
+            while (left := until - time.monotonic()) > 0:
+                if step > 10:
+                    workers[1].send_signal(signal.SIGSTOP)
+                    time.sleep(0.08)
+                    workers[1].send_signal(signal.SIGCONT)
+                time.sleep(min(left, 0.04))
+            values = await monitor.look(step, new_spans(tmp_path, read), Costs())
+            if told:
+                break
+    (step, alert), *rest = told
+    assert alert.title == "slow worker: rollout/1" and step > 12 and not rest
+    assert values["health/slowness/rollout/max"] > 1.4 and values["health/agents"] == 1
+
+
+def new_spans(folder, read):
+    """What the workers have told since the last call; `read`: characters, so far."""
+    told = {"steps": 1, "batch": 1, "context": 1, "prefill_tokens": 0}
+    spans = []
+    for i in range(len(read)):
+        text = (folder / str(i)).read_text()[read[i] :] if (folder / str(i)).exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        read[i] += len(whole)
+        times = (map(float, line.split()) for line in whole.splitlines())
+        spans += [Span("decode", f"rollout/{i}", start, end, tokens=1, attributes=told) for start, end in times]
+    return spans
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------------
+
+
+def nvml():
+    """The package, or vLLM's copy of it, which nothing else of vLLM has to be imported for."""
+    if importlib.util.find_spec("pynvml"):
+        return importlib.import_module("pynvml")
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    spec = importlib.util.spec_from_file_location("nvml", Path(folder) / "third_party" / "pynvml.py")
+    module = sys.modules["nvml"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_calls_of_nvml_fit_its_signatures():
+    module, tree, called = nvml(), ast.parse(inspect.getsource(gpus)), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.lower().startswith("nvml"):
+            assert hasattr(module, node.attr), node.attr
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("nvml"):
+            inspect.signature(getattr(module, node.func.attr)).bind(*node.args)
+            called.append(node.func.attr)
+    assert len(called) == 6 and "nvmlInit" in called
+    assert "gpu" in dict(module.c_nvmlUtilization_t._fields_) and issubclass(module.NVMLError, Exception)
+
+
+def test_where_there_is_no_driver_there_are_no_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus.open_gpus() is None, "no package"
+    if not Path("/dev/nvidiactl").exists():
+        monkeypatch.setitem(sys.modules, "pynvml", nvml())
+        assert gpus.open_gpus() is None, "no driver"

@@ -1,0 +1,61 @@
+"""Precision and recall on whole runs with a fault injected into one machine, and no alarm in healthy ones.
+
+The bar is the paper's own (Minder, arXiv 2411.01791: precision 0.904, recall 0.883). What is drawn stands in
+`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of more such runs.
+"""
+
+from collections import Counter
+
+import pytest
+from injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
+from recorded_steps import DrawnRun
+
+PRECISION, RECALL = 0.904, 0.883
+SLOTS = (2, 2, 3, 3, 4, 4, 8, 2, 3, 4, 8, 16)
+"""Of the made runs with one kind of fault; one of each kind has 32 or 64 beside."""
+
+
+def counted(run):
+    """Right alarms (at most one), wrong ones (each worker that is named), and the one run."""
+    named = {alarm.worker for alarm in alarms_of(run)}
+    return Counter(right=bool(named & run.guilty), wrong=len(named - run.guilty), faulty=bool(run.guilty))
+
+
+def judge(counts):
+    right, wrong, faulty = (counts[name] for name in ("right", "wrong", "faulty"))
+    print(f"precision {right / max(1, right + wrong):.3f}, recall {right / max(1, faulty):.3f} of {faulty} runs")
+    assert right >= PRECISION * (right + wrong) and right >= RECALL * faulty
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_made_runs_with_faults():
+    counts = Counter()
+    for number, kind in enumerate(FAULTS):
+        for i, slots in enumerate((*SLOTS, 64 if number == 0 else 32 if number == 3 else 8)):
+            counts += counted(MadeRun(1000 + 100 * number + i, slots, kind))
+    assert counts["faulty"] == 65
+    judge(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_healthy_made_runs():
+    wrong = {}
+    for number, kind in enumerate(NEAR_MISSES):
+        for i, slots in enumerate((2, 2, 3, 4, 4, 8, 16, 64 if number == 1 else 2)):
+            named = {alarm.worker for alarm in alarms_of(MadeRun(5000 + 100 * number + i, slots, near_miss=kind))}
+            wrong |= {(kind, i, slots): named} if named else {}
+    assert not wrong, "of 64 runs"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_recorded_steps_with_faults_and_without():
+    counts, healthy = Counter(), Counter()
+    for seed in range(20):
+        for kind in ("slow", "jittery", None):
+            run = DrawnRun(seed, 2 + seed % 5, kind)
+            (counts if kind else healthy).update(counted(run))
+    assert counts["faulty"] == 40 and healthy["wrong"] == 0
+    judge(counts)

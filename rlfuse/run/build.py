@@ -38,6 +38,7 @@ from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
+from rlfuse.run.health import looked_after
 from rlfuse.run.inference import (
     VideoParts,
     clip_reader,
@@ -52,6 +53,7 @@ from rlfuse.run.inference import (
 )
 from rlfuse.run.job import Job
 from rlfuse.run.restarts import recovered, starting
+from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run.starting import Start, start_parts
 from rlfuse.run.wiring import Loaded, updates, wired
 from rlfuse.samples import Prompt
@@ -105,11 +107,12 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
 
 async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
-        slots = await placement.start(loaded.config, again=job.restart is not None)
+        slots = await placement.start(loaded.config, again=job.restart is not None, without=job.without)
     log.say(slots.told)
     config = with_transfer(loaded.config, slots.device)
     rollouts = rollout_handles(config, slots, log.journal.recorder, log.say)
     video = video_parts(config, loaded.video_model, slots, log.say) if loaded.video_model else None
+    health = looked_after(config, slots, log)
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         with starting(log):
@@ -144,9 +147,12 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             engines=Engines(rollouts, loaded.reward, started.trainer, weights, video.clips if video else NoClips()),
             costs=starting_costs(config, started.engine_facts, slots),
             facts=started.trainer_facts,
+            health=health,
         )
-        await watched(run_controller(controller, job.state["step"]), occupants)
+        desk = SlotDesk(log, slots, controller.draining, config.rollout.tensor_model_parallel_size)
+        await desk.attended(watched(run_controller(controller, job.state["step"]), occupants))
     finally:
+        health.close()
         encoders = [video.clips.close()] if video else []
         await _quietly([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
 

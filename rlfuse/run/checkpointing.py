@@ -33,16 +33,20 @@ class Checkpointing:
         self._log, self._keep, self._save, self._state = log, keep, save, state
         self.step = self._written = start
 
+    def folder(self, step: int) -> Path | None:
+        """The checkpoint that runs resume from, if it is that of this step."""
+        return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
+
     async def write(self, step: int) -> None:
         """Write one; `publish` makes it count.
 
         Where that fails for want of room the run goes on and a person is called. NotSaved where no later one can make
-        up for it: after the last step, or when told to leave.
+        up for it: after the last step, or when told to end.
         """
         try:
             await checkpoints.write(self._log.folder, step, self._state(step), self._save)
         except NotSaved as error:
-            if step == self._log.total_steps or self._log.stopping.asked:
+            if step == self._log.total_steps or self._log.stopping.by is not None:
                 raise
             text = f"{error} The run goes on, and tries again at the next one."
             self._log.loggers.alert(step, Alert("no checkpoint", text))

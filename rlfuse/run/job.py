@@ -27,7 +27,7 @@ from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
-from rlfuse.errors import WorkerLost
+from rlfuse.errors import NodeLeft, WorkerLost
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
 from rlfuse.observe.run_log import RunLog
@@ -59,6 +59,10 @@ class Job:
     """Of settings, since the run that the checkpoint is of."""
     inputs: dict[str, str] = field(default_factory=dict)
     """What else the run is made of, by `rlfuse.run.inputs`."""
+    drained: set[int] = field(default_factory=set)
+    """Slots that get no work now, in this attempt and those that follow."""
+    without: frozenset[str] = frozenset()
+    """Ids of nodes that were to leave the run."""
 
     def begin(self, total_steps: int) -> RunLog:
         """The run folder's log, with `config.yaml` beside it; before this the job has touched nothing.
@@ -104,7 +108,7 @@ class Job:
         finally:
             ended = _state(error)
             with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
-                ending.callback(log.close, error)
+                ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
             if error is not None and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
                 print(how_to_resume(self), flush=True)
@@ -156,7 +160,8 @@ def _state(error: BaseException | None) -> str:
     """For `status`, of a run that ended so."""
     if error is None:
         return "finished"
-    return "stopped" if isinstance(error, Stopped | KeyboardInterrupt | asyncio.CancelledError) else "failed"
+    planned = Stopped | NodeLeft | KeyboardInterrupt | asyncio.CancelledError
+    return "stopped" if isinstance(error, planned) else "failed"
 
 
 def open_job(config: Config) -> Job:
@@ -168,6 +173,7 @@ def open_job(config: Config) -> Job:
     started = time.time()
     config = accepted.config
     more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
+    more["drained"] = set(config.cluster.drain)
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 
 

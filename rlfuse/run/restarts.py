@@ -3,8 +3,8 @@
 Role: `recovered` makes the attempts of `rlfuse.run.build` and `rlfuse.run.reward_model`; each has Ray, engines and
 log of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
 attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration, of the user's code or of a
-start; an attempt that got no further than the one before is the last. Steps after the checkpoint are logged again, as
-when an interrupted run resumes.
+start; an attempt that got no further than the one before is the last. A node that left as planned (`slot_desk`) counts
+as no loss. Steps after the checkpoint are logged again, as when an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
-from rlfuse.errors import EngineError, WorkerLost
+from rlfuse.errors import EngineError, NodeLeft, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
@@ -45,15 +45,21 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
     while True:
         try:
             return attempt(job)
+        except NodeLeft as left:
+            job = again(job, left)
+            print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
         except WorkerLost as error:
             reached.append(_last_step(job.folder))
             if why := futile(reached, job.config.cluster.max_restarts):
                 print(how_to_resume(job), flush=True)
                 raise EngineError(f"{error}\n{why}") from error
             job = again(job, error)
-            where = f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
             count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
-            print(hidden_text(f"lost: {error}\nThe run goes on {where} ({count})."), flush=True)
+            print(hidden_text(f"lost: {error}\nThe run goes on {_from(job)} ({count})."), flush=True)
+
+
+def _from(job: Job) -> str:
+    return f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
 
 
 @contextmanager
@@ -81,8 +87,10 @@ def again(job: Job, error: WorkerLost) -> Job:
     written = [path for path in checkpoints.complete(job.folder) if checkpoints.written(path) >= job.started]
     checkpoint = written[-1] if written else job.checkpoint
     state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
-    restart = Span("restart", "driver", time.time(), cause=str(error))
-    return dataclasses.replace(job, checkpoint=checkpoint, state=state, restart=restart, changes=())
+    left = error.nodes if isinstance(error, NodeLeft) else ()
+    restart = Span("hand_over" if left else "restart", "driver", time.time(), cause=str(error))
+    where = {"restart": restart, "without": job.without.union(left)}
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)
 
 
 def _last_step(folder: Path) -> int:

@@ -12,6 +12,7 @@ Waits: for the ranks, each call at most cluster.timeout_s.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,16 @@ from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.trainer.reward_model import MODEL, RewardModelTrainer
+from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
 from rlfuse.rewards.api.labels import head_labels
 from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.health import looked_after
 from rlfuse.run.job import Job
 from rlfuse.run.restarts import recovered, starting
+from rlfuse.step.protocols import Health
 
 
 def run(config: Config) -> Path:
@@ -87,10 +91,17 @@ async def _run(
         await trainer.load(job.checkpoint)
         source.load_state_dict(job.state["pairs"])
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
-    training = Training(
-        config=job.config, trainer=trainer, source=source, held_out=held_out, log=log, checkpointing=checkpointing
-    )
-    await watched(training.run(job.state["step"]), occupants)
+    with closing(looked_after(job.config, slots, log)) as health:
+        training = Training(
+            config=job.config,
+            trainer=trainer,
+            source=source,
+            held_out=held_out,
+            log=log,
+            checkpointing=checkpointing,
+            health=health,
+        )
+        await watched(training.run(job.state["step"]), occupants)
 
 
 @dataclass(kw_only=True)
@@ -103,6 +114,7 @@ class Training:
     held_out: Sequence[Preference]
     log: RunLog
     checkpointing: Checkpointing
+    health: Health
 
     async def run(self, step: int) -> None:
         """From the state after `step` to the last step. Stopped after a step in which it was told to."""
@@ -131,7 +143,8 @@ class Training:
             await self.checkpointing.write(step)
 
     async def _end(self, step: int, values: dict[str, float]) -> None:
-        self.log.metrics.log(step, values, await self.log.journal.collect(step))
+        spans = await self.log.journal.collect(step)
+        self.log.metrics.log(step, values | await self.health.look(step, spans, Costs()), spans)
         self.checkpointing.publish()
 
     async def evaluate(self, step: int) -> dict[str, float]:

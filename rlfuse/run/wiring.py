@@ -21,6 +21,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import loaded_policy
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.registry import traits_of
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
@@ -33,7 +34,9 @@ from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import Learning
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.controller import Controller
+from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
+from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
 TOKEN_BYTES = 8
@@ -55,15 +58,13 @@ class Loaded:
 
 
 async def wired(
-    loaded: Loaded, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Mapping[str, Any]
+    loaded: Loaded, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Mapping[str, Any], health: Health
 ) -> Controller:
     """`costs`: what policies go by until the run has measured its own; `facts`: of the trainer, to be logged."""
     config, prompts, recorder = loaded.config, loaded.prompts, log.journal.recorder
-    experience = Experience(config, loaded.reward.entries)
+    experience, lengths = Experience(config, loaded.reward.entries), Lengths(config.data.max_response_length)
     selection = Selection(config.fusion.data, config.fusion.excess, config.data.train_batch_size, prompts)
-    lengths = Lengths(config.data.max_response_length)
-    kept = {"prompts": prompts, "kl": experience.kl, "selection": selection, "lengths": lengths}
-    kept["rewards"] = experience.normaliser
+    kept = dict(prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser)
     if job.checkpoint is not None:
         for name, part in kept.items():
             part.load_state_dict(job.state[name])
@@ -71,7 +72,8 @@ async def wired(
     def state(step: int) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in kept.items()} | {"updates": updates(job, step)}
 
-    log.attach(engines.recorded, facts, lambda: prompts.epoch)
+    tuning = _tuning(config, job, engines, costs, lengths)
+    log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
     groups = GroupSource(
         config=config,
         engines=engines,
@@ -89,20 +91,27 @@ async def wired(
         advantages=Advantages(
             experience=experience, groups=groups, metrics=log.metrics, failures=log.failures, recorder=recorder
         ),
-        tuning=Tuning(costs, lengths, _settings(config, engines.trainer), Learning(config, len(engines.rollout))),
+        tuning=tuning,
+        draining=draining,
         journal=log.journal,
         metrics=log.metrics,
         checkpoints=_checkpointing(loaded, job, log, engines.trainer, state),
         stopping=log.stopping,
         total_steps=loaded.total_steps,
+        health=health,
         say=log.say,
     )
     if job.checkpoint is not None:
-        # On the devices, which the push that follows gives to the engines.
-        await all_to(to_ranks, engines.rollout, engines.trainer)
+        await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
         await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
+
+
+def _tuning(config: Config, job: Job, engines: Engines, costs: Costs, lengths: Lengths) -> Tuning:
+    slots = len(engines.rollout)
+    rates = Rates(slots, job.drained, measured=not config.trainer.deterministic)
+    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots))
 
 
 def _checkpointing(

@@ -56,9 +56,14 @@ async def write(run: Path, step: int, state: dict[str, Any], fill: Callable[[Pat
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is once it counts."""
+    return run / f"global_step_{step}"
+
+
 def publish(run: Path, step: int, keep: int | None) -> None:
     """From now on runs resume from what `write` wrote; later ones, and older ones beyond `keep`, go."""
-    final = run / f"global_step_{step}"
+    final = folder_of(run, step)
     for abandoned in later(run, step):  # first, or they are the newest for `auto` after a kill
         _remove(abandoned)
     if final.exists():

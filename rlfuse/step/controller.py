@@ -2,18 +2,17 @@
 
 Role: `run` takes the job from its first step to its last: prompts become a board of samples, an `Executor` generates,
 scores and trains on them in the order the fusion policy decides, and the new weights go to the engines. Which samples,
-which mini-batches and which numbers is settled here; when each piece of work runs is not.
+which mini-batches and which numbers is settled here; when each piece of work runs is not. All calls that it waits for
+are bounded by the engines' own limits.
 
     prompts -> groups -> Board -> Executor (policy, engines) -> weights to the engines -> checkpoint, metrics
-
-Waits: for executors and weight pushes, both bounded by the engines' own limits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
@@ -21,15 +20,15 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
-from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.progress import due, timed
 from rlfuse.protocols import Engines, Sampling
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.comparison import compare_first_weights
+from rlfuse.step.draining import Draining
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.step.groups import GroupSource
-from rlfuse.step.protocols import Checkpoints, Journal, Metrics
+from rlfuse.step.protocols import Checkpoints, Health, Journal, Metrics, NoHealth
 
 
 @dataclass(kw_only=True)
@@ -42,11 +41,13 @@ class Controller:
     groups: GroupSource
     advantages: Advantages
     tuning: Tuning
+    draining: Draining
     journal: Journal
     metrics: Metrics
     checkpoints: Checkpoints
     stopping: Stopping
     total_steps: int
+    health: Health = field(default_factory=NoHealth)
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
 
@@ -68,16 +69,17 @@ class Controller:
             with self.journal.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.update_weights(step)
-            if due(trainer.test_freq, step, total) and not self.stopping.asked:
+            if due(trainer.test_freq, step, total) and self.stopping.by is None:
                 await self.validate(step)
             if due(trainer.save_freq, step, total):
                 await self.save(step)
             spans = await self.journal.collect(step)
+            self.metrics.note(await self.health.look(step, spans, self.tuning.costs))
             self.metrics.log_step(step, board, spans)
             self.checkpoints.publish()
             self.tuning.learn(board, spans)
-            if self.stopping.asked and step < total:
-                await self.leave(step)
+            if step < total:
+                await (self.leave if self.stopping.asked else self.replan)(step)
 
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
@@ -85,7 +87,7 @@ class Controller:
         actor, trained = self.config.actor, ["actor"] if step > self.config.trainer.critic_warmup else []
         board = Board(
             draw.groups,
-            SlotTable(len(self.engines.rollout), self.tuning.costs),
+            await self.draining.table(),
             experience.kinds,
             ["critic", *trained] if self.config.uses_critic else trained,
             actor.ppo_epochs,
@@ -106,8 +108,7 @@ class Controller:
     async def validate(self, step: int) -> None:
         """Generate and score the held-out prompts; nothing is trained."""
         if groups := await self.groups.validation(step):
-            slots = SlotTable(len(self.engines.rollout), self.tuning.costs)
-            board = Board(groups, slots, ("reward",), purpose="testing", now=self.clock())
+            board = Board(groups, await self.draining.table(), ("reward",), purpose="testing", now=self.clock())
             with self.journal.recorder.span("testing", step=step):
                 await self.execute(board, step, sampling.validation(self.config), self.advantages.complete)
             self.metrics.log_validation(step, board)
@@ -131,11 +132,15 @@ class Controller:
             await self.engines.weights.push(version=step)
 
     async def save(self, step: int) -> None:
-        """Write a checkpoint from the devices, which the engines get back if there is more to do."""
+        """Write a checkpoint from the devices, which the ranks keep."""
         await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step)
-        if step < self.total_steps and not self.stopping.asked:
+
+    async def replan(self, step: int) -> None:
+        """Work goes by how slow slots are, layers too where the step is saved; then the engines have the devices."""
+        await self.engines.trainer.replan(self.tuning.rates.current, self.checkpoints.folder(step))
+        if due(self.config.trainer.save_freq, step, self.total_steps):
             await all_to(to_engine, self.engines.rollout, self.engines.trainer)
 
     async def leave(self, step: int) -> None:

@@ -27,6 +27,7 @@ from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
+from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Sample
 
@@ -66,6 +67,7 @@ class Executor:
         self.recorder, self.clock = recorder, clock
         self._changed, self._happened = asyncio.Event(), 0.0
         self._restarting = False
+        self._asked, self._asking = clock(), set[int]()
 
     async def run(self) -> None:
         """Ask the policy, start what it decides, wait until something changed; until the board is done."""
@@ -76,6 +78,9 @@ class Executor:
                     self._restarting = True
                     self.board.slot_table.occupy(slot)
                     self._tasks.create_task(self._restart_engine(slot))
+                for slot, names, carry in self.board.slot_table.leave_drained(self.clock()):
+                    self._tasks.create_task(self._leave(slot, names, carry))
+                self._ask_silent()
                 decisions = self.policy(self.board.snapshot(self.clock()))
                 for decision in decisions:
                     self._start(decision)
@@ -93,6 +98,22 @@ class Executor:
         pulse.cancel()
         if loop.time() < pulse.when():
             self._happened = loop.time()
+
+    def _ask_silent(self) -> None:
+        """Now and then, how far the engines are of which nothing was heard."""
+        if (now := self.clock()) - self._asked >= SILENCE_S:
+            self._asked = now
+            for slot in self.board.slot_table.silent(now):
+                if slot not in self._asking:
+                    self._asking.add(slot)
+                    self._tasks.create_task(self._ask(slot))
+
+    async def _ask(self, slot: int) -> None:
+        with suppress(EngineLost):  # then its samples' own `_generate` says so
+            load = await self.engines.rollout[slot].load()
+            self.board.slot_table.answered(slot, load, self.clock())
+            self._changed.set()
+        self._asking.discard(slot)
 
     def _start(self, decision: Decision) -> None:
         names = self.board.slot_table.waiting_samples(decision.groups) if isinstance(decision, Generate) else ()
@@ -164,6 +185,11 @@ class Executor:
         with suppress(EngineLost):  # then its samples' own `_generate` says so
             await self.engines.rollout[slot].evict(names, carry)
 
+    async def _leave(self, slot: int, names: Sequence[str], carry: str) -> None:
+        """Samples of a drained slot: each waits again with what it has, once it has left."""
+        with self._span("drain", samples=tuple(names), attributes={"slot": slot, "carry": carry}):
+            await self._evict(slot, names, carry)
+
     async def _move(self, decision: Move) -> None:
         with self._span("move", samples=decision.samples) as span:
             span.attributes |= {"source": decision.source, "target": decision.target, "carry": decision.carry}
@@ -192,7 +218,7 @@ class Executor:
         assert isinstance(trainer, WholeModels), f"{type(trainer).__name__} computes gradients of all models together"
         work = trainer.accumulate(decision.model, rows, decision.slot)
         await self._spanned(f"update_{decision.model}", decision, work)
-        self.board.accumulated(decision)
+        self.board.accumulated(decision, self.clock())
         self._changed.set()
 
     async def _train(self, decision: Train) -> None:

@@ -6,11 +6,13 @@ Role: a run's own parts satisfy these, and so do the simulator's stand-ins, so t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rlfuse.engines.agreement import Agreement
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
+from rlfuse.fusion.costs import Costs
 from rlfuse.samples import Group
 
 
@@ -75,6 +77,24 @@ class Metrics(Protocol):
         """Engines and trainer scored the same tokens. EngineError where they are too far apart to go on."""
 
 
+class Health(Protocol):
+    """Looks for slow and faulty workers (`rlfuse.health.monitor.Monitor`)."""
+
+    async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
+        """The step is over, and these are its spans; `health/*`."""
+
+
+class NoHealth:
+    """The `Health` of workers that nobody looks after: simulated ones, or where alerts.slow_worker_s is null."""
+
+    async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
+        """Nothing is known."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
 class FailureBudget(Protocol):
     """How many rewards may fail (`rlfuse.observe.failures.FailureBudget`)."""
 
@@ -88,6 +108,9 @@ class Checkpoints(Protocol):
     @property
     def step(self) -> int:
         """The last one that runs resume from."""
+
+    def folder(self, step: int) -> Path | None:
+        """Where it is, if it is that of this step."""
 
     async def write(self, step: int) -> None:
         """Write one, whole or not at all, from ranks that have the devices. NotSaved if it is the last chance."""

@@ -38,6 +38,7 @@ COLOURS = {
     "busy/reward": "#c2385a",
     "idle/tail": "#e3b7c1",
     "idle/imbalance": "#ecd0a5",
+    "idle/drained": "#c9c2b6",
     "idle/reward": "#d9a7d0",
     "idle/bubble": "#bfd9c5",
     "idle/weights": "#cfc4e6",

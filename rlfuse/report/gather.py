@@ -21,10 +21,15 @@ import numpy as np
 
 from rlfuse.config.run_groups import AlertsConfig
 from rlfuse.events import Span
+from rlfuse.fusion.own_policies import PolicyError
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.idle import divide, union
-from rlfuse.run_folder.reader import RunFolder
+from rlfuse.run_folder.reader import RunError, RunFolder
 from rlfuse.run_folder.status import Status, read
+from rlfuse.simulate.workload import WorkloadError
+from rlfuse.whatif.of_run import examine
+from rlfuse.whatif.questions import Answer, answers
+from rlfuse.whatif.run_slowdown import RunSlowdown
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400
 """What all runs of a page share: steps, rows, rows of training steps and of validation."""
@@ -78,6 +83,10 @@ class Gathered:
     """Rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`."""
     alerts: list[tuple[int, Alert]]
     """(step, alert), by the run's own thresholds."""
+    slowdown: RunSlowdown | None
+    """What uneven workers cost its last steps; None where it has none yet that tell."""
+    what_if: list[Answer]
+    """Questions to these steps."""
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -115,7 +124,16 @@ def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
         _samples(run, budget, [row["step"] for row in rows if row["step"] > 0], max(1, SAMPLES // sharing))
         + _validated(run, budget, max(1, VALIDATED // sharing)),
         _alerts(run, rows),
+        *_examined(run),
     )
+
+
+def _examined(run: RunFolder) -> tuple[RunSlowdown | None, list[Answer]]:
+    try:
+        examined = examine(run)
+        return examined.found, list(answers(examined.analysis, examined.simulated))
+    except (RunError, WorkloadError, PolicyError):  # too few steps yet, of another version, or its policy is elsewhere
+        return None, []
 
 
 def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int, Alert]]:

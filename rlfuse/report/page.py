@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlfuse.report import charts, tables
+from rlfuse.report import charts, slowness, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run
 
@@ -99,6 +99,7 @@ def render(runs: Sequence[Gathered]) -> str:
         became=tables.became(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
+        slow={number: slowness.shown(run) for number, run in enumerate(runs) if run.slowdown is not None},
         alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
         configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
         data=finite(_data(runs, colours, panels)),

@@ -1,7 +1,7 @@
-"""`rlfuse whatif`: what uneven workers cost a recorded training job, of which kind of work it is, and who it was.
+"""`rlfuse whatif`: what uneven workers cost a run or a training job, of which kind of work it is, and who it was.
 
-Role: the command line of `rlfuse.whatif`: reads a table, prints what `slowdown` finds, writes it as JSON. Called by
-`rlfuse.cli`; waits for nothing.
+Role: the command line of `rlfuse.whatif`: reads a run folder (`of_run`) or a table (`study_trace`), prints what
+is found, writes it as JSON. Called by `rlfuse.cli`; waits for nothing.
 """
 
 from __future__ import annotations
@@ -9,49 +9,99 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlfuse.errors import UserError
 from rlfuse.files import write_whole
+from rlfuse.fusion.own_policies import loaded_policy
+from rlfuse.run_folder.reader import open_run
+from rlfuse.whatif.of_run import STEPS, examine
 from rlfuse.whatif.operations import Operations
-from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, Slowdown, analyse
+from rlfuse.whatif.questions import answers
+from rlfuse.whatif.run_operations import KINDS
+from rlfuse.whatif.slowdown import analyse
 from rlfuse.whatif.study_trace import TraceError, operations_of, read
+from rlfuse.whatif.telling import told_of_job, told_of_run
+from rlfuse.whatif.timeline import beside
 
-SHOWN = 5
-"""Workers and kinds, the slowest first."""
 SIZES = {"dp_size": "ranks", "pp_size": "stages"}
 """Keys of the metadata that the table tells, too."""
 
 
+class WhatIfError(UserError):
+    """Arguments that don't go together."""
+
+
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. TraceError where the table or its metadata can't be read."""
+    """Do what the arguments say. TraceError, RunError where what is to be read can't be."""
     arguments = _parser().parse_args(argv)
-    operations = operations_of(read(arguments.trace))
-    if arguments.meta is not None:
-        check_sizes(operations, arguments.meta)
-    found = analyse(operations)
+    if (arguments.run is None) == (arguments.trace is None):
+        raise WhatIfError("give a run's folder, or --trace with a table of another job: one of the two")
+    shown, found = _job(arguments) if arguments.run is None else _run(arguments)
     console = Console(highlight=False)
-    for line in told(found, operations):
+    for line in shown:
         console.print(line, soft_wrap=isinstance(line, str))
     if arguments.out is not None:
-        write_whole(arguments.out, json.dumps(found.as_json(), indent=2))
+        write_whole(arguments.out, json.dumps(found, indent=2))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rlfuse whatif", description="What uneven workers cost a training job, and who they are."
+        prog="rlfuse whatif", description="What uneven workers cost a run or a training job, and who they are."
     )
-    parser.add_argument("--trace", type=Path, required=True, help="operations, .parquet or .csv: a row each")
-    parser.add_argument("--meta", type=Path, help="sizes of the job, .yaml (dp_size, pp_size, ...); else the table's")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="a run's folder")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"its last so many steps; default {STEPS}"
+    )
+    parser.add_argument("--without", choices=KINDS, action="append", default=[], help="asks: if this took no time?")
+    parser.add_argument("--policy", action="append", default=[], metavar="P", help="asks: under this fusion policy?")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="the ideal beside the real, for ui.perfetto.dev")
+    parser.add_argument("--trace", type=Path, help="of another job: operations, .parquet or .csv, a row each")
+    parser.add_argument("--meta", type=Path, help="sizes of that job, .yaml (dp_size, pp_size, ...); else the table's")
     parser.add_argument("--out", type=Path, help="what is found, as JSON")
     return parser
 
 
-def check_sizes(operations: Operations, path: Path) -> None:
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:
+    if arguments.steps < 1:
+        raise WhatIfError(f"--steps {arguments.steps}: give 1 or more")
+    for policy in arguments.policy:
+        loaded_policy(policy)  # a mistake is told before everything is read
+    folder = open_run(arguments.run)
+    run = examine(folder, arguments.steps)
+    asked = list(answers(run.analysis, run.simulated, arguments.without, arguments.policy))
+    if arguments.timeline is not None:
+        write_whole(
+            arguments.timeline, json.dumps(beside(run.analysis, run.steps, folder.width), separators=(",", ":"))
+        )
+    told = told_of_run(run.found, asked, [step.step for step, _ in run.steps], run.alarms)
+    found = run.found.as_json() | {"questions": [answer.as_json() for answer in asked]}
+    return told, found | {"alarms": [asdict(alarm) for alarm in run.alarms]}
+
+
+# A table -------------------------------------------------------------------------------------------------------------
+
+
+def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:
+    if arguments.without or arguments.policy or arguments.timeline:
+        raise WhatIfError("--without, --policy and --timeline are for a run's folder, not for --trace")
+    job = operations_of(read(arguments.trace))
+    if arguments.meta is not None:
+        check_sizes(job, arguments.meta)
+    found = analyse(job)
+    return told_of_job(found, job), found.as_json()
+
+
+def check_sizes(job: Operations, path: Path) -> None:
     """TraceError where the metadata is of another job than the table."""
     try:
         meta = yaml.safe_load(path.read_text())
@@ -60,42 +110,6 @@ def check_sizes(operations: Operations, path: Path) -> None:
     if not isinstance(meta, dict):
         raise TraceError(f"--meta {path}: needs lines like dp_size: 8")
     for key, name in SIZES.items():
-        size, found = meta.get(key, getattr(operations, name)), getattr(operations, name)
+        size, found = meta.get(key, getattr(job, name)), getattr(job, name)
         if size != found:
             raise TraceError(f"--meta {path}: {key}={size}, and the table has {found} {name}; is it of another job?")
-
-
-def told(found: Slowdown, operations: Operations) -> list[str | Table]:
-    """What the person reads."""
-    workers = operations.stages * operations.ranks
-    lines: list[str | Table] = [
-        f"{operations.steps} steps on {workers} workers ({operations.stages} stages x {operations.ranks} data ranks): "
-        f"{found.seconds:.2f} s a step, {found.ideal_seconds:.2f} s if all workers were alike",
-        f"slowdown {found.S:.2f}: {found.waste:.0%} of the workers' time is lost to uneven work "
-        f"(the replay leaves out {found.launch_delay:.1%}: so wrong it may be)",
-    ]
-    if found.workers is None or found.S_t is None or found.M_W is None or found.M_S is None:
-        return [*lines, f"below {ATTRIBUTED:g}: nobody is to blame"]
-    lines.append(
-        f"of that, the slowest {SLOWEST:.0%} of the workers explain {_percent(found.M_W)}, the last stage "
-        f"{_percent(found.M_S)} (parts hide behind one another: shares need not add up to 100 %)"
-    )
-    places = [(value, stage, rank) for stage, row in enumerate(found.workers) for rank, value in enumerate(row)]
-    slowest = sorted(places, key=lambda place: -place[0])[:SHOWN]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.title, table.title_justify = "slowdown by each alone", "left"
-    for name in ("worker", "", "kind of work", ""):
-        table.add_column(name, no_wrap=True)
-    kinds = list(found.S_t.items())
-    for number in range(min(SHOWN, max(len(slowest), len(kinds)))):
-        worker = ("", "")
-        if number < len(slowest):
-            value, stage, rank = slowest[number]
-            worker = (f"stage {stage}, data rank {rank}", f"{value:.2f}")
-        kind = (kinds[number][0], f"{kinds[number][1]:.2f}") if number < len(kinds) else ("", "")
-        table.add_row(*worker, *kind)
-    return [*lines, table]
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share)} %"  # a share of almost nothing has no sign

@@ -1,0 +1,175 @@
+"""Why a run loses time: the likely cause by rule, the evidence beside it, and what usually helps.
+
+Role: `run_slowdown` asks `likely`. Pure. The rules are those of the study of stragglers (arXiv 2505.05713, section 5),
+with generation's tail beside them, which training alone does not have. A rule that does not hold says nothing; where
+none does, the cause is *undetermined*, and nobody is blamed.
+
+    machine    M_W >= 0.5: the slowest few workers explain it
+    stages     M_S >= 0.5: the last stage of the pipeline does
+    tail       half of what balance would save is generation's: the longest responses
+    lengths    forward and backward of the same micro-batches are long together, correlation >= 0.9
+    gc         forwards alone take several times as long now and then, each time on another worker
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlfuse.whatif.run_operations import Piece
+
+HALF = 0.5
+"""Of the time lost, from which on a part counts as its cause."""
+CORRELATED = 0.9
+PAIRS = 8
+"""Micro-batches that tell a correlation."""
+SLOW = 1.1
+"""A worker below so many times its expected time is like the others."""
+VARIES = 0.1
+"""Standard deviation over mean of their durations, below which there is nothing to correlate."""
+SPIKE = 3.0
+"""An operation that took so many times what its like take stood still meanwhile."""
+SPIKES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What it is, by which evidence, and what usually helps."""
+
+    name: str
+    """`machine`, `stages`, `tail`, `lengths`, `gc` or `undetermined`."""
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What rules look at beside the shares."""
+
+    pieces: Sequence[Piece]
+    recorded: np.ndarray
+    typical: np.ndarray
+    balanced: np.ndarray
+    slowest: Sequence[str]
+    share: Callable[[np.ndarray, np.ndarray], float]
+    """Share of the time lost that goes if a part of the operations took ideal durations."""
+
+
+def likely(found: Mapping[str, Any], seen: Seen) -> Cause:
+    """The first rule that holds. `found`: the fields of a run's slowdown so far."""
+    for rule in (_machine, _collection, _stages, _tail, _lengths):
+        if (cause := rule(found, seen)) is not None:
+            return cause
+    return Cause(
+        "undetermined",
+        f"S = {found['S']:.2f}, and neither one worker, the last stage, the longest responses nor pauses explain half",
+        "look at the kinds of work above and at the ideal timeline beside the real one (--timeline)",
+    )
+
+
+def _machine(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+    share = found.get("M_W")
+    rates = [found["rates"][worker] for worker in seen.slowest]
+    if share is None or share < HALF or found["S_machine"] < found["S_skew"] or max(rates) < SLOW:
+        return None
+    slow = ", ".join(f"{worker} ({found['rates'][worker]:.2f} times its expected time)" for worker in seen.slowest)
+    return Cause(
+        "machine",
+        f"{_percent(share)} of the time lost to machines goes if {slow} worked like the others",
+        "see what else runs there and how hot it is: rlfuse slots drain N takes the slot out of the run",
+    )
+
+
+def _collection(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+    spikes = {kind: _spikes(seen, kind) for kind in ("forward", "backward")}
+    forward, workers = spikes["forward"], Counter(seen.pieces[number].worker for number in spikes["forward"])
+    alone = len(forward) >= SPIKES and len(spikes["backward"]) * SPIKES <= len(forward)
+    if not alone or (found["steps"] > 1 and max(workers.values()) > HALF * len(forward) + 1):
+        return None
+    part = np.zeros(len(seen.pieces), bool)
+    part[forward] = True
+    if (share := seen.share(part, seen.typical)) < HALF:
+        return None
+    return Cause(
+        "gc",
+        f"{len(forward)} forwards on {len(workers)} workers took over {SPIKE:g} times as long as their like, and "
+        f"{len(spikes['backward'])} backwards; without them {_percent(share)} of the time lost to machines goes",
+        "collect garbage on all workers at once: trainer.gc_freq",
+    )
+
+
+def _spikes(seen: Seen, kind: str) -> list[int]:
+    return [
+        piece.number
+        for piece in seen.pieces
+        if piece.kind == kind and seen.recorded[piece.number] > SPIKE * seen.typical[piece.number]
+    ]
+
+
+def _stages(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+    share = found.get("M_S")
+    if share is None or share < HALF:
+        return None
+    return Cause(
+        "stages",
+        f"{_percent(share)} of the time lost goes if the last stage had no more to do than the others",
+        "give the last stage fewer layers: it has the head and the loss, too",
+    )
+
+
+def _tail(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+    decoding = np.array([piece.kind in ("decode", "prefill") for piece in seen.pieces])
+    share = seen.share(decoding, seen.balanced)
+    if found["S_skew"] < found["S_machine"] or share < HALF:
+        return None
+    return Cause(
+        "tail",
+        f"{_percent(share)} of the time lost goes if all engines generated for as long: the longest responses keep few "
+        "slots busy while the others wait",
+        "fusion=adaptive gives freed slots other work; a lower data.max_response_length cuts the tail",
+    )
+
+
+def _lengths(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+    pairs = _pairs(seen)
+    if len(pairs) < PAIRS:
+        return None
+    forward, backward = np.array(pairs).T
+    if min(forward.std() / forward.mean(), backward.std() / backward.mean()) < VARIES:
+        return None
+    correlation = float(np.corrcoef(forward, backward)[0, 1])
+    if correlation < CORRELATED:
+        return None
+    return Cause(
+        "lengths",
+        f"forward and backward of the same micro-batches are long together (correlation {correlation:.2f} over "
+        f"{len(pairs)}): rows differ in length",
+        "even out micro-batches by tokens: a larger actor.ppo_max_token_len_per_gpu packs more rows into each",
+    )
+
+
+def _pairs(seen: Seen) -> list[tuple[float, float]]:
+    """(forward, backward) of the same micro-batch over what is usual on its worker, so that machines have no say."""
+    found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    for piece in seen.pieces:
+        if piece.kind in ("forward", "backward") and piece.span.kind == piece.kind:
+            model = piece.span.attributes.get("model", "")
+            key = piece.step, id(piece.call), piece.worker, model, piece.stage, piece.span.samples
+            found[key][piece.kind] = float(seen.recorded[piece.number])
+    usual: dict[tuple[Any, ...], list[list[float]]] = defaultdict(lambda: [[], []])
+    for (_, _, worker, model, stage, _), both in found.items():
+        if len(both) > 1:
+            usual[worker, model, stage][0].append(both["forward"])
+            usual[worker, model, stage][1].append(both["backward"])
+    pairs: list[tuple[float, float]] = []
+    for forward, backward in usual.values():
+        pairs += zip(forward / np.mean(forward), backward / np.mean(backward), strict=True)
+    return pairs
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share)} %"

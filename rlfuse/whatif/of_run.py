@@ -1,0 +1,44 @@
+"""A run folder examined: what its last steps lost to uneven workers, and whatever can be asked of them further.
+
+Role: `ask` and the report call `examine`; nothing is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlfuse.config.schema import Config
+from rlfuse.events import Span
+from rlfuse.health.alarms import read_alarms
+from rlfuse.health.detection import Alarm
+from rlfuse.run_folder.reader import RunFolder
+from rlfuse.simulate.recorded import config_of
+from rlfuse.whatif.questions import Simulated, simulated
+from rlfuse.whatif.run_operations import operations, recorded_steps
+from rlfuse.whatif.run_slowdown import Analysis, RunSlowdown
+
+STEPS = 20
+"""Of a run, the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run's last undisturbed steps, and what was found."""
+
+    config: Config
+    steps: list[tuple[Span, list[Span]]]
+    analysis: Analysis
+    simulated: Simulated | None
+    found: RunSlowdown
+    alarms: list[Alarm]
+    """What the run told of slow and faulty workers itself, and when that began."""
+
+
+def examine(run: RunFolder, steps: int = STEPS) -> Examined:
+    """RunError or WorkloadError where the folder doesn't tell enough."""
+    config, recorded = config_of(run.path / "config.yaml"), recorded_steps(run, steps)
+    spans = [span for _, inside in recorded for span in inside]
+    analysis = Analysis(operations(recorded, run.width, config.actor.zero_stage), spans)
+    clock = simulated(config, recorded)
+    found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
+    return Examined(config, recorded, analysis, clock, found, read_alarms(run.path))

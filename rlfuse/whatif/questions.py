@@ -1,0 +1,130 @@
+"""What if: a run's step under other circumstances.
+
+Role: the command and the report ask; each question is answered by the same replay with other durations, or, where other
+circumstances would change what is decided, by simulating the recorded steps as they were and as they would be. Then the
+answer is the replayed step times the ratio of the two, so that what the simulator leaves out counts on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rlfuse.config.schema import Config
+from rlfuse.events import Span
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.recorded import whole_samples, workload_of
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.workload import Workload
+from rlfuse.whatif.causes import SLOW
+from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
+from rlfuse.whatif.run_slowdown import Analysis
+
+SIMULATED = 3
+"""Steps, the last of the run."""
+LONGEST = 0.05
+"""Of the responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question, and what a step would take."""
+
+    question: str
+    seconds: float
+    """Of a step in the mean."""
+    change: float
+    """Over the step as it was, less 1."""
+    by: str
+    """`replay` or `simulation`."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def answers(
+    analysis: Analysis, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
+) -> Iterator[Answer]:
+    """To the standard questions; and those without further kinds of work, and under other policies.
+
+    `simulated`: None leaves out what needs it. PolicyError for a policy that can't be used.
+    """
+    time = analysis.mean(analysis.durations.recorded)
+
+    def replayed(question: str, kinds: Sequence[str], factor: float) -> Answer:
+        part = analysis.operations.kinds_of(*kinds)
+        seconds = analysis.mean(np.where(part, analysis.durations.recorded * factor, analysis.durations.recorded))
+        return Answer(question, seconds, seconds / time - 1, "replay")
+
+    yield replayed("rewards take no time", [REWARD], 0.0)
+    yield replayed("links twice as fast", COMMUNICATION, 0.5)
+    for kind in without:
+        yield replayed(f"{kind} takes no time", [kind], 0.0)
+    if simulated is None:
+        return
+    asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
+        ("without the longest 5 % of responses", _without_longest, simulated.policy),
+        ("one more slot", _one_more_slot, simulated.policy),
+        *((f"policy={policy}", _as_it_was, policy) for policy in policies),
+    ]
+    for question, change, policy in asked:
+        ratio = simulated.seconds(change, policy) / simulated.seconds(_as_it_was)
+        yield Answer(question, time * ratio, ratio - 1, "simulation")
+
+
+class Simulated:
+    """Recorded steps on a virtual clock, under the run's own policy or another."""
+
+    def __init__(self, workloads: Sequence[Workload], policy: str):
+        self.workloads, self.policy = workloads, policy
+        self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
+
+    def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
+        """Of a step in the mean."""
+        settings = self._settings(policy or self.policy)
+        steps = [simulate(change(each), policy or self.policy, settings) for each in self.workloads]
+        return fmean(step.result.step_s for step in steps)
+
+    def decided_anew(self, rates: Mapping[str, float]) -> float | None:
+        """As `Analysis.found` asks; None where no slot is slow."""
+        slots = [max(rate, 1.0) for worker, rate in rates.items() if worker.startswith("slot ")]
+        if max(slots) < SLOW:
+            return None
+        speeds = tuple(1 / rate for rate in slots)
+        return self.seconds(lambda workload: replace(workload, slot_speed=speeds)) / self.seconds(_as_it_was)
+
+
+def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
+    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated."""
+    spans = [span for _, inside in steps for span in inside]
+    generated = any(span.kind == "generate" for span in spans)
+    if not generated or config.training.pipeline_parallel_size > 1:
+        return None
+    before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
+    costs, engines = fit(spans, before).costs, config.slots // config.rollout.tensor_model_parallel_size
+    workloads = [workload_of(config, costs, engines, *whole_samples(inside)) for _, inside in steps[-SIMULATED:]]
+    return Simulated(workloads, config.fusion.policy)
+
+
+def _as_it_was(workload: Workload) -> Workload:
+    return workload
+
+
+def _without_longest(workload: Workload) -> Workload:
+    """They end where the others do."""
+    lengths = workload.lengths()
+    cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
+    return replace(workload, response_tokens=tuple(cut.tolist()))
+
+
+def _one_more_slot(workload: Workload) -> Workload:
+    return replace(workload, slots=workload.slots + 1)

@@ -1,0 +1,265 @@
+"""How much time do uneven work and slow machines cost a run, who is it, and what is the likely cause?
+
+Role: the command and the report call `analyse` with recorded operations. Pure. Two ideals, one within the other, since
+responses differ rightfully in length:
+
+    no slow machine   the same work, predicted from tokens by costs fitted to the run, at the speed of a typical worker
+    balanced          that work shared out evenly over all workers that did some of its kind
+
+    S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
+
+S_t, M_W and M_S as in `slowdown` (arXiv 2505.05713); a worker's slowdown is of its machine: the ideal run with no slow
+machine, but with that worker's operations as they were.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from rlfuse.events import Span
+from rlfuse.simulate.fitting import fit, robust
+from rlfuse.whatif.causes import Cause, Seen, likely
+from rlfuse.whatif.operations import ALONE, Operations
+from rlfuse.whatif.replay import Replay
+from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, PASSES, Piece, Recorded
+from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST
+
+ROUNDS = 5
+"""Of fitting what work costs and how fast workers are."""
+FEWEST = 4
+"""Operations of a kind that tell how their time depends on tokens."""
+DECODING = ("decode", "prefill")
+TRAINING = ("forward", "backward")
+ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
+PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]
+"""A slot that generates less may score more, and both be balanced: the shorter of the two counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSlowdown:
+    """Of a run's last steps; what attributes is None where `S` (`M_W`: `S_machine`) is below `ATTRIBUTED`."""
+
+    steps: int
+    S: float
+    S_machine: float
+    S_skew: float
+    waste: float
+    """The share of all workers' time."""
+    measured: float
+    """Seconds of a step in the mean, by the driver's clock."""
+    seconds: float
+    """The same, replayed as recorded."""
+    no_slow_machine_seconds: float
+    ideal_seconds: float
+    launch_delay: float
+    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
+    workers: dict[str, float]
+    """Worker -> slowdown of the run by its machine alone, largest first."""
+    rates: dict[str, float]
+    """Worker -> seconds of its work over those that a typical worker would have taken for it."""
+    S_t: dict[str, float] | None = None
+    """Kind of operation -> slowdown by it alone, largest first."""
+    M_W: float | None = None
+    """Share of the time lost to machines that goes if the slowest 3 % of the workers, rounded up, were typical."""
+    M_S: float | None = None
+    """Share of the time lost that goes if the last stage of the pipeline were balanced; None without pipelines."""
+    cause: Cause | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of every operation, float [N] each."""
+
+    recorded: np.ndarray
+    typical: np.ndarray
+    """No slow machine."""
+    balanced: np.ndarray
+
+
+class Analysis:
+    """A recorded run, its replay and its ideals; questions are further durations for the same replay.
+
+    `spans`: of the recorded steps, which costs are fitted to.
+    """
+
+    def __init__(self, recorded: Recorded, spans: Sequence[Span]):
+        self.recorded, self.operations, self.replay = recorded, recorded.operations, Replay(recorded.operations)
+        own = self.operations.own_seconds()
+        expected = expected_seconds(recorded, own, fit(spans).costs.flat_batch)
+        typical = typical_seconds(recorded, own, expected)
+        ways = [typical, *(balanced_seconds(self.operations, typical, kinds) for kinds in (ONE_BY_ONE, PHASES))]
+        self.durations = Durations(own, typical, min(ways, key=self.mean))
+
+    def mean(self, seconds: np.ndarray) -> float:
+        """Of a step."""
+        return float(self.replay.step_seconds(seconds).mean())
+
+    def _of(self, worker: str) -> np.ndarray:
+        """bool [N]: its operations."""
+        if worker not in self.recorded.workers:
+            return np.zeros(len(self.operations), bool)
+        return self.operations.rank == self.recorded.workers.index(worker)
+
+    def found(self, decided_anew: Callable[[Mapping[str, float]], float | None] = lambda rates: None) -> RunSlowdown:
+        """Replay the run as it was, under both ideals, and with each kind and worker as it was.
+
+        `decided_anew`: from the rates of all workers, a step's time over what it would be where none were slow and the
+        fusion policy decided accordingly, which no replay can tell; None where that is not known.
+        """
+        own, typical, balanced = self.durations.recorded, self.durations.typical, self.durations.balanced
+        time, healthy, ideal = map(self.mean, (own, typical, balanced))
+        rates = {worker: self._rate(self._of(worker)) for worker in self.recorded.workers if worker != DRIVER}
+        if (ratio := decided_anew(rates)) is not None:
+            healthy = min(healthy, time / ratio)
+            ideal = min(ideal, healthy)
+        measured = float(np.mean([step.seconds for step in self.recorded.steps]))
+        workers = {worker: self.mean(np.where(self._of(worker), own, typical)) / self.mean(typical) for worker in rates}
+        found: dict[str, Any] = {
+            "steps": self.operations.steps,
+            "S": time / ideal,
+            "S_machine": time / healthy,
+            "S_skew": healthy / ideal,
+            "waste": max(0.0, 1 - ideal / time),
+            "measured": measured,
+            "seconds": time,
+            "no_slow_machine_seconds": healthy,
+            "ideal_seconds": ideal,
+            "launch_delay": 1 - time / measured,
+            "workers": _largest_first(workers),
+            "rates": _largest_first(rates),
+        }
+        if found["S"] < ATTRIBUTED:
+            return RunSlowdown(**found)
+        found |= {"S_t": self._by_kind()}
+        slow = list(found["workers"])[: ceil(SLOWEST * len(workers))]
+        if found["S_machine"] >= ATTRIBUTED:
+            found["M_W"] = self._share(np.logical_or.reduce([self._of(worker) for worker in slow]), typical)
+        if self.operations.stages > 1:
+            last = self.operations.stage == self.operations.stages - 1
+            found["M_S"] = self._share(last & self._in_pipeline(), balanced)
+        seen = Seen(self.recorded.pieces, own, typical, balanced, slow, self._share)
+        return RunSlowdown(**found, cause=likely(found, seen))
+
+    def _by_kind(self) -> dict[str, float]:
+        own, balanced = self.durations.recorded, self.durations.balanced
+        kinds = {name: self.operations.kinds_of(name) for name in self.operations.kinds if name != CONTROLLER}
+        ideal = self.mean(balanced)
+        return _largest_first(
+            {name: self.mean(np.where(part, own, balanced)) / ideal for name, part in kinds.items() if part.any()}
+        )
+
+    def _share(self, part: np.ndarray, ideal: np.ndarray) -> float:
+        """Of what the ideal saves, that which is saved where only this part is ideal; 0 where it saves nothing."""
+        own = self.durations.recorded
+        time, best = self.mean(own), self.mean(ideal)
+        return (time - self.mean(np.where(part, ideal, own))) / (time - best) if time > best else 0.0
+
+    def _rate(self, part: np.ndarray) -> float:
+        typical = self.durations.typical[part].sum()
+        return float(self.durations.recorded[part].sum() / typical) if typical else 1.0
+
+    def _in_pipeline(self) -> np.ndarray:
+        return np.array(["pipeline" in piece.span.attributes for piece in self.recorded.pieces])
+
+
+def _largest_first(values: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(values.items(), key=lambda item: -item[1]))
+
+
+# Ideals --------------------------------------------------------------------------------------------------------------
+
+
+def alike(pieces: Sequence[Piece]) -> dict[tuple[Any, ...], np.ndarray]:
+    """Numbers of the operations that can be compared: of one kind, model or function, and stage."""
+    found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for piece in pieces:
+        attributes = piece.span.attributes
+        what = attributes.get("function", attributes.get("model", ""))
+        found["decode" if piece.kind in DECODING else piece.kind, what, piece.stage].append(piece.number)
+    return {key: np.array(numbers) for key, numbers in found.items()}
+
+
+def expected_seconds(recorded: Recorded, own: np.ndarray, flat_batch: int) -> np.ndarray:
+    """float [N]: what the work of each operation takes, up to a factor that those alike share.
+
+    Fitted together with a factor for each worker, over all kinds of its work: a slow one is often given less, and in
+    smaller pieces, which must not look like what work costs.
+    """
+    expected, worker = own.copy(), recorded.operations.rank
+    groups = [
+        (numbers, _work(recorded, kind, numbers, flat_batch))
+        for (kind, _, _), numbers in alike(recorded.pieces).items()
+    ]
+    slower = np.ones(len(recorded.workers))
+    for _ in range(ROUNDS):
+        for numbers, columns in groups:
+            seconds = own[numbers] / slower[worker[numbers]]
+            few = len(numbers) < FEWEST
+            expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
+        slower = speeds(own, expected, worker)
+    return expected
+
+
+def _work(recorded: Recorded, kind: str, numbers: np.ndarray, flat_batch: int) -> np.ndarray:
+    """float [operations, of what their time is made]."""
+    spans = [recorded.pieces[number].span for number in numbers]
+    return np.array([_decoding(span, flat_batch) if kind == "decode" else (1.0, float(span.tokens)) for span in spans])
+
+
+def _decoding(span: Span, flat_batch: int) -> tuple[float, ...]:
+    """Steps, sequences beyond a flat batch in them, tokens that they held, tokens prefilled."""
+    steps, batch, context = (span.attributes[name] for name in ("steps", "batch", "context"))
+    return steps, steps * max(0, batch - flat_batch), steps * context, span.attributes["prefill_tokens"]
+
+
+def speeds(own: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """float [workers]: seconds over those expected, of the operations `of` each; 1 where nothing was expected."""
+    foreseen = np.bincount(of, expected)
+    return np.divide(np.bincount(of, own), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)
+
+
+def typical_seconds(recorded: Recorded, own: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """float [N]: the expected seconds at the speed that at least half of the workers reach; the driver as it was.
+
+    Of two workers it is the faster one's. What an operation takes beyond its like, or short of it, goes: no machine is
+    slow, nor slow now and then.
+    """
+    typical = own.copy()
+    for numbers in alike(recorded.pieces).values():
+        if recorded.pieces[numbers[0]].worker != DRIVER:
+            _, of = np.unique(recorded.operations.rank[numbers], return_inverse=True)
+            usual = np.quantile(speeds(own[numbers], expected[numbers], of), 0.5, method="lower")
+            typical[numbers] = expected[numbers] * usual
+    return typical
+
+
+def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:
+    """float [N]: the work of each of these sets of kinds in a step shared out evenly over the workers that did some.
+
+    Operations of one kind on one worker take as long as one another.
+    """
+    balanced = typical.copy()
+    for step in range(operations.steps):
+        inside = (operations.step == step) & (operations.group == ALONE)
+        for names in kinds:
+            for part in (inside & operations.kinds_of(name) for name in names):
+                if part.any():
+                    _, of, counts = np.unique(operations.rank[part], return_inverse=True, return_counts=True)
+                    balanced[part] = (np.bincount(of, typical[part]) / counts)[of]
+            part = inside & operations.kinds_of(*names)
+            if part.any():
+                workers, of = np.unique(operations.rank[part], return_inverse=True)
+                total = np.bincount(of, balanced[part])
+                factor = np.divide(total.mean(), total, out=np.ones(len(workers)), where=total > 0)
+                balanced[part] *= factor[of]
+    return balanced

@@ -1,0 +1,235 @@
+"""What uneven workers cost a run: recorded runs are told right, slow slots are found, causes are told apart."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlfuse.cli import main
+from rlfuse.events import Span
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.rates import Rates
+from rlfuse.health.alarms import write_alarms
+from rlfuse.health.detection import Alarm
+from rlfuse.health.signals import SLOWNESS
+from rlfuse.run_folder.reader import open_run
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import Scoring, Training, of_costs
+from rlfuse.whatif.causes import Seen, likely
+from rlfuse.whatif.of_run import examine
+from rlfuse.whatif.questions import Simulated, answers
+from rlfuse.whatif.run_operations import Piece, operations
+from rlfuse.whatif.run_slowdown import Analysis
+
+ROOT = Path(__file__).parents[2]
+RECORDED = {
+    "text": ROOT / "notebooks/data/run",
+    "pipelines": Path(__file__).parent / "recorded_runs/pipelines",
+    "video": Path(__file__).parent / "recorded_runs/video",
+}
+"""Real runs on two cores: fused PPO; stages of actor and critic in one schedule; clips encoded over two ranks."""
+
+
+@cache
+def examined(name):
+    return examine(open_run(RECORDED[name]))
+
+
+@pytest.fixture(scope="module")
+def workload():
+    lengths = np.clip(np.random.default_rng(0).lognormal(4, 0.5, 128), 8, 600).astype(int)
+    scoring, training = (
+        Scoring(kinds=("old_log_prob", "ref", "values")),
+        Training(mini_batches=4, models=("critic", "actor")),
+    )
+    return of_costs(Costs(), 4, tuple(lengths.tolist()), group=4, prompt_tokens=16, scoring=scoring, training=training)
+
+
+def analysed(run):
+    step = next(span for span in run.spans if span.kind == "step")
+    return Analysis(operations([(step, [span for span in run.spans if span is not step])]), run.spans)
+
+
+# Replay --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_an_unmodified_replay_takes_what_the_steps_took(name):
+    found = examined(name).found
+    assert 0 <= found.launch_delay < 0.05, f"measured {found.measured}, replayed {found.seconds}"
+    assert pytest.approx(found.S_machine * found.S_skew) == found.S and found.S_skew >= 1
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_nothing_waits_for_what_had_not_ended(name):
+    pieces = examined(name).analysis.recorded.pieces
+    assert all(before.end <= piece.start + 1e-3 for piece in pieces for before in piece.waits)
+    assert {piece.kind for piece in pieces} >= {
+        "decode",
+        "reward",
+        "forward",
+        "backward",
+        "optimizer",
+        "update_weights",
+    }
+
+
+def test_stages_wait_for_one_another_and_ranks_step_together():
+    pieces = examined("pipelines").analysis.recorded.pieces
+    second = [each for each in pieces if each.kind == "forward" and each.stage == 1]
+    waiting = [each for each in second if any(before.kind == "forward" and before.stage == 0 for before in each.waits)]
+    assert len(waiting) >= 0.9 * len(second) > 0, "a few began before the other's clock says that it had ended"
+    steps = [each for each in pieces if each.kind == "optimizer"]
+    assert {len([1 for other in steps if (other.step, other.group) == (each.step, each.group)]) for each in steps} == {
+        2
+    }
+
+
+# Slow machines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slower, slot", [(1.5, 0), (2.0, 2), (3.0, 3)])
+def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
+    slowed = replace(workload, slot_speed=tuple(1 / slower if number == slot else 1.0 for number in range(4)))
+    run = simulate(slowed, "serial", rates=Rates(4, measured=False))
+    truth = run.result.step_s / simulate(workload, "serial").result.step_s
+    found = analysed(run).found()
+    assert found.S_machine == pytest.approx(truth, rel=0.05) and next(iter(found.workers)) == f"slot {slot}"
+    assert found.rates[f"slot {slot}"] == pytest.approx(slower, rel=0.05)
+    assert found.M_W > 0.9 and found.cause.name == "machine" and f"slot {slot}" in found.cause.evidence
+
+
+@pytest.mark.parametrize("policy", ["serial", "stream"])
+def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(workload, policy):
+    run = simulate(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
+    truth = run.result.step_s / simulate(workload, policy).result.step_s
+    found = analysed(run).found(Simulated([workload], policy).decided_anew)
+    assert found.S_machine == pytest.approx(truth, rel=0.05) and found.rates["slot 2"] == pytest.approx(2, rel=0.05)
+
+
+def test_of_a_machine_that_is_fast_throughout_nobody_is_blamed(workload):
+    found = analysed(simulate(workload, "adaptive")).found()
+    assert found.S < 1.03 and (found.cause, found.S_t, found.M_W, found.M_S) == (None,) * 4
+    assert found.rates == pytest.approx(dict.fromkeys(found.rates, 1.0), rel=0.02)
+
+
+def test_a_long_tail_is_no_slow_machine(workload):
+    lengths = list(workload.lengths())
+    lengths[-1] = 2000
+    found = analysed(simulate(replace(workload, response_tokens=tuple(map(int, lengths))), "serial")).found()
+    assert found.cause.name == "tail" and found.S_skew > 1.2 > 1.03 > found.S_machine
+
+
+# Causes --------------------------------------------------------------------------------------------------------------
+
+
+def seen(forward, backward):
+    """Of two workers in turn; a typical forward takes 1 s, a backward 2 s."""
+    pieces = []
+    for number, seconds in enumerate(np.stack([forward, backward], axis=1).ravel()):
+        kind, micro_batch = ("forward", "backward")[number % 2], number // 2
+        span = Span(kind, "trainer/0", 0.0, float(seconds), samples=(f"1/{micro_batch}/0",))
+        worker = f"slot {micro_batch % 2}"
+        pieces.append(Piece(kind=kind, worker=worker, start=0.0, end=float(seconds), span=span, number=number))
+    recorded, typical = np.array([piece.end for piece in pieces]), np.tile([1.0, 2.0], len(forward))
+
+    def share(part, ideal):
+        return float((recorded - ideal)[part].sum() / (recorded - ideal).sum())
+
+    return Seen(pieces, recorded, typical, typical, ["slot 0"], share)
+
+
+def cause(forward, backward):
+    found = {"S": 1.3, "S_machine": 1.1, "S_skew": 1.2, "steps": 4, "rates": {"slot 0": 1.0}, "M_W": 0.2}
+    return likely(found, seen(forward, backward))
+
+
+def test_lengths_pauses_and_noise_are_told_apart():
+    random = np.random.default_rng(1)
+    lengths, noise = random.lognormal(0, 0.4, 64), random.normal(1, 0.02, 64)
+    assert cause(lengths, 2 * lengths * noise).name == "lengths"
+    paused = np.where(np.arange(64) % 9 == 0, 6.0, noise)
+    told = cause(paused, 2 * noise)
+    assert told.name == "gc" and "8 forwards on 2 workers" in told.evidence and "trainer.gc_freq" in told.advice
+    assert cause(noise, 2 * random.normal(1, 0.02, 64)).name == "undetermined"
+
+
+# Questions, the command, the report ----------------------------------------------------------------------------------
+
+
+def test_questions_are_answered_by_what_the_simulator_would_do(workload):
+    analysis = analysed(simulate(workload, "stream"))
+    asked = {each.question: each for each in answers(analysis, Simulated([workload], "stream"), ["ref"], ["serial"])}
+    truth = simulate(workload, "serial").result.step_s
+    assert asked["policy=serial"].seconds == pytest.approx(truth, rel=0.05)
+    faster = [
+        asked[name].change for name in ("one more slot", "without the longest 5 % of responses", "ref takes no time")
+    ]
+    assert max(faster) < -0.01 and asked["rewards take no time"].change == pytest.approx(0.0, abs=0.01)
+
+
+def test_the_command_tells_writes_and_draws(tmp_path, capsys):
+    out, timeline = tmp_path / "found.json", tmp_path / "ideal.json"
+    arguments = ["whatif", str(RECORDED["text"]), "--without", "reward", "--out", str(out), "--timeline", str(timeline)]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "2 steps (2 to 12)" in told and "one more slot" in told and "rewards take no time" in told
+    found = json.loads(out.read_text())
+    assert {"S", "S_machine", "S_skew", "waste", "workers", "launch_delay", "questions"} <= found.keys()
+    events = json.loads(timeline.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"slot 0", "slot 0, ideal", "slot 1", "slot 1, ideal"} <= names
+
+
+def test_what_the_run_told_itself_is_told_with_when_it_began(tmp_path, capsys):
+    for name in ("config.yaml", "events.jsonl"):
+        (tmp_path / name).write_text((RECORDED["video"] / name).read_text())
+    slow = Alarm("rollout/1", SLOWNESS, 2.0, 1.0, 0.7, 0.3, ("rollout/0",), 1.7e9, 3, 1.7e9 + 60, (1.7e9, 1.7e9 + 60))
+    write_alarms(tmp_path, [slow, replace(slow, ended=1.7e9 + 90)])
+    assert main(["whatif", str(tmp_path), "--out", str(tmp_path / "found.json")]) == 0
+    told = capsys.readouterr().out
+    assert "slow worker: rollout/1: began at 2023-11-1" in told and "(step 3) until 2023-11-1" in told
+    assert [alarm["worker"] for alarm in json.loads((tmp_path / "found.json").read_text())["alarms"]] == ["rollout/1"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "give a run's folder, or --trace with a table of another job"),
+        (["{run}", "--trace", "ops.csv"], "one of the two"),
+        (["{run}", "--steps", "0"], "--steps 0: give 1 or more"),
+        (["--trace", "ops.csv", "--policy", "serial"], "are for a run's folder, not for --trace"),
+        (["{run}", "--policy", "hasty"], "hasty"),
+        (["{empty}"], "no run folder"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, says, tmp_path, capsys):
+    named = [each.format(run=RECORDED["text"], empty=tmp_path) for each in arguments]
+    assert main(["whatif", *named]) == 2 and says in capsys.readouterr().err
+
+
+def test_a_run_without_a_whole_step_is_told(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text((RECORDED["video"] / "config.yaml").read_text())
+    (tmp_path / "events.jsonl").write_text("")
+    assert main(["whatif", str(tmp_path)]) == 2
+    assert "no step that went undisturbed to its end; let the run finish one" in capsys.readouterr().err
+
+
+def test_the_report_says_who_is_slow(tmp_path):
+    assert main(["report", str(RECORDED["text"]), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="slow"' in page and "slot 1" in page and "rewards take no time" in page
+
+
+def test_a_report_of_a_run_whose_policy_is_elsewhere_has_all_the_rest(tmp_path):
+    for file in RECORDED["text"].glob("*.json*"):
+        (tmp_path / file.name).write_text(file.read_text())
+    config = (RECORDED["text"] / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(re.sub("policy: [a-z]+", "policy: gone.py:mine", config))
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="slow"' not in page and 'id="timelines"' in page

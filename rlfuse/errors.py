@@ -100,6 +100,10 @@ class VideoError(UserError):
         return VideoError(self.problem, self.remedy, file)
 
 
+class SlotRefused(UserError):
+    """A slot of a run can't be drained or restored now. The message says why, and what can be done."""
+
+
 class NotWritten(RlfuseError, OSError):
     """Rows that could not be added to a file. The message names it, the reason, and what to do."""
 
@@ -110,6 +114,18 @@ class EngineError(RlfuseError, RuntimeError):
 
 class WorkerLost(EngineError):
     """A process died, hangs or ran out of memory, nothing is wrong with what it was asked: another may do it."""
+
+
+class NodeLost(WorkerLost):
+    """Nodes are gone, with what lived there; `nodes`: their ids."""
+
+    def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.nodes = nodes
+
+
+class NodeLeft(NodeLost):
+    """Nodes whose slots were drained are gone, or may go now: the run goes on without them, and nothing failed."""
 
 
 class EngineLost(WorkerLost):

@@ -42,12 +42,15 @@ class Load:
     waiting: int
     kv_use: float
     """Share of the KV cache in use, 0 to 1."""
+    steps: int = 0
+    """That it has done since it was built."""
 
 
 class Recorded(Protocol):
     """Every engine keeps spans of its work until they are drained."""
 
-    async def drain(self) -> list[Span]: ...
+    async def drain(self, collect: bool = False) -> list[Span]:
+        """Those since the last call. `collect`: its processes collect garbage first, as all others do now."""
 
 
 class RolloutEngine(Recorded, Protocol):
@@ -114,6 +117,18 @@ class Trainer(Recorded, Protocol):
         """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
 
         `lengths`: response tokens of every row that was accumulated since the last step.
+        """
+
+    async def probe(self) -> Sequence[float | None]:
+        """How fast each slot's ranks do fixed work now, all at the same time: more is faster.
+
+        None of a slot whose device has no room for that.
+        """
+
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Share work out by these rates of slots from now on: time over expected time; none: all as expected.
+
+        `saved`: a checkpoint of what the ranks hold, which have their devices, so that layers may move between them.
         """
 
     async def take_device(self, slot: int) -> None:
@@ -193,7 +208,7 @@ class NoClips:
         """Nothing was held."""
         return {}
 
-    async def drain(self) -> list[Span]:
+    async def drain(self, collect: bool = False) -> list[Span]:
         """Nothing is recorded."""
         return []
 

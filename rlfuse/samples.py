@@ -256,6 +256,6 @@ class MicroBatch:
 
     rows: tuple[Row, ...]
     weight: float = 1.0
-    """0 for a filler: collectives need equal counts on all ranks, so a rank may repeat a row that must not count."""
+    """0 for a filler: collectives need equal counts on all ranks, so a rank may run tokens that must not count."""
     degree: int = 1
     """So many consecutive ranks hold slices of it; all of them get it."""

@@ -246,6 +246,16 @@ def _slices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, name, valid, "set one of the two to 1")
 
 
+def _drained(config: Config, facts: Facts) -> Iterator[str]:
+    drained, count = config.cluster.drain, config.slots // max(1, config.rollout.tensor_model_parallel_size)
+    if len({slot for slot in drained if 0 <= slot < count}) < len(drained):
+        valid = f"must name slots of this job, 0 to {count - 1}, none twice"
+        yield _problem(config, "cluster.drain", valid, "leave the others out")
+    elif len(drained) >= count > 0:
+        remedy = f"name {count - 1} of them at most" if count > 1 else "leave it empty"
+        yield _problem(config, "cluster.drain", f"must leave one of {count} slots that works", remedy)
+
+
 def _video(config: Config, facts: Facts) -> Iterator[str]:
     levels, budget = config.video.levels, config.video.max_tokens
     if not levels or min(levels) < 1 or levels != sorted(set(levels), reverse=True):
@@ -333,6 +343,9 @@ def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     for name in ("training.pipeline_parallel_size", "training.ulysses_sequence_parallel_size"):
         if value_of(config, name) > 1:
             yield _problem(config, name, "must be 1 with trainer.task=reward_model", f"set {name}=1")
+    if config.cluster.drain:
+        valid = "must be empty with trainer.task=reward_model, where all ranks work together"
+        yield _problem(config, "cluster.drain", valid, "leave it out")
     if 1 <= config.data.train_batch_size < config.slots:
         valid = f"must be at least the {config.slots} slots, a pair for each"
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
@@ -362,5 +375,6 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
             yield _problem(config, "rollout.stop", valid, 'write it into the job file, as stop: ["\\n\\n"]')
 
 
-_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _pipelines, _slices, _video, _tower, _reward, _kl)
+_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _pipelines, _slices, _drained)
+_OF_SAMPLES += (_video, _tower, _reward, _kl)
 """What only jobs that generate have to heed."""

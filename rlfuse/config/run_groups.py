@@ -56,6 +56,10 @@ class TrainerConfig:
     preemption_grace_s: float = 60.0
     """After SIGTERM the step under way may take so long to end and be saved; then the last checkpoint counts. Stay 15 s
     below what the scheduler leaves. After Ctrl-C it takes what it takes: a second Ctrl-C ends it at once."""
+    gc_freq: int = 1
+    """Collect Python's garbage in all processes together, after every so many steps; 0 leaves it to Python, which stops
+    each at a moment of its own, and all that wait for it. A process that has grown by much collects earlier. With 1 no
+    garbage outlives its step, which costs milliseconds: what was there after the first is not looked through again."""
     deterministic: bool = False
     """Two runs on the same machine give the same bits: deterministic kernels, and nothing that goes by measured times
     (needs fusion.policy=serial)."""
@@ -79,10 +83,15 @@ class ClusterConfig:
     """Longest time that a worker's start or one remote call may take, and a restarted run waits for lost nodes."""
     heartbeat_s: float = 60.0
     """A rollout engine that for so long does not answer, or stands still with samples at hand, is killed and replaced;
-    one that computes may take longer."""
+    so is a trainer rank that does so while it scores or trains, and the run goes on from its last checkpoint. Whoever
+    computes may take longer. Raise it to stop in a debugger; on GPUs it has to exceed the longest layer, and a rank's
+    first calls, which may compile, get five times as much."""
     max_restarts: int = 3
     """Times that each rollout engine is replaced when it is lost, and that the run restarts from its last checkpoint
     when a trainer rank is; 0: the first such loss ends the run."""
+    drain: list[int] = field(default_factory=list)
+    """Slots that get no work of their own, by their numbers, from the start on; `rlfuse slots` changes that while the
+    run goes on."""
 
 
 @dataclass
@@ -108,3 +117,6 @@ class AlertsConfig:
     bfloat16; not judged where log-probs are of other weights or of truncated sampling."""
     idle_share: float | None = 0.5
     """Share of the slots' time without work, start-up left out."""
+    slow_worker_s: float | None = 240.0
+    """Seconds for which one worker or node is apart from its peers (slower at the same work, stalled for memory or
+    disks, ...), or 12 steps if they are shorter; null: nobody looks."""

@@ -81,12 +81,13 @@ KEYS_BY_RANGE = {
     "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
     "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
     "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
-    "trainer.log_val_generations "
+    "trainer.log_val_generations trainer.gc_freq "
     "fusion.tail_speculation video.log_clips cluster.max_restarts",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "
     "fusion.credit_mb fusion.excess training.activation_memory video.fps_general video.fps_detail video.fps_motion "
-    "video.decode_timeout_s alerts.ppo_kl alerts.kl alerts.log_probs_diff trainer.preemption_grace_s "
+    "video.decode_timeout_s alerts.ppo_kl alerts.kl alerts.log_probs_diff alerts.slow_worker_s "
+    "trainer.preemption_grace_s "
     "cluster.heartbeat_s",
     "above 0 and 1 or less": "rollout.top_p rollout.val_kwargs.top_p rollout.gpu_memory_utilization "
     "alerts.reward_drop alerts.entropy_share",

@@ -23,6 +23,8 @@ SCORE, ENTROPY, PPO_KL = "critic/score/mean", "actor/entropy", "actor/ppo_kl"
 ZERO_SPREAD = "reward/frac_reward_zero_std"
 REFERENCE_KL = ("critic/kl", "actor/kl_loss")
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")
+MEANT = ("idle/start_up", "idle/drained")
+"""Idle time that nobody has to be called for."""
 WINDOW = 5
 """Steps over which reward, entropy, spread and idle time are averaged."""
 REMEMBERED = 20
@@ -179,7 +181,7 @@ class Alerts:
             )
 
     def _idle(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        waits = {name: value for name, value in values.items() if name.startswith("idle/") and name != "idle/start_up"}
+        waits = {name: value for name, value in values.items() if name.startswith("idle/") and name not in MEANT}
         whole = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
         limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else 0.0
         mean = self._mean("idle", {"idle": share})

@@ -9,7 +9,7 @@ Why a slot is idle, the first that applies:
     switch      it changes its role                   tail        others still generate, it has no sample left
     weights     new weights are on their way          imbalance   others still score or train
     bubble      a pipeline schedule has no work here  reward      all that is left to do is to score by functions
-                                                      data        prompts are drawn, clips are decoded
+    drained     it gets no work of its own            data        prompts are drawn, clips are decoded
     controller  none of these: decisions, advantages, logging
 """
 
@@ -59,6 +59,7 @@ CAUSES = {
     "imbalance": "waiting for slots that still score or train",
     "reward": "waiting for reward functions",
     "bubble": "waiting for its turn in the pipeline",
+    "drained": "drained (rlfuse slots)",
     "weights": "waiting for new weights",
     "switch": "changing between generation and training",
     "calls": "waiting for its next call",
@@ -126,7 +127,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         ("idle/calls", union(span for kind in CALLS for span in driver[kind])),
         ("idle/controller", [(start, end)]),
     ]
-    calls, switches = _by_engine(driver, CALLS), _by_engine(driver, ("switch",))
+    calls, switches, drained = (_by_engine(driver, kinds) for kinds in (CALLS, ("switch",), ("drained",)))
     start_up, divided = _start_up(spans, start), []
     for slot, work in enumerate(own):
         engine = slot // width
@@ -134,7 +135,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         claims += [(f"busy/{kind}", union(s for s in work if WORK[s.kind] == kind)) for kind in _KINDS]
         claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
         claims += [("idle/switch", union(switches[engine])), *before]
-        claims += [("idle/calls", union(calls[engine])), *after]
+        claims += [("idle/drained", union(drained[engine])), ("idle/calls", union(calls[engine])), *after]
         divided.append(_claimed((start, end), claims))
     return divided
 

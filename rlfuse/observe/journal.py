@@ -1,7 +1,7 @@
 """Everything that happened in a run: the spans of all processes, in its `events.jsonl`.
 
 Role: the driver records into `recorder`, engines into their own, and at the end of a step the controller has them
-collected. Waits for engines to hand their spans over.
+collected; and garbage with them (`cluster.garbage`). Waits for engines to hand their spans over.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import EventLog, Recorder, Span
 from rlfuse.observe.faults import count_faults
 from rlfuse.protocols import Recorded
 
+ON_THEIR_WAY_S = 0.005
+"""For calls of other processes to leave this one."""
+
 
 class Journal:
-    """Usable from the first line of a run; `engines` are those that stand."""
+    """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
-    def __init__(self, folder: Path, faults: Counter[str]):
-        """`faults`: what was lost and replaced in the run's earlier attempts, counted on."""
+    def __init__(self, folder: Path, faults: Counter[str], gc_freq: int = 0):
+        """`faults`: what was lost and replaced in the run's earlier attempts, counted on. `gc_freq`: `trainer`'s."""
         self.recorder, self.faults = Recorder("driver"), faults
+        self._garbage: GarbageCollector | None = None
+        self._gc_freq, self._due = gc_freq, gc_freq > 0
         self.began = time.time()
-        self.engines: Sequence[Recorded] = ()
+        self._engines: Sequence[Recorded] = ()
         self.last_step = (0, 0)
         """Where the spans that were collected last stand in the file: bytes, from and to."""
         self._file = EventLog(folder / "events.jsonl")
@@ -33,10 +39,21 @@ class Journal:
     def path(self) -> Path:
         return self._file.path
 
+    def attach(self, engines: Sequence[Recorded]) -> None:
+        """They stand: nothing that the driver holds by now is garbage later."""
+        self._engines, self._garbage = engines, GarbageCollector(self.recorder)
+        if self._gc_freq:
+            self._garbage.collect("start")
+
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the last call, of every process; they are in the file."""
+        """All spans since the last call, of every process; they are in the file.
+
+        Where it is due, after the first step and every so many, all processes collect garbage meanwhile.
+        """
+        due, self._due = self._due or (self._gc_freq > 0 and step % self._gc_freq == 0), False
+        *others, _ = await asyncio.gather(*(engine.drain(due) for engine in self._engines), self._collect_own(due))
         spans = self.recorder.drain()
-        for drained in await asyncio.gather(*(engine.drain() for engine in self.engines)):
+        for drained in others:
             spans += drained
         for span in spans:
             span.step = step if span.step < 0 else span.step
@@ -46,12 +63,19 @@ class Journal:
         self.last_step = (before, self._file.size)
         return spans
 
+    async def _collect_own(self, due: bool) -> None:
+        if due and self._garbage is not None:
+            await asyncio.sleep(ON_THEIR_WAY_S)
+            self._garbage.collect()
+
     def sync(self) -> None:
         """What is written is on the disk."""
         self._file.sync()
 
     def close(self) -> None:
         """The driver's last spans are written, too."""
+        if self._garbage is not None:
+            self._garbage.close()
         left = self.recorder.drain()
         self.faults.update(count_faults(left))
         try:

@@ -37,6 +37,7 @@ PHASES = {
     "step": "training step",
 }
 COLOURS = {"generate": "dodger_blue1", "reward": "deep_pink3", "train": "green3", "idle": "grey50", "lost": "red"}
+COLOURS["drained"] = COLOURS["idle"]
 SCORING = "orange3"
 BAR = 16
 BARS = "▁▂▃▄▅▆▇█"
@@ -116,7 +117,7 @@ def _doing(place: Slot, spans: Sequence[Span]) -> str:
         return "generate"
     work = (*PASSES, "switch", "update_actor", "update_critic")
     own = [s.kind for s in spans if s.kind in work and s.attributes.get("slot", place.index) == place.index]
-    return own[0].replace("update_", "train ") if own else "idle"
+    return own[0].replace("update_", "train ") if own else "drained" if place.drained else "idle"
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------

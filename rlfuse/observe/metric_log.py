@@ -176,6 +176,7 @@ class MetricLog:
         values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
         values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
+        values |= figures.garbage_metrics(spans)
         values |= self._account(spans)
         values |= figures.repetition(spans, board.samples)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)

@@ -242,6 +242,13 @@ def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens
     return metrics
 
 
+def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """timing_s/gc: seconds in which a process collected garbage; perf/gc_unplanned: collections at no step's end."""
+    found = [span for span in spans if span.kind == "gc"]
+    unplanned = sum(span.cause in ("memory", "python") for span in found)
+    return {"timing_s/gc": covered(found), "perf/gc_unplanned": float(unplanned)} if found else {}
+
+
 def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs."""
     peaks = [span.attributes["max_memory"] for span in spans if "max_memory" in span.attributes]

@@ -49,7 +49,7 @@ class RunLog:
         """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on."""
         own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
-        self.journal = Journal(folder, Counter() if faults is None else faults)
+        self.journal = Journal(folder, Counter() if faults is None else faults, config.trainer.gc_freq)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
         try:
             self._make_parts(config, start, own_metrics)
@@ -78,7 +78,8 @@ class RunLog:
 
     def attach(self, engines: Sequence[Recorded], facts: Mapping[str, Any], epoch: Callable[[], int]) -> None:
         """The engines whose spans to collect, what is known of them, and how often the data was passed."""
-        self.journal.engines, self.metrics.facts, self.metrics.epoch = engines, facts, epoch
+        self.metrics.facts, self.metrics.epoch = facts, epoch
+        self.journal.attach(engines)
 
     def say(self, text: str) -> None:
         """A line for the person at the terminal."""

@@ -128,7 +128,8 @@ def replayed(given: Problem, rows: Rows, jitter: float, rng: np.random.Generator
     """Makespan of a static order when every duration is off by a lognormal factor."""
 
     def duration(each) -> float:
-        return given.duration(given.model(each.model), each.stage, each.kind) * float(rng.lognormal(0, jitter))
+        model = given.model(each.model)
+        return given.duration(model, each.pipeline, each.stage, each.kind) * float(rng.lognormal(0, jitter))
 
     return max(row[-1].end for row in timed(given, rows, duration))
 

@@ -4,9 +4,11 @@ Performed by driven_jobs.py for test_faults.py.
 """
 
 import asyncio
+import math
 import os
 import resource
 import signal
+import time
 
 import psutil
 from interrupted_steps import Steps
@@ -21,7 +23,7 @@ class Saboteur(Steps):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.faults = [self.kill_an_engine, self.stop_all_engines, self.starve_a_rank]
+        self.faults = [self.kill_an_engine, self.stop_all_engines, self.hang_a_rank, self.starve_a_rank]
 
     async def drive(self, controller, step):
         """The run, watched; before its first attempt, on the same engines, the calm one."""
@@ -46,7 +48,7 @@ class Saboteur(Steps):
 
     async def strike(self):
         while self.faults:
-            await self.faults.pop(0)()  # the last ends this attempt, and with it the plot
+            await self.faults.pop(0)()  # the last two end an attempt each, and with it the plot
 
     async def kill_an_engine(self):
         await self.generating(step=1, slots=[0])
@@ -61,8 +63,13 @@ class Saboteur(Steps):
         os.kill(core(second), signal.SIGSTOP)
         os.kill(worker, signal.SIGKILL)
 
-    async def starve_a_rank(self):
+    async def hang_a_rank(self):
         await self.generating(step=3, slots=[0, 1])
+        await self.controller.engines.trainer.ranks[1].__ray_call__.remote(hang)
+        await asyncio.sleep(math.inf)
+
+    async def starve_a_rank(self):
+        await self.generating(step=4, slots=[0, 1])
         await self.controller.engines.trainer.ranks[1].__ray_call__.remote(starve)
 
     async def generating(self, step, slots):
@@ -86,8 +93,17 @@ def core(pid):
     return max(psutil.Process(pid).children(), key=lambda child: child.memory_info().rss).pid
 
 
+def hang(rank):
+    """The next update of this rank never ends."""
+
+    def asleep_for_ever():
+        time.sleep(10_000)
+
+    rank.engines["actor"].step = asleep_for_ever
+
+
 def starve(rank):
-    """This process gets no more memory from the system, and holds what it has."""
+    """This process gets no more memory from the system, and holds what it has but for what a call takes to arrive."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, hard))
     rank.ballast, size = [], 1 << 20
@@ -96,6 +112,7 @@ def starve(rank):
             rank.ballast.append(bytearray(size))
         except MemoryError:
             size //= 2
+    del rank.ballast[0]
 
 
 def perform(words):

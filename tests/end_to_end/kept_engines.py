@@ -52,7 +52,7 @@ class Kept:
         self.folder = Path(tempfile.mkdtemp())
         """Links to where the present job's processes show where they stand, and write; Ray inherits them."""
 
-    async def start(self, config, again=False):
+    async def start(self, config, again=False, without=()):
         """In place of `placement.start`."""
         width, count = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
         if again:

@@ -1,11 +1,13 @@
 """Whole jobs as a user runs them: `python -m rlfuse.train`, real Ray, vLLM and DeepSpeed, in processes of their own."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,24 @@ def test_engine_and_trainer_agree_after_every_sync(serial):
     assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
     # The policy moved in between, so agreement means that the new weights arrived.
     assert min(row["actor/grad_norm"] for row in rows) > 1e-3
+
+
+def test_all_processes_collect_garbage_together_at_a_steps_end_and_at_no_other_moment(serial):
+    run, _ = serial
+    spans = read_events(run / "events.jsonl")
+    ends, found = [s.end for s in spans if s.kind == "step"], [s for s in spans if s.kind == "gc"]
+    assert len(ends) == STEPS
+    for step, (end, following) in enumerate(pairwise([*ends, math.inf]), 1):
+        planned = [span for span in found if span.step == step and span.cause == "step"]
+        everywhere = ["driver", "reward/0", "rollout/0", "rollout/1", "trainer/0", "trainer/1"]
+        assert sorted(span.where for span in planned) == everywhere
+        assert all(end <= span.start and span.end <= following for span in planned)
+        assert max(span.start for span in planned) - min(span.start for span in planned) < 1.0
+        if step > 1:
+            assert not any(span.attributes["automatic"] for span in planned if span.where != "reward/0")
+            assert [span for span in found if span.step == step and span.cause == "python"] == []
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
+    assert all(row["timing_s/gc"] > 0 for row in rows) and rows[-1]["perf/gc_unplanned"] == 0
 
 
 def test_events_cover_every_sample_and_stage(serial):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from driven_job import settings_of
 from job_processes import finish, wait_for_step
 from leftovers import weights_left
 
+from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
@@ -58,15 +60,21 @@ def inhabitants(raylet):
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
 
-def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(cluster, tiny_model, tmp_path):
-    address, raylets, add = cluster
+def end(raylet):
+    """A node goes, with all that lives there."""
+    for each in (raylet, *raylet.children(recursive=True)):
+        each.kill()
+
+
+def started(folder, model, name, address, max_restarts, steps):
+    """(the process of a job on two of the cluster's nodes, its run folder)."""
     settings = {
         "cluster.ray_address": address,
-        "cluster.max_restarts": 1,
-        "trainer.experiment_name": "two_nodes",
+        "cluster.max_restarts": max_restarts,
+        "trainer.experiment_name": name,
         "trainer.nnodes": 2,
         "trainer.n_gpus_per_node": 1,
-        "trainer.total_training_steps": 500,
+        "trainer.total_training_steps": steps,
         "trainer.save_freq": 1,
         "trainer.logger": "[console]",
         "data.train_batch_size": 4,
@@ -75,12 +83,17 @@ def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_ran
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
     }
-    words = [f"{key}={value}" for key, value in (settings_of(tmp_path, tiny_model) | settings).items()]
+    words = [f"{key}={value}" for key, value in (settings_of(folder, model) | settings).items()]
     command = [sys.executable, "-m", "rlfuse.train", *words]
     process = subprocess.Popen(
         command, env=os.environ | AUTHENTICATED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    run = tmp_path / "runs" / "rlfuse" / "two_nodes"
+    return process, folder / "runs" / "rlfuse" / name
+
+
+def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(cluster, tiny_model, tmp_path):
+    address, raylets, add = cluster
+    process, run = started(tmp_path, tiny_model, "two_nodes", address, max_restarts=1, steps=500)
     wait_for_step(run, 2, process)
     here, there = (inhabitants(raylet) for raylet in raylets)
     assert there == ["RolloutWorker", "TrainerRank", "WeightStaging"]
@@ -88,8 +101,7 @@ def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_ran
         "reward functions are beside the driver"
     )
 
-    for each in (raylets[1], *raylets[1].children(recursive=True)):
-        each.kill()
+    end(raylets[1])
     successor = add()
     until = time.monotonic() + 240
     while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
@@ -115,3 +127,54 @@ def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_ran
     while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [], "the nodes are free again"
+
+
+def slots(run, *words):
+    """What `rlfuse slots` says, and its exit status."""
+    command = [sys.executable, "-m", "rlfuse.cli", "slots", *words, str(run)]
+    told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    return told.stdout, told.returncode
+
+
+def handed_over(run, process, times):
+    """Wait until the run has gone on without a node so many times; the step after which it did."""
+    until = time.monotonic() + 240
+    while len(found := [span for span in read_events(run / "events.jsonl") if span.kind == "hand_over"]) < times:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "the run did not go on"
+        time.sleep(0.2)
+    return found[-1]
+
+
+def test_nodes_of_drained_slots_leave_without_a_failure(cluster, tiny_model, tmp_path):
+    """First as asked for, which costs no step; then one goes by itself, after its slot was drained."""
+    address, _, add = cluster
+    process, run = started(tmp_path, tiny_model, "left", address, max_restarts=0, steps=400)
+    wait_for_step(run, 2, process)
+    told, status = slots(run, "leave", "1")
+    assert status == 2 and "the run needs 2 slots, 1 on each of 2 nodes" in told, told
+    third = add()
+    told, status = slots(run, "leave", "1")
+    assert status == 0 and "which is saved, the run goes on without node" in told, told
+    after = int(re.search(r"after step (\d+),", told)[1])
+    handed_over(run, process, 1)
+    wait_for_step(run, after + 2, process)
+    steps = [span.step for span in read_events(run / "events.jsonl") if span.kind == "step"]
+    assert len(set(steps)) == len(steps), "no step was done twice"
+    assert inhabitants(third) == ["RolloutWorker", "TrainerRank", "WeightStaging"]
+
+    add()
+    told, status = slots(run, "drain", "1")
+    assert status == 0 and "No slot of node" in told and "slots leave 1" in told, told
+    node = slots(run)[0].splitlines()[2].split()[2]
+    end(third)
+    lost = handed_over(run, process, 2)
+    assert "lost node" in lost.cause and node in lost.cause
+    wait_for_step(run, read_metrics(run / "metrics.jsonl")[-1]["step"] + 2, process)
+    assert "drained" not in slots(run)[0], "what came in its place works"
+    process.send_signal(signal.SIGINT)
+    text = finish(process, expected=130, timeout=90)
+    assert text.count("on other nodes; nothing failed.") == 2 and "restart 1" not in text, text
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert not any("fault/restarts" in row for row in rows)

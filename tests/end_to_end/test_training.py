@@ -121,6 +121,33 @@ async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_fo
     assert distance(await group.gradients(), serial) < 1e-6
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folder, stage):
+    """A slow rank gets fewer rows, and fillers where it gets none but has to keep step."""
+    rows, config = make_rows(15), settings(policy_folder, stage)
+    serial, expected = await assert_gradients_match(await group.take(config), rows)
+    try:
+        await group.take(config)
+        await group.replan([1.0, 3.0])
+        await group.drain()
+        for part in (rows[:1], rows[1:]):
+            await group.accumulate("actor", part)
+        spans = await group.drain()
+        metrics = await group.step("actor", lengths(rows))
+        assert distance(await group.gradients(), serial) < 1e-6
+        assert metrics == pytest.approx(expected, rel=1e-5)
+        scores = await group.log_probs("actor", rows)
+        await group.replan([])
+        for found, want in zip(scores, await group.log_probs("actor", rows), strict=True):
+            np.testing.assert_allclose(found, want, atol=1e-5)
+    finally:
+        await group.replan([])
+    mine = [[span for span in spans if span.where == f"trainer/{rank}" and span.kind == "backward"] for rank in (0, 1)]
+    fast, slow = (sum(span.tokens for span in of) for of in mine)
+    assert 2 * slow < fast and fast + slow == sum(row.tokens for row in rows)
+    assert len(mine[0]) == len(mine[1]) or stage == 1
+
+
 @pytest.mark.parametrize("budget, count", [(10_000, 7), (16, 7), (64, 1)])
 async def test_gradients_do_not_depend_on_micro_batches_and_idle_ranks(group, policy_folder, budget, count):
     """One micro-batch, one per row, and a rank that has nothing."""

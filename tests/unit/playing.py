@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,11 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
+from rlfuse.errors import SlotRefused
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.states import SampleState
 from rlfuse.fusion.tuning import Tuning
@@ -31,6 +33,7 @@ from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.controller import Controller
+from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
 
 PATIENCE_S = 100_000.0
@@ -61,6 +64,8 @@ class World:
         self.trainer, self.experience = Trainer(self), Watched(self)
         self.stopping = Stopping(0.0, print)
         self.first: dict[str, int] = {}
+        self.went_on: dict[str, int] = {}
+        """Sample -> the engine where it went on last."""
         self.has: dict[str, Partial] = {}
         self.scored: dict[str, Counter] = defaultdict(Counter)
         self.decided: Counter = Counter()
@@ -75,6 +80,8 @@ class World:
             lengths.learn({i: [int(self.rng.integers(1, lengths.expect(i) * 4))] for i in range(self.scene.prompts)})
         for slot, when in enumerate(self.scene.lost):
             loop.call_later(when, self.rollouts[slot].fail)
+        for when, slot in self.scene.changes:
+            loop.call_later(when, self._change, slot)
         config, engines = self.config(), Engines(self.rollouts, self, self.trainer, self)
         groups = GroupSource(
             config=config,
@@ -84,6 +91,9 @@ class World:
             recorder=self.recorder,
             held_out=prompts(2, first=self.scene.prompts),
         )
+        rates = Rates(self.scene.slots, set(self.scene.drained))
+        tuning = Tuning(self.scene.costs, lengths, self.scene.settings, rates)
+        self.draining = Draining(engines, tuning)
         self.controller = Controller(
             config=config,
             engines=engines,
@@ -97,7 +107,8 @@ class World:
                 recorder=self.recorder,
                 clock=loop.time,
             ),
-            tuning=Tuning(self.scene.costs, lengths, self.scene.settings),
+            tuning=tuning,
+            draining=self.draining,
             journal=self,
             metrics=self,
             checkpoints=self,
@@ -114,6 +125,13 @@ class World:
     def config(self):
         """Of the job."""
         return self.scene.config()
+
+    def _change(self, slot: int) -> None:
+        if slot in self.draining.drained:
+            self.draining.give_work(slot)
+        else:
+            with suppress(SlotRefused):  # the last that works
+                self.draining.take_work(slot)
 
     async def pass_time(self) -> None:
         await asyncio.sleep(self.rng.exponential(0.1))
@@ -151,13 +169,14 @@ class World:
         for decision in decisions:
             if isinstance(decision, Generate):
                 place = view.slots[decision.slot]
-                assert place.role == "rollout" and place.alive and not place.busy
+                assert place.role == "rollout" and place.alive and not place.busy and not place.drained
                 groups.update(decision.groups)
                 slots[decision.slot] += 1
                 self._fits(view, place, decision.groups)
             elif isinstance(decision, Move):
                 source, target = view.slots[decision.source], view.slots[decision.target]
                 assert target.alive and target.role == "rollout" and not target.busy and source is not target
+                assert not target.drained
                 assert all(source.samples[name].state is not SampleState.LEAVING for name in decision.samples)
                 names.update((name, "move") for name in decision.samples)
                 admitted[decision.target] += len(decision.samples)
@@ -165,6 +184,7 @@ class World:
             elif isinstance(decision, Switch):
                 assert decision.slot in {*view.idle_trainers, *view.idle_engines}
                 assert view.slots[decision.slot].role != decision.role
+                assert decision.role == "trainer" or not view.slots[decision.slot].drained
                 slots[decision.slot] += 1
             elif isinstance(decision, Score) and decision.kind == "reward":
                 assert view.unscored["reward"].keys() >= set(decision.samples)
@@ -175,7 +195,8 @@ class World:
                 together = view.settings.lockstep if score else view.settings.lockstep_backward
                 assert (decision.slot is None) == together
                 on = range(len(view.slots)) if together else (decision.slot,)
-                assert all(slot in view.idle_trainers for slot in on)
+                assert view.together if together else decision.slot in view.idle_trainers
+                assert together or not view.slots[decision.slot].drained
                 later = view.deferred.get(decision.kind, {}).values() if score else ()
                 assert any(names_.keys() >= set(decision.samples) for names_ in (open_[what], *later))
                 names.update((name, what) for name in decision.samples)
@@ -225,6 +246,9 @@ class World:
 
     def check(self, step, board) -> None:
         pass
+
+    def folder(self, step) -> None:
+        return None
 
     def publish(self) -> None:
         pass

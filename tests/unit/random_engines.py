@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.errors import EngineLost
+from rlfuse.protocols import Load
 from rlfuse.samples import Partial, Response
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Rollout:
         had = world.has.pop(sample.id, None)
         assert came_with is had, "it goes on with what it had, wherever that was"
         world.first.setdefault(sample.id, self.index)
+        if came_with:
+            world.went_on[sample.id] = self.index
         started = came_with or partial(0, self.weight_version)
         total = 1 + sample.seed % world.scene.costs.max_tokens
         timer = asyncio.get_running_loop().call_later(world.rng.exponential(0.3), self._finish, sample.id, total)
@@ -67,6 +70,9 @@ class Rollout:
     def _finish(self, name, total) -> None:
         _, started, _, _, results = self.held.pop(name)
         results.put_nowait((name, response(total, started.weight_version)))
+
+    async def load(self) -> Load:
+        return Load(len(self.held), 0, 0.0, steps=int(self.world.rng.integers(1000)))
 
     async def evict(self, sample_ids, carry="tokens") -> None:
         await self.world.pass_time()
@@ -150,6 +156,21 @@ class Trainer:
             await self.world.pass_time()
         self.steps[model].append(set(names))
         return {}
+
+    async def probe(self) -> list[float]:
+        with self._probing():
+            await self.world.pass_time()
+        return [1.0] * len(self.world.rollouts)
+
+    @contextmanager
+    def _probing(self):
+        """Between boards: no slot does anything."""
+        assert not any(device.work or device.held for device in self.world.rollouts)
+        yield
+        assert not any(device.work or device.held for device in self.world.rollouts)
+
+    async def replan(self, rates, saved=None) -> None:
+        pass
 
     async def take_device(self, slot) -> None:
         await self._switch(slot, "rollout", "trainer")

@@ -38,6 +38,10 @@ class Scene:
     """Most batches for dynamic sampling; 0: none."""
     lost: tuple[float, ...] = ()
     """When engine 0, 1, .. is lost."""
+    drained: tuple[int, ...] = ()
+    """Slots that are so from the start on."""
+    changes: tuple[tuple[float, int], ...] = ()
+    """(when, slot): it is drained, or restored if it was."""
     seed: int = 0
 
     def config(self) -> Config:
@@ -100,5 +104,6 @@ def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
         failing=draw(st.sampled_from([0, 0, 20, 60])),
         lost=tuple(draw(st.lists(st.floats(0.01, 1.0), max_size=slots - spared))),
         seed=draw(st.integers(0, 1 << 20)),
+        drained=(slots - 1,) if slots > 1 and draw(st.integers(0, 3)) == 3 else (),
     )
     return replace(scene, **fixed)

@@ -55,7 +55,7 @@ def test_spread_failures_and_idle_slots():
     assert told([{"reward/failure_rate": v} for v in (0.0, 0.05, 0.05)]) == [(2, "reward failures")]
     rows = [{"idle/tail": 6.0, "idle/start_up": 100.0, "busy/generate": 4.0}] * 3
     assert told(rows) == [(3, "idle slots")] and not told(rows, idle_share=0.7)
-    assert not told([{"idle/start_up": 100.0, "busy/generate": 4.0}] * 3)
+    assert not told([{"idle/start_up": 100.0, "idle/drained": 9.0, "busy/generate": 4.0}] * 3)
     assert not told([{}] * 5), "nothing is known"
 
 

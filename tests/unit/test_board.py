@@ -55,7 +55,7 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
     assert sorted(ready(b)) == ["1/0/1", "1/1/0", "1/1/1"]
     b.start(Accumulate("actor", tuple(ready(b))), 0.0)
     assert ready(b) == [] and b.snapshot(0.0).steppable == []
-    b.accumulated(Accumulate("actor", ("1/0/1", "1/1/0", "1/1/1")))
+    b.accumulated(Accumulate("actor", ("1/0/1", "1/1/0", "1/1/1")), 0.0)
     assert b.snapshot(0.0).steppable == ["actor"]
     b.start(Step("actor"), 0.0)
     b.stepped(Step("actor"))
@@ -91,7 +91,7 @@ def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
     b.prepared("actor", b.take_complete())
     work = Accumulate("actor", ("1/0/0",), 0)
     b.start(work, 0.0)
-    b.accumulated(work)
+    b.accumulated(work, 0.0)
     assert b.snapshot(0.0).steppable == []
     b.start(passes[1], 0.0)
     b.scored(passes[1], 0.0)
@@ -246,8 +246,8 @@ def test_work_of_all_ranks_together_leaves_no_slot_free():
 def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
     view = board(made(1), slots=4).snapshot(0.0)
     sizes = {"a": 9, "b": 8, "c": 7, "d": 6, "e": 5, "f": 5}
-    assert share(view, sizes, 40, [0, 3], least=0) == {0: ("a",), 3: ("b", "c")}
-    assert set(share(view, sizes, 40, [2], least=100)[2]) == sizes.keys()
+    assert share(view, sizes, 40, [0, 3], call_s=0, tokens_per_s=1) == {0: ("a",), 3: ("b", "c")}
+    assert set(share(view, sizes, 40, [2], call_s=100, tokens_per_s=1)[2]) == sizes.keys()
 
 
 def test_seeds_belong_to_the_sample():
@@ -288,7 +288,7 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
         b.finished(sample.id, response(), 0.0)
     view = b.snapshot(0.0)
     assert len(view.unscored["ref"]) == 6 and view.siblings_together
-    calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], least=0)
+    calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], call_s=0, tokens_per_s=1)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
 
 

@@ -162,6 +162,16 @@ def test_latent_attention_needs_gpus():
             ["training.pipeline_parallel_size=1"],
         ),
         ({"fusion__policy": "streem"}, ["did you mean stream?"]),
+        (
+            {"cluster__drain": [2], "trainer__n_gpus_per_node": 4, "rollout__tensor_model_parallel_size": 2},
+            ["cluster.drain=[2]: must name slots of this job, 0 to 1, none twice; leave the others out"],
+        ),
+        ({"cluster__drain": [1, 1], "trainer__n_gpus_per_node": 4}, ["none twice"]),
+        ({"cluster__drain": [0]}, ["cluster.drain=[0]: must leave one of 1 slots that works; leave it empty"]),
+        (
+            {"cluster__drain": [0, 1], "trainer__n_gpus_per_node": 2},
+            ["must leave one of 2 slots that works; name 1 of them at most"],
+        ),
     ],
 )
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):

@@ -9,6 +9,7 @@ import pytest
 
 from rlfuse.cluster.stopping import Stopped, Stopping
 from rlfuse.config.schema import Config
+from rlfuse.errors import NodeLeft
 from rlfuse.step.controller import Controller
 
 
@@ -21,6 +22,7 @@ class Parts:
         self.order, self.told, self.stopping = [], told, Stopping(0.0, print)
         self.step = self.written = 0
         self.recorder, self.spans = self, []
+        self.rates, self.costs = SimpleNamespace(current=[1.0, 1.5]), None
 
     def did(self, word):
         self.order.append(word)
@@ -49,6 +51,9 @@ class Parts:
     async def collect(self, step):
         return self.spans
 
+    def note(self, values):
+        assert values == {}, "nobody looks after these workers"
+
     def log_step(self, step, board, spans):
         assert spans is self.spans
         self.did(f"rows {step}")
@@ -65,6 +70,13 @@ class Parts:
     def learn(self, board, spans):
         """Costs."""
 
+    def folder(self, step):
+        return f"saved {step}" if step == self.step else None
+
+    async def replan(self, rates, saved):
+        assert rates is self.rates.current
+        self.did(f"replan {saved}")
+
 
 class Played(Controller):
     """Its steps and validations take no time."""
@@ -76,9 +88,10 @@ class Played(Controller):
         self.journal.did(f"validate {step}")
 
 
-STEP_1 = "learn 1, push 1, rows 1"
+ROWS_1 = "learn 1, push 1, rows 1"
+STEP_1 = f"{ROWS_1}, replan None"
 SAVE_2 = "asleep, ranks on, write 2"
-BACK = "ranks off, awake"
+BACK = "replan saved 2, ranks off, awake"
 SAVED_2 = f"{STEP_1}, learn 2, push 2, validate 2, {SAVE_2}"
 LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 3"
 
@@ -86,34 +99,51 @@ LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 
 @pytest.mark.parametrize(
     ("told", "order", "left"),
     [
-        ("", f"{SAVED_2}, {BACK}, rows 2, publish 2, {LAST}", None),
-        ("learn 1", f"{STEP_1}, asleep, ranks on, write 1, publish 1", 1),
+        ("", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
+        ("learn 1", f"{ROWS_1}, asleep, ranks on, write 1, publish 1", 1),
         ("learn 2", f"{STEP_1}, learn 2, push 2, {SAVE_2}, rows 2, publish 2", 2),
         ("validate 2", f"{SAVED_2}, rows 2, publish 2", 2),
         ("write 2", f"{SAVED_2}, rows 2, publish 2", 2),
-        ("rows 2", f"{SAVED_2}, {BACK}, rows 2, publish 2", 2),
-        ("write 3", f"{SAVED_2}, {BACK}, rows 2, publish 2, {LAST}", None),
+        ("rows 2", f"{SAVED_2}, rows 2, publish 2", 2),
+        ("write 3", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
     ],
 )
 def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(told, order, left):
-    parts, config = Parts(told), Config()
-    config.trainer.save_freq = config.trainer.test_freq = 2
-    controller = Played(
-        config=config,
-        engines=SimpleNamespace(rollout=[parts], trainer=parts, weights=parts),
-        policy=None,
-        groups=None,
-        advantages=None,
-        tuning=parts,
-        journal=parts,
-        metrics=parts,
-        checkpoints=parts,
-        stopping=parts.stopping,
-        total_steps=3,
-    )
+    parts = Parts(told)
+    controller = played(parts)
     if left is None:
         asyncio.run(controller.train(0))
     else:
         with pytest.raises(Stopped, match=f"SIGTERM: the run left after step {left}, which is saved"):
             asyncio.run(controller.train(0))
     assert ", ".join(parts.order) == order
+
+
+def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves():
+    parts, left = Parts(""), NodeLeft("node b leaves", ("b",))
+    parts.stopping.elsewhere = left
+    parts.step = 1
+    with pytest.raises(NodeLeft) as raised:
+        asyncio.run(played(parts).train(1))
+    assert raised.value is left
+    assert ", ".join(parts.order) == f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"
+
+
+def played(parts):
+    """A controller of three steps, made of these parts; it saves and validates every second one."""
+    config = Config()
+    config.trainer.save_freq = config.trainer.test_freq = 2
+    return Played(
+        config=config,
+        engines=SimpleNamespace(rollout=[parts], trainer=parts, weights=parts),
+        policy=None,
+        groups=None,
+        advantages=None,
+        tuning=parts,
+        draining=None,
+        journal=parts,
+        metrics=parts,
+        checkpoints=parts,
+        stopping=parts.stopping,
+        total_steps=3,
+    )

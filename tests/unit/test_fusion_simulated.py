@@ -69,7 +69,7 @@ def tolerance(workload):
     if not workload.failures:
         return workload.switch_s
     tokens, scoring, training = workload.longest + workload.prompt_tokens, workload.scoring, workload.training
-    again = workload.longest * workload.engine.step_base_s / min(workload.speeds)
+    again = workload.longest * workload.engine.step_base_s / min(speed.least for speed in workload.speeds())
     later = tokens / scoring.tokens_per_s + scoring.call_s + tokens / training.tokens_per_s + training.call_s
     return workload.switch_s + workload.move_s + again + later
 
@@ -88,6 +88,7 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
 @settings(exploring, max_examples=6, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
 def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, workload):
+    workload = replace(workload, slot_speed=())  # how unlike slots are, policies learn at different times
     tuned = simulate(workload, policy, tune(workload, policy)).result.step_s
     assert tuned - simulate(workload, "serial").result.step_s <= tolerance(workload)
 

@@ -83,6 +83,24 @@ def test_ranks_that_share_an_engine_share_its_work():
     assert slots[2]["idle/imbalance"] == [(2, 4)] and slots[3]["busy/train"] == [(2, 4)]
 
 
+def test_a_drained_slot_is_idle_because_of_that_unless_it_takes_part_in_what_all_do():
+    spans = [
+        on("driver", "drained", 0, 9, slot=1),
+        on("driver", "gen", 0, 4, slot=0),
+        on("rollout/0", "decode", 0, 4),
+        on("driver", "update_weights", 4, 6),
+        on("trainer/1", "optimizer", 6, 7),
+    ]
+    slots = divide(spans, 0, 10, slots=2)
+    assert slots[1] == {
+        "idle/drained": [(0, 4), (7, 9)],
+        "idle/weights": [(4, 6)],
+        "busy/optimizer": [(6, 7)],
+        "idle/controller": [(9, 10)],
+    }
+    assert "idle/drained" not in slots[0]
+
+
 def test_a_window_without_length_has_no_time():
     assert account([on("rollout/0", "decode", 0, 2)], 1, 1, slots=1).metrics() == {}
 

@@ -283,6 +283,23 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return [Generate(1, (0,))]", "slot 1 doesn't generate, as it is drained; slots that do: 0, 2"),
+        ("return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1)]", "slot 1 doesn't generate, as it is drai"),
+        (
+            "return serial(view) if view.unfinished or not view.together else [Score('old_log_prob', tuple("
+            "view.unscored['old_log_prob']), 1)]",
+            "slot 1 is no idle trainer, as it is drained; slots that are: 0, 2",
+        ),
+    ],
+)
+def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
+    with pytest.RaisesGroup(pytest.RaisesExc(PolicyError, match=why)):
+        played(load_policy(policy(tmp_path, body)), Scene("serial", slots=3, drained=(1,)))
+
+
+@pytest.mark.parametrize(
     "name", [name if name == "adaptive" else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
 )
 @exploring

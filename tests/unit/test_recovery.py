@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rlfuse.cluster.remote import all_of, explain
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.errors import ConfigError, EngineError, EngineLost, RunError, WorkerLost
+from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, RunError, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.run.job import how_to_resume, open_job
@@ -58,6 +58,21 @@ def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(con
     said = capsys.readouterr().out
     assert "trainer/1 died: http://***@host\nThe run goes on from its beginning (restart 1 of at most 3)" in said
     assert "from global_step_4 (restart 2 of at most 3)" in said
+
+
+def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(config, capsys):
+    config.cluster.max_restarts, config.cluster.drain = 0, [1]
+    ends = [(4, NodeLeft("node b leaves", ("b",))), (4, NodeLeft("lost node c", ("c",))), (8, None)]
+    attempts = Attempts(*ends)
+    folder = recovered(config, attempts)
+    assert [job.state["step"] for job in attempts.jobs] == [0, 4, 4]
+    assert [job.without for job in attempts.jobs] == [frozenset(), {"b"}, {"b", "c"}]
+    assert [job.restart.kind for job in attempts.jobs[1:]] == ["hand_over", "hand_over"]
+    assert not count_faults([job.restart for job in attempts.jobs[1:]])
+    assert attempts.jobs[2].drained is attempts.jobs[0].drained and attempts.jobs[0].drained == {1}
+    assert attempts.jobs[1].checkpoint == folder / "global_step_4"
+    said = capsys.readouterr().out
+    assert "node b leaves\nThe run goes on from global_step_4 on other nodes; nothing failed." in said
 
 
 def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):

@@ -22,6 +22,7 @@ ROOMS = [line.split() for line in """
     rewards
     run_folder
     observe
+    health
     step
     simulate
     planning

@@ -38,8 +38,8 @@ def test_chunks_in_a_v_share_their_stage():
     actor, critic = problem.models
     assert [problem.device(critic, 1, chunk) for chunk in range(4)] == [3, 2, 2, 3]
     assert [problem.activation(actor, chunk) for chunk in range(8)] == [2, 1.5, 1, 0.5, 0.5, 1, 1.5, 2]
-    assert problem.duration(critic, 3, "W") == 1.0 and problem.duration(critic, 3, "B") == 3.0
-    assert problem.duration(critic, 2, "F") == 2.0
+    assert problem.duration(critic, 0, 3, "W") == 1.0 and problem.duration(critic, 0, 3, "B") == 3.0
+    assert problem.duration(critic, 0, 2, "F") == 2.0
 
 
 def test_memory_is_relative_to_serial_1f1b_or_absolute():
@@ -62,6 +62,8 @@ def test_memory_is_relative_to_serial_1f1b_or_absolute():
         (["models", 0, "direction"], "left", "needs one of down, up"),
         (["models", 1, "name"], "actor", "must differ"),
         (["models", 1, "weight_gradient"], 1, "needs a number above 0 and below 1"),
+        (["rates"], [1, 2], "rates has 2 values for devices=4: give one each, or none"),
+        (["rates"], [1, 1, 0, 1], "rates[2]=0: needs a number above 0"),
         (["devices"], 4096, "devices=4096: needs a whole number of at least 1, at most 1,024"),
         (["models", 0, "micro_batches"], 10**9, "operations: needs at most 500,000; lower micro_batches"),
         (["communication"], 1e12, "times of 4 and 1e+12 (with communication) are too far apart"),

@@ -16,6 +16,7 @@ from rlfuse.simulate.batching import Batch, Sequence, SimulationError
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.simulate.devices import SimulatedTrainer
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
+from rlfuse.simulate.speed import Speed
 from rlfuse.simulate.workload import TailSpeculation
 
 COSTS = Costs(
@@ -41,9 +42,9 @@ def samples(lengths, group=1, prompt_tokens=10):
 
 
 def engine(lengths, group=1, costs=COSTS, speed=1.0, speculation=None):
-    device = Device(0, speed)
+    device = Device(0, Speed([(0.0, speed)]))
     return SimulatedRollout(
-        device, Batch(costs, speed, speculation), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS
+        device, Batch(costs, speculation), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS
     )
 
 
@@ -91,7 +92,7 @@ def test_jumping_from_event_to_event_takes_as_long_as_every_step(lengths, specul
 
 @given(st.integers(1, 4), st.integers(0, 900), st.integers(1, 30), st.floats(0.01, 0.99))
 def test_an_interruption_takes_effect_at_the_end_of_its_step(size, context, steps, part):
-    batch = Batch(COSTS, speed=0.5)
+    batch = Batch(COSTS)
     batch.running = {str(i): None for i in range(size)}
     batch.context = context
     when = batch.seconds(steps - 1) + part * (batch.seconds(steps) - batch.seconds(steps - 1))

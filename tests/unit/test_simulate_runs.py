@@ -14,6 +14,13 @@ from rlfuse.simulate.workload import WorkloadError, parse
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def slowdowns(slots):
+    """Of one slot, from one time of the step to another; or faster, or for good."""
+    until = st.one_of(st.none(), st.floats(2.0, 8.0))
+    times = {"from_s": st.floats(0.0, 1.9), "until_s": until, "rate": st.sampled_from([0.5, 1.5, 5.0])}
+    return st.fixed_dictionaries({"slot": st.integers(0, slots - 1), **times})
+
+
 @st.composite
 def workloads(draw, failures=True):
     """Small ones of every kind: tight caches and batches, slow slots, lost engines, several passes and models."""
@@ -50,6 +57,7 @@ def workloads(draw, failures=True):
             "kv_bytes_per_token": 1000,
             "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
             "slot_speed": draw(st.sampled_from([[], [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(slots)]])),
+            "slowdowns": draw(st.lists(slowdowns(slots), max_size=3)),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 3.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
             "tail_speculation": draw(st.sampled_from([None, {"speedup": 2.0, "batch": 2}])),

@@ -22,6 +22,8 @@ def records(path):
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):
+            break  # it is being written
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # the only or last fragment

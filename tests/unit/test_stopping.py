@@ -17,6 +17,7 @@ from rlfuse.observe.tracking import read_metrics
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.reward_model import Training
 from rlfuse.run_folder import checkpoints
+from rlfuse.step.protocols import NoHealth
 from rlfuse.train import reported
 
 
@@ -173,6 +174,7 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
         source=source,
         held_out=[],
         log=log,
+        health=NoHealth(),
         checkpointing=Checkpointing(log, start=0, keep=None, save=save, state=lambda _: {}),
     )
     default = signal.signal(SIGINT, signal.default_int_handler)

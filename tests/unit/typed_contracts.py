@@ -9,13 +9,15 @@ from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.fusion import selection
+from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
-from rlfuse.protocols import Clips, RewardScorer, RolloutEngine, Stages, Trainer, WeightSync, WholeModels
+from rlfuse.protocols import Clips, Recorded, RewardScorer, RolloutEngine, Stages, Trainer, WeightSync, WholeModels
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
 from rlfuse.simulate.rollout import SimulatedRollout
 from rlfuse.step import protocols
+from rlfuse.step.draining import Draining
 from rlfuse.video.step_clips import StepClips
 
 
@@ -53,6 +55,14 @@ def prompts(real: PromptSource) -> selection.Source:
 
 def experience(real: Experience) -> protocols.Experience:
     return real
+
+
+def recorded(slots: Draining) -> Recorded:
+    return slots
+
+
+def health(real: Monitor) -> list[protocols.Health]:
+    return [real, protocols.NoHealth()]
 
 
 def journal(log: RunLog) -> protocols.Journal:

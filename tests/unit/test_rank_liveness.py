@@ -1,0 +1,171 @@
+"""Which trainer rank hangs, by what ranks tell of themselves; and what a thread that sleeps or computes tells."""
+
+import threading
+import time
+
+import pytest
+
+from rlfuse.engines.trainer.liveness import PATIENCE, Judge, Progress, Pulse
+
+LIMIT, TICK = 60.0, 7.5
+ASLEEP = ('File "mine.py", line 3 in my_loss', 'File "rlfuse/engines/trainer/trainer_rank.py", line 9 in accumulate')
+REDUCES = ('File "site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce', *ASLEEP[1:])
+
+
+def scene(*ranks, first=False, ticks=60):
+    """(who hangs, after how many seconds, the judge). Each rank: a function of the seconds that gives its pulse."""
+    judge = Judge(LIMIT, first)
+    for tick in range(1, ticks + 1):
+        pulses = {i: pulse for i, rank in enumerate(ranks) if (pulse := rank(tick * TICK)) != "done"}
+        hung = judge.look(TICK, pulses)
+        if hung is not None:
+            return hung, tick * TICK, judge
+    return None, ticks * TICK, judge
+
+
+def works(joined=0):
+    return lambda now: Pulse(int(now), "ended forward", ASLEEP, {"0": joined})
+
+
+def stands(stack=ASLEEP, since=0.0, joined=0, **more):
+    return lambda now: Pulse(int(min(now, since)), "began backward", stack, {"0": joined}, **more)
+
+
+def stopped(since):
+    return lambda now: Pulse(int(now), "began forward", ASLEEP) if now < since else None
+
+
+def ends(rank, at):
+    return lambda now: rank(now) if now < at else "done"
+
+
+@pytest.mark.parametrize(
+    "ranks, hung, earliest",
+    [
+        ([works(), stands()], 1, LIMIT),
+        ([works(), stopped(30.0)], 1, 30 + LIMIT - TICK),
+        ([stands(REDUCES, joined=4), stands(since=30, joined=3)], 1, 30 + LIMIT),
+        ([stands(REDUCES), stopped(30.0)], 1, 30 + LIMIT - TICK),
+        ([stands(ASLEEP, joined=4), stands(ASLEEP, since=90, joined=3)], 1, 90 + LIMIT),
+        ([stands(REDUCES, joined=4), stands(REDUCES, since=60, joined=3)], 1, 60 + PATIENCE * LIMIT),
+        ([stands(REDUCES, since=90), stands(REDUCES, since=15)], 1, 90 + PATIENCE * LIMIT),
+        ([stands(REDUCES)], 0, PATIENCE * LIMIT),
+        ([ends(works(), 400.0), stands(REDUCES)], 1, 400.0),
+        ([stands(REDUCES), works()], None, None),
+        ([stands(joined=4), works(joined=3)], None, None),
+        ([works(), works()], None, None),
+    ],
+    ids=[
+        "asleep",
+        "stopped",
+        "waited for",
+        "waited for, stopped",
+        "fewer collectives",
+        "all wait",
+        "all wait equally",
+        "alone",
+        "peers done",
+        "waits",
+        "is ahead",
+        "all work",
+    ],
+)
+def test_who_hangs_is_named_and_not_who_waits(ranks, hung, earliest):
+    found, after, judge = scene(*ranks)
+    assert found == hung
+    if hung is not None:
+        assert earliest <= after <= earliest + 2 * TICK
+        assert "(cluster.heartbeat_s=60)" in judge.told(hung)
+
+
+def test_what_is_told_is_where_it_stands_or_stood():
+    _, _, judge = scene(stands(REDUCES, joined=1), stands())
+    assert judge.told(1).startswith(
+        "has stood still for 60.0 s (cluster.heartbeat_s=60); the last that it did: began b"
+    )
+    assert 'It stands in, the innermost call first:\n  File "mine.py", line 3 in my_loss\n' in judge.told(1)
+    assert judge.waiting(0, [1]) and not judge.waiting(1, [0])
+    _, _, judge = scene(stopped(30.0))
+    told = judge.told(0)
+    assert told.startswith("has not answered for 60.0 s (cluster") and "When it last answered it stood in" in told
+    _, _, judge = scene(lambda now: None)
+    assert judge.told(0) == "has not answered for 60.0 s (cluster.heartbeat_s=60)"
+
+
+def test_a_first_call_may_compile_on_a_gpu():
+    assert scene(stands(on_gpu=True), first=True)[1] >= PATIENCE * LIMIT
+    assert scene(stands(on_gpu=True))[1] < 2 * LIMIT and scene(stands(), first=True)[1] < 2 * LIMIT
+
+
+def test_a_driver_that_was_stopped_takes_that_for_no_silence():
+    judge = Judge(LIMIT)
+    judge.look(TICK, {0: works()(1), 1: works()(1)})
+    assert judge.look(10 * LIMIT, {0: None, 1: works()(1)}) is None
+    assert judge.look(TICK, {0: works()(2), 1: works()(2)}) is None
+    assert judge.look(10 * LIMIT, {0: None, 1: works()(2)}) is None
+    assert judge.look(LIMIT / 2, {0: None, 1: works()(3)}) == 0
+
+
+class Calls:
+    """A thread that does one thing after the other, as a rank's does."""
+
+    def __init__(self):
+        self.progress, self.go_on = Progress("cpu"), threading.Event()
+        self.work, self.asked = None, threading.Event()
+        threading.Thread(target=self.run, daemon=True).start()
+        self.asked.wait()
+
+    def run(self):
+        self.progress.calls_come_here()
+        self.asked.set()
+        while True:
+            self.go_on.wait()
+            self.work()
+
+    def signs(self, work, seconds=0.1):
+        """What is told before and after so long."""
+        self.work = work
+        self.go_on.set()
+        time.sleep(0.05)
+        first = self.progress.pulse()
+        time.sleep(seconds)
+        return first, self.progress.pulse()
+
+
+def spins():
+    sum(range(10_000_000))
+
+
+def sleeps():
+    time.sleep(60)
+
+
+def test_computing_is_a_sign_of_life_and_sleeping_is_none():
+    calls = Calls()
+    before, after = calls.signs(spins)
+    assert after.signs > before.signs and after.stack[0].endswith("in spins")
+    calls.work = sleeps
+    time.sleep(0.6)
+    before, after = calls.signs(sleeps)
+    assert after.signs == before.signs and after.stack[0].endswith("in sleeps") and not after.waits
+    assert f'File "{__file__}", line ' in after.stack[0]
+
+
+def test_on_gpus_a_spinning_thread_is_none_but_every_layer_and_gradient_is():
+    torch = pytest.importorskip("torch")
+    progress = Progress("cuda")
+    progress.calls_come_here()
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    model = torch.nn.ModuleDict({"layers": layers})
+    progress.follow(model)
+    begun = progress.pulse().signs
+    spins()
+    assert progress.pulse().signs == begun
+    value = torch.ones(1, 2)
+    for layer in layers:
+        value = layer(value)
+    assert progress.pulse().signs == begun + 3
+    value.sum().backward()
+    assert progress.pulse().signs == begun + 3 + 6
+    progress.did("ended forward")
+    assert progress.pulse().signs == begun + 10 and progress.pulse().last.startswith("ended forward at ")

@@ -1,0 +1,255 @@
+"""Training on slots of unequal speed: who gets how many rows and layers, and what schedules go by."""
+
+import asyncio
+import itertools
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.partition import balanced, stage_costs
+from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
+from rlfuse.engines.pipeline.slow_devices import cut_anew, paces, pipeline_rates, work_of_devices
+from rlfuse.engines.trainer.degrees import Costs, Unit, fill, plan, unit_per_row
+from rlfuse.engines.trainer.micro_batches import balance, split_evenly
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.fusion.schedules.baselines import BASELINES, baseline
+from rlfuse.fusion.schedules.bound import lower_bound
+from rlfuse.fusion.schedules.planning import Planner
+from rlfuse.fusion.schedules.problem import Model, Problem, parse
+from rlfuse.fusion.schedules.schedule import timed
+from rlfuse.fusion.schedules.search import search
+from rlfuse.samples import Row
+
+ACTOR, CRITIC = Pipelines("actor", 2), Pipelines("critic", 2, direction="up")
+TWELVE = {model: ([1.0] * 12, 0.0, 0.0) for model in ("actor", "critic")}
+"""Costs of layers, of embedding and head."""
+
+
+def rows_of(*lengths):
+    return [Row(np.zeros(1, np.int32), np.zeros(length - 1, np.int32)) for length in lengths]
+
+
+def tokens_of(shares, rows):
+    """[rank][micro-batch]"""
+    return [[sum(rows[i].tokens for i in share.rows) for share in mine] for mine in shares]
+
+
+def divisions(count, ranks):
+    """All ways to share out so many equal units."""
+    if ranks == 1:
+        return [(count,)]
+    return [(first, *rest) for first in range(count + 1) for rest in divisions(count - first, ranks - 1)]
+
+
+def test_equal_units_are_shared_out_as_well_as_can_be():
+    """Against all divisions there are, which is what an integer programme would look through."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        ranks, count = rng.randint(2, 4), rng.randint(1, 12)
+        rates = tuple(round(rng.uniform(1, 4), 2) for _ in range(ranks))
+        best = min(max(map(math.prod, zip(rates, each, strict=True))) for each in divisions(count, ranks))
+        planned = [len(mine) for mine in plan(unit_per_row(rows_of(*[9] * count)), ranks, 9, costs=Costs(rates=rates))]
+        for counts in (planned, list(map(len, balance([9] * count, ranks, rates)))):
+            assert sum(counts) == count
+            assert max(map(math.prod, zip(rates, counts, strict=True))) == pytest.approx(best), (rates, counts)
+
+
+def test_where_ranks_wait_for_each_other_a_slow_one_runs_as_many_smaller_micro_batches():
+    """The last to be done in each of them is within a row of what it would be if rows could be cut."""
+    rows = rows_of(*[10] * 96)
+    for rates in ((1.0, 1.0), (1.0, 3.0), (1.0, 1.0, 1.5, 2.5)):
+        shares = plan(unit_per_row(rows), len(rates), 120, costs=Costs(rates=rates), lockstep=True)
+        tokens = tokens_of(shares, rows)
+        assert len(set(map(len, tokens))) == 1 and all(map(all, tokens))
+        assert sorted(i for mine in shares for share in mine for i in share.rows) == list(range(96))
+        took = sum(max(map(math.prod, zip(rates, step, strict=True))) for step in zip(*tokens, strict=True))
+        ideal = 960 / sum(1 / rate for rate in rates)
+        assert took <= ideal + len(tokens[0]) * 10 * max(rates)
+
+
+def test_who_is_too_slow_for_any_row_runs_fillers():
+    rows = rows_of(10, 10, 12)
+    shares = plan(unit_per_row(rows), 2, 12, costs=Costs(rates=(1.0, 9.0)), lockstep=True)
+    batches = fill(shares, rows)
+    assert [[each.weight for each in mine] for mine in batches] == [[1.0] * 3, [0.0] * 3]
+    assert all(each.rows[0].tokens == 2 for each in batches[1])
+
+
+def test_ranks_that_share_a_row_are_as_slow_as_the_slowest_of_them():
+    costs = Costs(rates=(1.0, 1.0, 4.0, 1.0))
+    shares = plan([Unit((i,), 80, 0.0) for i in range(2)], 4, 40, (1, 2), costs)
+    assert [[share.rows for share in mine] for mine in shares] == [[(0,), (1,)]] * 2 + [[], []]
+
+
+def test_calls_of_all_ranks_go_by_rates_of_slots_and_calls_of_one_by_those_of_its_ranks():
+    config = Config()
+    config.rollout.tensor_model_parallel_size = 2
+    group = TrainerGroup(config, [None] * 4)
+    rows = rows_of(*[10] * 60)
+
+    def counts(slot):
+        return [sum(len(share.rows) for share in mine) for mine in group._plan(rows, slot, 2)]
+
+    asyncio.run(group.replan([1.0, 2.0]))
+    assert counts(None) == [20, 20, 10, 10] and counts(1) == [30, 30]
+    asyncio.run(group.replan([]))
+    assert counts(None) == [15] * 4
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+UNEVEN = {
+    "devices": 4,
+    "models": [
+        {"name": "actor", "stages": 4, "micro_batches": 6, "forward": [3, 3, 3, 4], "backward": 6},
+        {
+            "name": "critic", "stages": 2, "pipelines": 2, "micro_batches": 3, "forward": 2, "backward": 4,
+            "direction": "up", "chunks_per_device": 2,
+        },
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_schedule_is_searched_for_what_each_device_takes(split):
+    """What the search returns passed the check, which knows rates by itself."""
+    even = parse(UNEVEN | {"split_backward": split})
+    slow = parse(UNEVEN | {"split_backward": split, "rates": [1, 1, 2.5, 1]})
+    critic = slow.models[1]
+    assert [slow.duration(critic, pipeline, 0, "F") for pipeline in (0, 1)] == [1, 1]
+    assert [slow.duration(critic, pipeline, 1, "F") for pipeline in (0, 1)] == [1, 2.5]
+    found = search(slow, time_limit=2.0, method="improve", cached=False)
+    assert found.lower_bound >= 2.5 * 6 * 9 + 2.5 * 3 * 6  # the slow device is never idle
+    assert found.lower_bound * (1 - 1e-9) <= found.makespan <= 1.1 * found.lower_bound
+    blind = search(even, time_limit=2.0, method="improve", cached=False)
+    assert found.makespan <= max(row[-1].end for row in timed(slow, blind.operations))
+    assert baseline(slow, "1f1b", barrier=False) >= found.makespan
+
+
+def test_rates_are_factors_of_times():
+    """A problem of one pipeline with rates, and the same with the product written out."""
+    model = Model("actor", 3, 5, (1.0, 2.0, 3.0), (2.0, 4.0, 6.0))
+    written = Model("actor", 3, 5, (1.0, 4.0, 9.0), (2.0, 8.0, 18.0))
+    rated, plain = Problem(3, (model,), rates=(1.0, 2.0, 3.0)), Problem(3, (written,))
+    assert lower_bound(rated) == lower_bound(plain)
+    for name in BASELINES:
+        assert baseline(rated, name, barrier=True) == baseline(plain, name, barrier=True)
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def cuts(layers, stages):
+    """All layers per stage; the last may have none."""
+    for ends in itertools.combinations_with_replacement(range(1, layers + 1), stages - 1):
+        sizes = [b - a for a, b in itertools.pairwise((0, *ends, layers))]
+        if all(sizes[:-1]):
+            yield tuple(sizes)
+
+
+def test_layers_go_to_stages_as_the_integer_programme_has_it():
+    for seed in range(200):
+        rng = random.Random(seed)
+        stages, layers = rng.randint(2, 4), rng.randint(4, 10)
+        costs = [rng.choice([1.0, 1.0, rng.uniform(0.5, 2)]) for _ in range(layers)], rng.random(), 2 * rng.random()
+        rates = [rng.choice([1.0, rng.uniform(1, 4)]) for _ in range(stages)]
+        most = [rng.randint(max(1, layers // stages), layers) for _ in range(stages)]
+
+        def slowest(sizes, costs=costs, rates=rates):
+            return max(map(math.prod, zip(stage_costs(sizes, *costs), rates, strict=True)))
+
+        fitting = [sizes for sizes in cuts(layers, stages) if all(a <= b for a, b in zip(sizes, most, strict=True))]
+        if not fitting:
+            with pytest.raises(ValueError, match=rf"{layers} layers don't fit stages that have memory for"):
+                balanced(*costs, stages, rates, most)
+            continue
+        found = balanced(*costs, stages, rates, most)
+        assert found in fitting and slowest(found) == pytest.approx(min(map(slowest, fitting)))
+
+
+@pytest.mark.parametrize(
+    "rates, room, layers",
+    [
+        ([1, 1], None, [(6, 6), (6, 6)]),
+        ([1, 2], None, [(8, 4), (4, 8)]),  # the critic runs against the actor
+        ([1, 2], [1, 9], [(7, 5), (5, 7)]),  # memory for one more
+        ([1, 1.05], None, [(6, 6), (6, 6)]),
+        ([1, 2, 1, 2], None, [(8, 4), (4, 8)]),
+        ([1, 1, 1, 2], None, [(6, 6), (6, 6)]),  # one of two blocks: fewer rows there are as good
+        ([1] * 7 + [2], None, [(6, 6), (6, 6)]),  # and of four they are better
+    ],
+)
+def test_layers_move_off_slow_devices_where_that_ends_sooner(rates, room, layers):
+    cut = cut_anew([ACTOR, CRITIC], TWELVE, rates, room)
+    assert [each.layers for each in cut] == layers
+    assert cut_anew(cut, TWELVE, rates, room and [0, 0]) == cut
+    assert [each.layers for each in cut_anew(cut, TWELVE, [1.0] * len(rates))] == [(6, 6)] * 2
+
+
+def test_rows_go_to_pipelines_by_their_slowest_device_and_what_stands_on_it():
+    layout, rates = [ACTOR, CRITIC], [1, 1, 1, 2]
+    assert pipeline_rates(rates, work_of_devices(layout, TWELVE), 2) == [1, 2]
+    assert pipeline_rates(rates, work_of_devices(cut_anew(layout, TWELVE, [1, 2]), TWELVE), 2) == [1, 1]
+    bins = split_evenly([10] * 12, 2, 4, [1, 2])
+    assert [[len(bin) for bin in pipeline] for pipeline in bins] == [[2, 2, 2, 2], [1, 1, 1, 1]]
+    assert paces(rates, [1, 2]) == pytest.approx([4 / 3, 4 / 3, 2 / 3, 4 / 3])  # fewer rows, each for longer
+
+
+def measure(planner, plan, slow=1.0):
+    """Every operation as it would be measured, on a second device that is so slow."""
+    for device, row in enumerate(plan.rows):
+        for each in row:
+            planner.learn(plan.timed_as(each), {"F": 0.01, "B": 0.02}[each.kind] * (slow if device else 1.0))
+
+
+def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monkeypatch):
+    planner, searched = Planner(2), []
+    search = planner._search
+    monkeypatch.setattr(planner, "_search", lambda problem: searched.append(problem) or search(problem))
+    work = {"actor": 4, "critic": 4}
+    planner.replan([1.0, 1.0])
+    measure(planner, planner.plan(work), slow=1.15)
+    before = planner.plan(work)
+    measure(planner, before, slow=2.0)  # it has turned slow, and nobody knows yet
+    planner.replan([1.0, 2.0])
+    after = planner.plan(work)
+    assert after.serial_s == pytest.approx(0.27 + 0.25) and after.seconds >= 8 * 0.06
+    assert searched[-1].rates == (1.0, 2.0) and len(searched) == 2
+    measure(planner, after)
+    planner.replan([1.0, 2.0])
+    assert planner.plan(work).rows == after.rows and len(searched) == 2
+    planner.replan([1.0, 1.0])
+    assert planner.plan(work).seconds == pytest.approx(before.seconds, rel=0.2) and len(searched) == 3
+
+
+class Ranks(PipelineTrainer):
+    """Pipelines without processes: calls are noted."""
+
+    def __init__(self, ranks, room):
+        super().__init__(Config(), [None] * ranks)
+        self.planner, self.asked, self.room = Planner(2), [], room
+
+    async def _all(self, method, action, *arguments):
+        self.asked.append(method)
+        answers = {"setup": {"costs": TWELVE}, "room": self.room, "load": None}
+        return [answers[method]] * len(self.ranks)
+
+
+async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
+    (tmp_path / "trainer.json").write_text('{"pipelines": true}')
+    for room, layers in ((9, (8, 4)), (0, None)):
+        group = Ranks(2, room)
+        await group.setup([ACTOR, CRITIC], 10)
+        await group.replan([1.0, 2.0])
+        assert group.layout["actor"].layers is None and group.planner._rates == (1.0, 2.0)
+        await group.replan([1.0, 2.0], Path(tmp_path))
+        assert group.layout["actor"].layers == layers
+        assert group.asked == ["setup", "room"] + (["setup", "load"] if layers else [])
+        group.asked.clear()
+        await group.replan([1.0, 2.0], Path(tmp_path))
+        assert "setup" not in group.asked

@@ -66,8 +66,23 @@ def end(raylet):
         each.kill()
 
 
-def started(folder, model, name, address, max_restarts, steps):
-    """(the process of a job on two of the cluster's nodes, its run folder)."""
+@pytest.fixture
+def started():
+    """Starts a job on two of the cluster's nodes: its process, its run folder. None outlives its test."""
+    processes = []
+
+    def start(*arguments, **named):
+        process, run = job_on_two_nodes(*arguments, **named)
+        processes.append(process)
+        return process, run
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def job_on_two_nodes(folder, model, name, address, max_restarts, steps):
+    """(its process, its run folder)."""
     settings = {
         "cluster.ray_address": address,
         "cluster.max_restarts": max_restarts,
@@ -91,7 +106,9 @@ def started(folder, model, name, address, max_restarts, steps):
     return process, folder / "runs" / "rlfuse" / name
 
 
-def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(cluster, tiny_model, tmp_path):
+def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(
+    cluster, started, tiny_model, tmp_path
+):
     address, raylets, add = cluster
     process, run = started(tmp_path, tiny_model, "two_nodes", address, max_restarts=1, steps=500)
     wait_for_step(run, 2, process)
@@ -146,7 +163,7 @@ def handed_over(run, process, times):
     return found[-1]
 
 
-def test_nodes_of_drained_slots_leave_without_a_failure(cluster, tiny_model, tmp_path):
+def test_nodes_of_drained_slots_leave_without_a_failure(cluster, started, tiny_model, tmp_path):
     """First as asked for, which costs no step; then one goes by itself, after its slot was drained."""
     address, _, add = cluster
     process, run = started(tmp_path, tiny_model, "left", address, max_restarts=0, steps=400)

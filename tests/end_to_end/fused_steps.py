@@ -10,6 +10,7 @@ from pathlib import Path
 from rlfuse.config.compose import load
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.run.build import run
@@ -43,6 +44,7 @@ class Steps:
     async def drive(self, controller, _):
         """Every case from the same weights, on the same prompts."""
         self.controller = controller
+        controller.tuning.rates = Rates(2, measured=False)  # under free costs a slot that seems slow would get nothing
         await controller.engines.trainer.save(self.folder)
         for case, (policy, settings, data) in CASES.items():
             await controller.engines.trainer.load(self.folder)

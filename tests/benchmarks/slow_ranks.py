@@ -7,7 +7,8 @@ that all processes of that slot get a half, a third ... of it.
 
 - `ranks`: gradients and optimizer steps of an actor on ranks with whole models, ZeRO 1 and 3.
 - `pipeline`: those of actor and critic in two stages; by rates layers move, and the schedule is searched anew.
-- `step`: a whole step of the quickstart's task with `fusion=adaptive`, rollout and rewards included.
+- `step`: a whole step of the quickstart's task with a model that keeps a core busy, rollout and rewards included: with
+  `serial`, whose shares only rates change, and with `adaptive`, whose free slots take what is left in any case.
 
 In each repetition three plans take turns on the same rows or samples, from the same weights: `alone` is shared out
 alike without anybody beside, `alike` the same with them, `by rates` with them and told that the second slot's rate is
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.fusion.policies import POLICIES
 from rlfuse.run.build import run
 from rlfuse.samples import Row
 from rlfuse.step.controller import Controller
@@ -52,12 +55,14 @@ PARTS = ("ranks", "pipeline", "step")
 VOCABULARY, ROWS = 512, 48
 STEPS = 2
 """That are timed, after one that is not."""
+TASK = ".cache/rlfuse/remainder/model"
 BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 JOB = (
     "experiment=quickstart",
     "algorithm=grpo",
-    "fusion=adaptive",
     "rollout.n=4",
+    "rollout.max_num_seqs=256",
+    "rollout.kv_cache_memory_mb=256",
     "data.max_response_length=160",
     "data.train_batch_size=32",
     "actor.ppo_mini_batch_size=32",
@@ -245,7 +250,25 @@ async def whole_steps(controller: Controller, options: argparse.Namespace) -> No
         await controller.journal.collect(3)
         return Turn(seconds, await weights_of(engines.trainer))
 
-    await compared("a step, adaptive", take, options)
+    for policy in ("serial", "adaptive"):
+        controller.policy = POLICIES[policy]
+        await compared(f"a step, {policy}", take, options)
+
+
+def larger_policy() -> str:
+    """The quickstart's tokenizer, and a random policy whose responses end by chance, some long before others."""
+    folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
+    shutil.copytree(TASK, folder, dirs_exist_ok=True)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "layer_types": 4 * ["full_attention"],
+    }
+    config = Qwen2Config.from_pretrained(TASK, **sizes)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def main() -> None:
@@ -263,7 +286,8 @@ def main() -> None:
     if "step" in options.parts:
         subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
         with tempfile.TemporaryDirectory() as folder:
-            job = load([*JOB, f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark"])
+            where = (f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark")
+            job = load([*JOB, f"model.path={larger_policy()}", *where])
             run(job, lambda controller, _: whole_steps(controller, options))
 
 

@@ -263,6 +263,29 @@ def test_one_that_is_drained_until_it_is_well_is_back_then(capsys):
     assert "slot 1 works again" in capsys.readouterr().out and rates.current[1] == 1.0
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_slot_of_which_nothing_was_seen_is_drained_until_probes_find_it_well(measured):
+    drained, returning = set(), set()
+    rates = Rates(4, drained, returning, measured=measured)
+    rates.drain(1, until_well=True)
+    for attempt in (rates, Rates(4, drained, returning, measured=measured)):  # the run may have been started anew
+        for _ in range(4):
+            attempt.probed(1, 2.0)
+        assert drained == returning == {1}
+    for _ in range(2):
+        attempt.probed(1, 1.05)
+    assert not drained and not returning and attempt.current[1] == 1.0
+
+
+def test_who_is_drained_for_good_does_not_come_back_as_it_was_to_once():
+    rates = Rates(2)
+    rates.drain(1, until_well=True)
+    rates.drain(1)
+    for _ in range(4):
+        rates.probed(1, 1.0)
+    assert rates.drained == {1}
+
+
 def test_a_rate_needs_a_slot_that_works_and_was_measured():
     assert rates_of([4.0, 2.0, None], drained={1}) == {1: 2.0}
     assert rates_of([None, 2.0], drained={1}) == {}

@@ -25,7 +25,7 @@ from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.whatif.causes import SLOW
-from rlfuse.whatif.run_operations import COMMUNICATION, REWARD, ranks_of
+from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
 from rlfuse.whatif.run_slowdown import Analysis
 
 SIMULATED = 3
@@ -101,6 +101,11 @@ class Simulated:
             return None
         speeds = tuple(1 / rate for rate in slots)
         return self.seconds(lambda workload: replace(workload, slot_speed=speeds)) / self.seconds(_as_it_was)
+
+
+def ranks_of(spans: Sequence[Span]) -> set[str]:
+    """The trainer's, in a step or more."""
+    return {span.where for span in spans if span.kind == "optimizer"}
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:

@@ -99,10 +99,7 @@ class Recorded:
 
 
 def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]]:
-    """The last steps of a run that went undisturbed, with their spans. RunError where there is none.
-
-    All of them on as many ranks: a run may have been resumed on other devices.
-    """
+    """The last steps of a run that went undisturbed, with their spans. RunError where there is none."""
     steps = sorted(run.steps().values(), key=lambda step: step.start)[-2 * at_most :]
     starts, inside = [step.start - SAME_S for step in steps], [list[Span]() for _ in steps]
     interesting = re.compile(rf'"step":(?:{"|".join(str(step.step) for step in steps) or "none"}),').search
@@ -113,13 +110,7 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
     whole = [(step, spans) for step, spans in zip(steps, inside, strict=True) if _undisturbed(spans)]
     if not whole:
         raise RunError(f"{run.path / 'events.jsonl'}: no step that went undisturbed to its end; let the run finish one")
-    ranks = ranks_of(whole[-1][1])
-    return [each for each in whole if ranks_of(each[1]) == ranks][-at_most:]
-
-
-def ranks_of(spans: Iterable[Span]) -> set[str]:
-    """The trainer's, in a step or more."""
-    return {span.where for span in spans if span.kind == "optimizer"}
+    return whole[-at_most:]
 
 
 def _undisturbed(spans: Sequence[Span]) -> bool:

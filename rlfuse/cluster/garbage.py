@@ -70,6 +70,13 @@ class GarbageCollector:
             self.planned = True
         self._most_mib = max(self._most_mib, self._held())
 
+    def let_go(self) -> None:
+        """Free what is not needed any more of the process's start, too: what was frozen is looked through this once."""
+        gc.unfreeze()
+        gc.collect()
+        if self.planned:
+            gc.freeze()
+
     def guard(self) -> None:
         """Collect if the process has grown; at a moment when that does no harm."""
         now = time.monotonic()

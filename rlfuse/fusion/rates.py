@@ -31,11 +31,18 @@ REFRESH = 8
 class Rates:
     """Of `slots` slots, all of them typical until they were seen at work.
 
-    `drained`: from the start on; the set is the caller's, and changes with what is drained. `measured`: false leaves
-    all of them typical, for runs in which nothing may go by measured times.
+    `drained`: from the start on, `returning`: of these, until they are as fast as the others; both sets are the
+    caller's, and change with what is drained. `measured`: false leaves all of them typical, for runs in which nothing
+    may go by measured times.
     """
 
-    def __init__(self, slots: int, drained: set[int] | None = None, measured: bool = True):
+    def __init__(
+        self,
+        slots: int,
+        drained: set[int] | None = None,
+        returning: set[int] | None = None,
+        measured: bool = True,
+    ):
         self._measured = measured
         self.current = [1.0] * slots
         """Slot -> its rate, for plans."""
@@ -43,7 +50,9 @@ class Rates:
         self.unheard: set[int] = set()
         """Slow slots that get work and were not observed since the step began."""
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
-        self._returning: set[int] = set()
+        self._returning: set[int] = set() if returning is None else returning
+        for slot in self._returning:
+            self._last[slot].clear()
         self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
         self._costs: Costs | None = None
 
@@ -72,10 +81,13 @@ class Rates:
         self._last[slot].append(rate)
         if self._measured:
             self._decide(slot)
-        if slot in self._returning and median(self._last[slot]) < THRESHOLD:
+        last = self._last[slot]
+        if slot in self._returning and len(last) == OBSERVATIONS and median(last) < THRESHOLD:
             self.restore(slot)
 
     def _decide(self, slot: int) -> None:
+        if len(self._last[slot]) < OBSERVATIONS:
+            return
         now, rate = median(self._last[slot]), self.current[slot]
         if not 1 / (1 + DEAD_BAND) <= now / rate <= 1 + DEAD_BAND:
             self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
@@ -83,8 +95,10 @@ class Rates:
     def drain(self, slot: int, until_well: bool = False) -> None:
         """It gets no work from now on, until it is restored; or until it is as fast as the others."""
         self.drained.add(slot)
-        if until_well:
+        self._returning.discard(slot)
+        if until_well:  # which probes alone tell: whoever drained it may know more than was observed
             self._returning.add(slot)
+            self._last[slot].clear()
 
     def restore(self, slot: int) -> None:
         """It gets work again."""

@@ -104,13 +104,13 @@ class Monitor:
         return found, answered
 
     def _tell(self, step: int, alarms: Sequence[Alarm]) -> None:
-        if alarms:
-            write_alarms(self._folder, alarms)
         for alarm in alarms:
             if alarm.ended is None:
                 self._alert(step, alert_of(alarm, self._slot(alarm.worker)))
             else:
                 self._say(f"step {step}: {alarm.worker} is like its peers again ({alarm.metric})")
+        if alarms:  # after they are told: the disk may be full
+            write_alarms(self._folder, alarms)
 
     def _slot(self, worker: str) -> int | None:
         role, _, number = worker.partition("/")

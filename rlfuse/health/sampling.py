@@ -143,9 +143,10 @@ def node_counters() -> Counters:
     with suppress(OSError, ValueError):
         names, values = [line for line in (PROC / "net" / "snmp").read_text().splitlines() if line.startswith("Tcp:")]
         found["retransmits"] = float(dict(zip(names.split(), values.split(), strict=True))["RetransSegs"])
-    if (disks := psutil.disk_io_counters()) is not None:
-        found["disk_s"] = (disks.read_time + disks.write_time) / 1e3
-        found["disk_operations"] = float(disks.read_count + disks.write_count)
+    with suppress(OSError, ValueError, RuntimeError):  # in some containers none are shown, which is NotImplementedError
+        if (disks := psutil.disk_io_counters()) is not None:
+            found["disk_s"] = (disks.read_time + disks.write_time) / 1e3
+            found["disk_operations"] = float(disks.read_count + disks.write_count)
     return found
 
 

@@ -61,6 +61,8 @@ class Job:
     """What else the run is made of, by `rlfuse.run.inputs`."""
     drained: set[int] = field(default_factory=set)
     """Slots that get no work now, in this attempt and those that follow."""
+    returning: set[int] = field(default_factory=set)
+    """Of these, those that work again once they are as fast as the others."""
     without: frozenset[str] = frozenset()
     """Ids of nodes that were to leave the run."""
 

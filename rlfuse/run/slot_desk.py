@@ -88,8 +88,9 @@ class SlotDesk:
             if time.time() > request.until:
                 raise SlotRefused("the request came too late: its sender is gone, or its host's clock is behind")
             told = await self._do(request)
-        except SlotRefused as why:
-            return await asyncio.to_thread(disk.answer, self.log.folder, request, str(why), False)
+        except Exception as why:  # also what Ray says, or a file that is no command's: whoever asked waits
+            told = str(why) if isinstance(why, SlotRefused) else f"nothing was done ({type(why).__name__}: {why})"
+            return await asyncio.to_thread(disk.answer, self.log.folder, request, told, False)
         self.log.say(told)
         now, what = time.time(), {"slot": request.slot, "do": request.do}
         self.log.journal.recorder.add(Span("request", "driver", now, now, cause=told, attributes=what))
@@ -117,7 +118,7 @@ class SlotDesk:
         self.draining.check(slot, "freed")
         node, stopping = self._node(slot), self.log.stopping
         spare = await asyncio.to_thread(placement.spare_nodes, self.slots)
-        if stopping.asked:
+        if stopping.asked or stopping.step == self.log.total_steps:
             raise SlotRefused("the run ends after the step under way already, and starts anew elsewhere or not at all")
         if why := self._why_not(node, spare):
             raise SlotRefused(why)

@@ -110,7 +110,7 @@ async def wired(
 
 def _tuning(config: Config, job: Job, engines: Engines, costs: Costs, lengths: Lengths) -> Tuning:
     slots = len(engines.rollout)
-    rates = Rates(slots, job.drained, measured=not config.trainer.deterministic)
+    rates = Rates(slots, job.drained, job.returning, measured=not config.trainer.deterministic)
     return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots))
 
 

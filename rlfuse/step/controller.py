@@ -144,8 +144,12 @@ class Controller:
             await all_to(to_engine, self.engines.rollout, self.engines.trainer)
 
     async def leave(self, step: int) -> None:
-        """Raise Stopped; the step is saved."""
+        """Raise Stopped; the step is saved. Where it could not be, a job that was to go on elsewhere stays."""
         if self.checkpoints.step != step:
             await self.save(step)
             self.checkpoints.publish()
+        if self.checkpoints.step != step and self.stopping.by is None:
+            self.say(f"step {step} could not be saved, so no node leaves: make room, then ask again")
+            self.stopping.elsewhere = None
+            return await all_to(to_engine, self.engines.rollout, self.engines.trainer)
         raise self.stopping.stopped_after(step)

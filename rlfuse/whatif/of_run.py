@@ -13,7 +13,7 @@ from rlfuse.health.alarms import read_alarms
 from rlfuse.health.detection import Alarm
 from rlfuse.run_folder.reader import RunFolder
 from rlfuse.simulate.recorded import config_of
-from rlfuse.whatif.questions import Simulated, simulated
+from rlfuse.whatif.questions import Simulated, ranks_of, simulated
 from rlfuse.whatif.run_operations import operations, recorded_steps
 from rlfuse.whatif.run_slowdown import Analysis, RunSlowdown
 
@@ -35,8 +35,13 @@ class Examined:
 
 
 def examine(run: RunFolder, steps: int = STEPS) -> Examined:
-    """RunError or WorkloadError where the folder doesn't tell enough."""
+    """RunError or WorkloadError where the folder doesn't tell enough.
+
+    Steps on other ranks than the last are left out: a run may have been resumed on more devices, or fewer.
+    """
     config, recorded = config_of(run.path / "config.yaml"), recorded_steps(run, steps)
+    ranks = ranks_of(recorded[-1][1])
+    recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
     spans = [span for _, inside in recorded for span in inside]
     analysis = Analysis(operations(recorded, run.width, config.actor.zero_stage), spans)
     clock = simulated(config, recorded)

@@ -103,11 +103,18 @@ class Simulated:
         return self.seconds(lambda workload: replace(workload, slot_speed=speeds)) / self.seconds(_as_it_was)
 
 
+def ranks_of(spans: Sequence[Span]) -> set[str]:
+    """The trainer's, in a step or more."""
+    return {span.where for span in spans if span.kind == "optimizer"}
+
+
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated."""
+    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or
+    a configuration of other devices, with which the run was resumed and made no step yet.
+    """
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
-    if not generated or config.training.pipeline_parallel_size > 1:
+    if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
         return None
     before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
     costs, engines = fit(spans, before).costs, config.slots // config.rollout.tensor_model_parallel_size

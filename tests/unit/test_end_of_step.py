@@ -129,6 +129,27 @@ def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves():
     assert ", ".join(parts.order) == f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"
 
 
+class Full(Parts):
+    """There is no room for checkpoints: the first two are not written, which `write` tells a person."""
+
+    async def write(self, step):
+        self.did(f"no room {step}")
+        self.failed = getattr(self, "failed", 0) + 1
+        if self.failed > 2:
+            self.written = step
+
+
+def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):
+    parts = Full("")
+    parts.stopping.elsewhere = NodeLeft("node b leaves", ("b",))
+    asyncio.run(played(parts).train(0))
+    order = ", ".join(parts.order)
+    failed = "asleep, ranks on, no room 1, ranks off, awake, learn 2, push 2, validate 2, asleep, ranks on, no room 2"
+    assert order.startswith(f"{ROWS_1}, {failed}, rows 2, replan None, ranks off, awake, learn 3")
+    assert not parts.stopping.asked and parts.step == 3
+    assert "step 1 could not be saved, so no node leaves: make room, then ask again" in capsys.readouterr().out
+
+
 def played(parts):
     """A controller of three steps, made of these parts; it saves and validates every second one."""
     config = Config()

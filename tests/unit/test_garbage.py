@@ -102,6 +102,21 @@ def test_a_process_that_has_grown_collects_between_two_pieces_of_its_work(collec
     assert not found(collector), "what stayed is no garbage"
 
 
+def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
+    held, before = [Cycle() for _ in range(3)], Cycle.freed
+    collector.collect()
+    held.clear()
+    collector.collect()
+    assert Cycle.freed == before, "frozen: not looked through again"
+    collector.let_go()
+    assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
+
+
+def test_letting_go_leaves_the_rest_to_python_where_nothing_is_planned(collector):
+    collector.let_go()
+    assert gc.isenabled() and not gc.get_freeze_count()
+
+
 class Engine:
     """Notes when it was asked to collect."""
 

@@ -229,6 +229,21 @@ class Eyes:
         self.closed = True
 
 
+async def test_alarms_are_told_also_where_they_can_not_be_written(tmp_path, monkeypatch):
+    levels, told, said = scattered(60, 4), [], []
+    levels[20:40, 1] *= 1.6
+    began, ended = alarms(levels)
+    (tmp_path / FILE).mkdir()
+    monitor = Monitor(tmp_path, [], 40.0, 1, lambda step, alert: told.append(alert.title), said.append)
+    for step, alarm in enumerate((began, ended), 1):
+        monkeypatch.setattr(monitor.detector, "look", lambda *_, alarm=alarm: [alarm])
+        await monitor.look(step, [], Costs())
+        await monitor.look(step, [], Costs())
+    assert set(told) == {"slow worker: rollout/1"}
+    assert "workers were not looked at in step 1: IsADirectoryError" in said[0]
+    assert any("rollout/1 is like its peers again" in each for each in said)
+
+
 async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_path, monkeypatch):
     clock = iter(np.arange(0.0, 1000.0, 4.0))
     monkeypatch.setattr("rlfuse.health.monitor.time.time", lambda: float(next(clock)))

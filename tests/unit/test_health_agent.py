@@ -26,7 +26,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.health import agent, gpus
 from rlfuse.health.agent import Agent, AgentHandle
 from rlfuse.health.monitor import Monitor
-from rlfuse.health.sampling import PROBE_S, Sampler, families, round_trip
+from rlfuse.health.sampling import PROBE_S, Sampler, families, node_counters, round_trip
 from rlfuse.run.health import looked_after
 
 LOOP = "import time\nprint('up', flush=True)\nwhile True: pass"
@@ -191,6 +191,14 @@ def nvml():
     module = sys.modules["nvml"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_container_that_shows_no_disks_is_looked_at_all_the_same(monkeypatch):
+    def none():
+        raise NotImplementedError("neither /proc/diskstats nor /sys/block")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", none)
+    assert not {"disk_s", "disk_operations"} & node_counters().keys()
 
 
 def test_calls_of_nvml_fit_its_signatures():

@@ -1,10 +1,13 @@
 """Which trainer rank hangs, by what ranks tell of themselves; and what a thread that sleeps or computes tells."""
 
+import asyncio
 import threading
 import time
 
 import pytest
 
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer import rank_group
 from rlfuse.engines.trainer.liveness import PATIENCE, Judge, Progress, Pulse
 
 LIMIT, TICK = 60.0, 7.5
@@ -95,6 +98,22 @@ def test_what_is_told_is_where_it_stands_or_stood():
 def test_a_first_call_may_compile_on_a_gpu():
     assert scene(stands(on_gpu=True), first=True)[1] >= PATIENCE * LIMIT
     assert scene(stands(on_gpu=True))[1] < 2 * LIMIT and scene(stands(), first=True)[1] < 2 * LIMIT
+
+
+async def test_each_rank_may_compile_in_a_first_call_of_its_own(monkeypatch):
+    first = []
+
+    class Noted(Judge):
+        def __init__(self, limit_s, begins):
+            first.append(begins)
+            super().__init__(limit_s, begins)
+
+    monkeypatch.setattr(rank_group, "Judge", Noted)
+    group = rank_group.RankGroup(Config(), [None, None])
+    for ranks in ((0,), (1,), (0, 1), (0,)):
+        asked = {rank: asyncio.ensure_future(asyncio.sleep(0.01)) for rank in ranks}
+        await group._watched(asyncio.gather(*asked.values()), asked, "score")
+    assert first == [True, True, False, False]
 
 
 def test_a_driver_that_was_stopped_takes_that_for_no_silence():

@@ -47,7 +47,7 @@ def desk(tmp_path, monkeypatch):
     said = []
     log = SimpleNamespace(folder=tmp_path, say=said.append, stopping=Stopping(0.0, print), said=said)
     log.journal = SimpleNamespace(recorder=Recorder("driver"))
-    log.stopping.step = 7
+    log.stopping.step, log.total_steps = 7, 9
     return SlotDesk(log, placement.Slots(None, 4, "cpu", nodes=(HERE, THERE)), draining(), 1)
 
 
@@ -159,6 +159,15 @@ def test_a_folder_that_can_not_be_written_to_costs_the_run_nothing(desk):
     assert len(desk.log.said) == 1 and "can't be used" in desk.log.said[0]
 
 
+def test_whatever_fails_in_a_request_is_answered_and_those_behind_it_are_carried_out(desk, monkeypatch):
+    monkeypatch.setattr(placement, "spare_nodes", lambda slots: 1 / 0)
+    assert asked(desk, ["leave", "2"], ["drain", "2"]) == [
+        "nothing was done (ZeroDivisionError: division by zero)",
+        None,
+    ]
+    assert not desk.log.stopping.asked and desk.draining.drained == {2}
+
+
 # Nodes that leave ----------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +180,12 @@ def test_a_node_leaves_after_the_step_under_way_where_another_takes_its_place(de
     left = stopping.stopped_after(7)
     assert isinstance(left, NodeLeft) and left.nodes == (THERE.id,)
     assert "the run ends after the step under way already" in asked(desk, ["leave", "3"])[0]
+
+
+def test_no_node_leaves_after_the_last_step_as_nothing_goes_on(desk):
+    desk.log.stopping.step = desk.log.total_steps
+    assert "the run ends after the step under way already" in asked(desk, ["leave", "3"])[0]
+    assert not desk.log.stopping.asked
 
 
 def test_a_node_without_which_the_run_has_too_few_slots_stays(desk, monkeypatch):
@@ -246,6 +261,29 @@ def test_one_that_is_drained_until_it_is_well_is_back_then(capsys):
         asyncio.run(part.table())
     assert part.drained == {2}, "whoever drained the other wants it for something else"
     assert "slot 1 works again" in capsys.readouterr().out and rates.current[1] == 1.0
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_slot_of_which_nothing_was_seen_is_drained_until_probes_find_it_well(measured):
+    drained, returning = set(), set()
+    rates = Rates(4, drained, returning, measured=measured)
+    rates.drain(1, until_well=True)
+    for attempt in (rates, Rates(4, drained, returning, measured=measured)):  # the run may have been started anew
+        for _ in range(4):
+            attempt.probed(1, 2.0)
+        assert drained == returning == {1}
+    for _ in range(2):
+        attempt.probed(1, 1.05)
+    assert not drained and not returning and attempt.current[1] == 1.0
+
+
+def test_who_is_drained_for_good_does_not_come_back_as_it_was_to_once():
+    rates = Rates(2)
+    rates.drain(1, until_well=True)
+    rates.drain(1)
+    for _ in range(4):
+        rates.probed(1, 1.0)
+    assert rates.drained == {1}
 
 
 def test_a_rate_needs_a_slot_that_works_and_was_measured():

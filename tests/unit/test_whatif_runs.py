@@ -219,6 +219,21 @@ def test_a_run_without_a_whole_step_is_told(tmp_path, capsys):
     assert "no step that went undisturbed to its end; let the run finish one" in capsys.readouterr().err
 
 
+def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
+    rows = [json.loads(line) for line in (RECORDED["text"] / "events.jsonl").read_text().splitlines()]
+    last = max(row["step"] for row in rows if row["kind"] == "step")
+    rows += [row | {"where": "trainer/2"} for row in rows if row["where"] == "trainer/1" and row["step"] < last]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    config = (RECORDED["text"] / "config.yaml").read_text()
+    for slots, known in ((2, True), (4, False)):
+        text = re.sub("n_gpus_per_node: 2", f"n_gpus_per_node: {slots}", config)
+        (tmp_path / "config.yaml").write_text(text)
+        run = examine(open_run(tmp_path))
+        assert [step.step for step, _ in run.steps] == [last]
+        assert (run.simulated is not None) == known, "of four slots no step tells"
+        assert len(list(answers(run.analysis, run.simulated))) == (4 if known else 2)
+
+
 def test_the_report_says_who_is_slow(tmp_path):
     assert main(["report", str(RECORDED["text"]), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()

@@ -9,7 +9,6 @@ embedding are one tensor but on two stages, both copies get the sum of both grad
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -87,7 +86,7 @@ class PipelineRank(Rank):
             engine.destroy()
         self.stages: dict[tuple[str, int], Stage] = {}
         self.engines, self.beside = {}, []
-        gc.collect()
+        self.garbage.let_go()  # engines hold themselves by their hooks, and were there when garbage was collected first
         if self.device != "cpu":
             torch.cuda.empty_cache()
 

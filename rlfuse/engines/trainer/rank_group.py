@@ -53,8 +53,8 @@ class RankGroup:
         self.config, self.ranks, self._turns = config, list(ranks), _Turns()
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
         """Model -> response tokens of each row since its last step."""
-        self._known: set[str] = set()
-        """Calls that have ended well once."""
+        self._known: set[tuple[int, str]] = set()
+        """(rank, call) that have ended well once: each rank compiles for itself."""
         self.rates = (1.0,) * len(self.ranks)
         """By rank: how many times longer than expected it takes."""
 
@@ -135,7 +135,7 @@ class RankGroup:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise watch.result()
-            self._known.add(action)
+            self._known.update((rank, action) for rank in asked)
             return task.result()
         finally:
             for each in (task, watch):
@@ -144,8 +144,8 @@ class RankGroup:
 
     async def _watch(self, asked: Mapping[int, asyncio.Future], action: str) -> WorkerLost:
         """Return once one of these ranks hangs, with what to raise; it is killed."""
-        limit = self.config.cluster.heartbeat_s
-        judge, looked, pulses = Judge(limit, first=action not in self._known), time.monotonic(), dict[int, Any]()
+        limit, first = self.config.cluster.heartbeat_s, any((rank, action) not in self._known for rank in asked)
+        judge, looked, pulses = Judge(limit, first), time.monotonic(), dict[int, Any]()
         try:
             while True:
                 await asyncio.sleep(limit / LOOKS)

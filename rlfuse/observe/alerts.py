@@ -71,14 +71,9 @@ class Alerts:
         return new
 
     def _found(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        yield from self._not_finite(values)
-        yield from self._reward(values)
-        yield from self._entropy(values)
-        yield from self._kl(values)
-        yield from self._gradients(values)
-        yield from self._mismatch(values)
-        yield from self._rewards_at_work(values)
-        yield from self._idle(values)
+        learning = (self._not_finite, self._reward, self._entropy, self._kl, self._gradients, self._mismatch)
+        for look in (*learning, self._rewards_at_work, self._idle):
+            yield from look(values)
 
     def _mean(self, name: str, values: Mapping[str, float]) -> float:
         """Return the mean over the window; NaN until it is full."""

@@ -69,7 +69,6 @@ class Journal:
             self._garbage.collect()
 
     def sync(self) -> None:
-        """What is written is on the disk."""
         self._file.sync()
 
     def close(self) -> None:

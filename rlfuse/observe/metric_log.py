@@ -136,11 +136,9 @@ class MetricLog:
         return label(self.config.fusion.data, self.config.fusion.tail_speculation)
 
     def sync(self) -> None:
-        """What is written is on the disk."""
         self._file.sync()
 
     def close(self) -> None:
-        """The file."""
         self._file.close()
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:

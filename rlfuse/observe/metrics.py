@@ -5,13 +5,14 @@ Role: the metric log calls these once a step. Seconds come from the spans alone,
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlfuse.algorithms.shaping import zero_spread
+from rlfuse.engines.scoring import PASSES
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span
 from rlfuse.observe.idle import account, union
@@ -60,11 +61,12 @@ def _parts(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         for name, value in sample.reward.parts.items():
             parts[name].append(value)
-    return {
-        f"rewards/{name}/{kind}": float(getattr(np, kind)(values))
-        for name, values in parts.items()
-        for kind in ("mean", "std")
-    }
+    return _over_each("rewards", parts, "mean", "std")
+
+
+def _over_each(prefix: str, found: Mapping[str, Sequence[float]], *kinds: str) -> dict[str, float]:
+    """{prefix}/{name}/{kind} of each name's values; `kinds`: functions of NumPy."""
+    return {f"{prefix}/{name}/{kind}": float(getattr(np, kind)(found[name])) for name in found for kind in kinds}
 
 
 def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
@@ -100,10 +102,8 @@ def _trained(samples: Sequence[Sample]) -> dict[str, float]:
 
 def failure_metrics(failures: Iterable[tuple[Sample, RewardFailure]]) -> dict[str, float]:
     """reward/failures/{fn}: samples without a reward."""
-    counts: dict[str, float] = defaultdict(float)
-    for _, failure in failures:
-        counts[f"reward/failures/{failure.function}"] += 1
-    return dict(counts)
+    counts = Counter(failure.function for _, failure in failures)
+    return {f"reward/failures/{name}": float(count) for name, count in counts.items()}
 
 
 def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
@@ -112,11 +112,7 @@ def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
     for span in spans:
         if span.kind == "reward" and "function" in span.attributes:
             seconds[span.attributes["function"]].append(span.seconds)
-    return {
-        f"reward/latency_s/{name}/{kind}": float(getattr(np, kind)(values))
-        for name, values in seconds.items()
-        for kind in ("mean", "max")
-    }
+    return _over_each("reward/latency_s", seconds, "mean", "max")
 
 
 def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -148,7 +144,7 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
     Padding up to the degree of sequence parallelism counts as run.
     """
     run = unique = 0
-    for kind in ("old_log_prob", "ref", "values"):
+    for kind in PASSES:
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
         mine = [span for span in ran if samples.keys() >= set(span.samples)]
         run += sum(span.attributes["run"] for span in mine)
@@ -158,7 +154,7 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
     return {"perf/tokens_run_over_unique": run / unique} if unique else {}
 
 
-TIMED = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+TIMED = ("gen", "reward", *PASSES, "adv", "update_critic", "update_actor", "update_weights")
 TIMED += ("save_checkpoint", "testing", "step")
 
 
@@ -219,7 +215,7 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
         return float(len({sample for span in found for sample in span.samples}))
 
     return {
-        "fusion/samples_overlapped": early("reward", "old_log_prob", "ref", "values"),
+        "fusion/samples_overlapped": early("reward", *PASSES),
         "fusion/samples_trained_in_tail": early("update_critic", "update_actor"),
         "fusion/samples_moved": float(sum(len(span.samples) for span in _on_driver(spans, "move"))),
         "fusion/idle_share": step.idle_share,

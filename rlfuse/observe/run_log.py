@@ -82,7 +82,6 @@ class RunLog:
         self.journal.attach(engines)
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
         self.loggers.say(text)
 
     @contextmanager

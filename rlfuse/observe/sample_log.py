@@ -52,12 +52,10 @@ class SampleLog:
         self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sheets:draw_sheets", *arguments)
 
     def sync(self) -> None:
-        """What is written is on the disk."""
         self._training.sync()
         self._validation.sync()
 
     def close(self) -> None:
-        """Both files."""
         try:
             self._training.close()
         finally:

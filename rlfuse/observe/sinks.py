@@ -124,7 +124,6 @@ class Wandb:
         self.log(step, {"reward_failures": table})
 
     def failure(self, where: str, text: str) -> None:
-        """Add a row to the table of errors."""
         self._run.log({"errors": self._wandb.Table(columns=["where", "error"], data=[[where, text]])})
 
     def close(self, exit_code: int) -> None:
@@ -171,5 +170,4 @@ class TensorBoard:
 
 
 def _block(text: str) -> str:
-    """Make it Markdown's verbatim block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -72,7 +72,6 @@ class Terminal:
         return View(self._name, self._step, self._total, now - self._since, left, *more)
 
     def render(self) -> RenderableType:
-        """Draw the view, for the live display."""
         return render(self.view())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,7 +90,6 @@ class Terminal:
         self.say(step_line(step, self._total, metrics))
 
     def say(self, text: str) -> None:
-        """Print a line above the view."""
         self._spoke = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -68,7 +68,6 @@ def trace(spans: Sequence[Span], width: int = 1) -> dict[str, Any]:
 
 
 def _place(span: Span, width: int) -> tuple[int, str]:
-    """Process number and track."""
     process, _, number = span.where.partition("/")
     if process == "reward":
         return REWARDS, span.where

@@ -60,7 +60,7 @@ class Forecast:
 def costs_of(config: Config, shapes: Mapping[str, Shape], rates: Rates, mean_context: float) -> Costs:
     """Costs per slot of engine, which spans `rollout.tensor_model_parallel_size` devices."""
     shape, width, item = shapes["actor"], config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
-    flops, speed = rates.flops * width, rates.bytes_per_s * width
+    flops, speed, cached = rates.flops * width, rates.bytes_per_s * width, shape.cache.bytes_of(1, item)
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
     read = (sum(shape.layers) + shape.head) * item / speed
     trained = [each for role, each in shapes.items() if role != "reference"]
@@ -70,7 +70,7 @@ def costs_of(config: Config, shapes: Mapping[str, Shape], rates: Rates, mean_con
     return Costs(
         step_base_s=read,
         step_per_sequence_s=token / flops,
-        step_per_context_token_s=shape.kv_bytes_per_token(item, 1) / speed,
+        step_per_context_token_s=cached / speed,
         flat_batch=max(1, int(read * flops / token)),
         max_sequences=config.rollout.max_num_seqs,
         max_tokens=config.data.max_response_length,
@@ -78,7 +78,7 @@ def costs_of(config: Config, shapes: Mapping[str, Shape], rates: Rates, mean_con
         score_tokens_per_s=flops / pass_flops,
         train_tokens_per_s=flops / (again * pass_flops),
         optimizer_s=2 * states / rates.bytes_per_s,  # read and written
-        kv_bytes_per_token=shape.kv_bytes_per_token(item, 1),
+        kv_bytes_per_token=cached,
     )
 
 
@@ -97,8 +97,8 @@ def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
             f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
             "pipelines that finishes two steps, or give --tflops"
         )
-    limits = {"max_sequences": config.rollout.max_num_seqs, "max_tokens": config.data.max_response_length}
-    return replace(recording.fit.costs, **limits)
+    rollout, longest = config.rollout, config.data.max_response_length
+    return replace(recording.fit.costs, max_sequences=rollout.max_num_seqs, max_tokens=longest)
 
 
 def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:

@@ -210,10 +210,7 @@ def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
     """
     item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
     each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)
-    return [
-        Part("tower", "copies that learn", each * size, Item.PARAMETERS),
-        *_states(config, "tower", size, copies),
-    ]
+    return [Part("tower", "copies that learn", each * size, Item.PARAMETERS), *_states(config, "tower", size, copies)]
 
 
 def _tower_at_work(config: Config, shape: Shape) -> float:
@@ -278,11 +275,10 @@ def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device
         return 0.0
     away = sum(part.size for part in parts if part.item in MODELS)
     away += 2 * sum(part.size for part in parts if part.item == Item.ENGINE_WEIGHTS)
-    offloaded = 0.0
     if config.actor.offload_optimizer:
         trained = sum(shape.parameters for role, shape in shapes.items() if role != "reference")
-        offloaded = (4 + STATES) * trained / config.slots
-    return away + offloaded
+        away += (4 + STATES) * trained / config.slots
+    return away
 
 
 # Verdict -------------------------------------------------------------------------------------------------------------

@@ -97,10 +97,6 @@ class Shape:
         """Parameters of the layers that every token is multiplied by; the head comes on top for those that predict."""
         return sum(self.layers) * self.active
 
-    def kv_bytes_per_token(self, item: int, width: int = 1) -> int:
-        """Of the KV cache on each of `width` tensor-parallel devices, of a token that all layers keep."""
-        return self.cache.bytes_of(1, item, width)
-
 
 def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool = False) -> Shape:
     """The policy at `path`, or the value model made of it. Raises ConfigError, naming `key`."""

@@ -78,11 +78,7 @@ CALLS = {
     "generate": Call(GENERATING, needs=ENGINE, apart_from=TRAINED),
     "score": Call(TRAINING, needs={Item.PARAMETERS, Item.REFERENCE}, apart_from=ENGINE, during={Item.ACTIVATIONS}),
     "accumulate": Call(
-        TRAINING,
-        needs={Item.PARAMETERS},
-        apart_from=ENGINE,
-        brings={Item.GRADIENTS},
-        during={Item.ACTIVATIONS},
+        TRAINING, needs={Item.PARAMETERS}, apart_from=ENGINE, brings={Item.GRADIENTS}, during={Item.ACTIVATIONS}
     ),
     "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, apart_from=ENGINE, takes={Item.GRADIENTS}),
     "push": Call(

@@ -98,16 +98,9 @@ class MetaModel:
         ConfigError for a model whose passes depend on the numbers in its tensors, or fail otherwise.
         """
         actor, model = config.actor, config.model
-        settings = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
-        key = (
-            role,
-            texts,
-            device,
-            model.dtype,
-            model.enable_gradient_checkpointing,
-            model.use_remove_padding,
-            settings,
-        )
+        loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
+        run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
+        key = (role, texts, device, *run, *loss)
         if key not in self._found:
             try:
                 self._found[key] = self._run(config, role, texts, device)
@@ -116,8 +109,7 @@ class MetaModel:
             except Exception as error:  # whatever a family's own code raises
                 name, which = type(self.model).__name__, {"values": "critic"}.get(role, role)
                 wrong = f"the {which}, a {name}: the memory of its passes can't be told without running them"
-                wrong += f" ({first_line(error)})"
-                raise ConfigError([wrong]) from error
+                raise ConfigError([f"{wrong} ({first_line(error)})"]) from error
         return self._found[key]
 
     def _run(self, config: Config, role: str, texts: Texts, device: str) -> Work:

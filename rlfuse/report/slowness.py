@@ -48,16 +48,10 @@ def shown(run: Gathered) -> Shown:
 def _verdict(found: RunSlowdown) -> str:
     if found.cause is None:
         return f"Nobody is to blame: a step is within {found.S - 1:.1%} of what it would be if all workers were alike."
-    by = {
-        "machines that are slower than their like": found.S_machine - 1,
-        "work that is shared out unevenly": found.S_skew - 1,
-    }
+    machines, work = "machines that are slower than their like", "work that is shared out unevenly"
+    by = {machines: found.S_machine - 1, work: found.S_skew - 1}
     parts = [f"{share:.0%} by {what}" for what, share in by.items() if share >= ATTRIBUTED - 1]
-    return (
-        f"A step takes {found.S - 1:.0%} longer than it would have to: "
-        + (" and ".join(parts) or "by both a little")
-        + "."
-    )
+    return f"A step takes {found.S - 1:.0%} longer than it would have to: {' and '.join(parts) or 'by both a little'}."
 
 
 def _times(found: RunSlowdown) -> list[Row]:
@@ -86,12 +80,7 @@ def _workers(found: RunSlowdown) -> list[Row]:
     rates = list(found.rates.items())[:MOST]
     most = max(rate for _, rate in rates)
     return [
-        (
-            name,
-            rate / most,
-            BLAMED if rate >= SLOW else FINE,
-            f"{rate:.2f} (the run: {found.workers[name]:.2f})",
-        )
+        (name, rate / most, BLAMED if rate >= SLOW else FINE, f"{rate:.2f} (the run: {found.workers[name]:.2f})")
         for name, rate in rates
     ]
 

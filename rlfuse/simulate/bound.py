@@ -109,11 +109,7 @@ def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -
     """What the bound consists of, most of all."""
     if end <= earliest:
         return "longest sample" if earliest >= rest.after_first_s else "training"
-    parts = {
-        "generation work": generation_work,
-        "scoring": rest.scoring_work,
-        "training": rest.training_work,
-    }
+    parts = {"generation work": generation_work, "scoring": rest.scoring_work, "training": rest.training_work}
     name = max(parts, key=parts.__getitem__)
     return name if 2 * parts[name] > sum(parts.values()) else "work"
 

@@ -9,7 +9,7 @@ Waits: only for virtual time to pass.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,8 +36,8 @@ class SimulatedTrainer:
 
     def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros):
         self.devices, self.costs, self._zeros = list(devices), costs, zeros
-        self.scored: dict[str, Counter[str]] = {}
-        self.trained: dict[str, Counter[str]] = {}
+        self.scored: dict[str, Counter[str]] = defaultdict(Counter)
+        self.trained: dict[str, Counter[str]] = defaultdict(Counter)
         self._accumulated: dict[str, list[Row]] = {}
         self._spans: list[Span] = []
 
@@ -46,14 +46,13 @@ class SimulatedTrainer:
         return await self._score(PASS_OF[model], rows, slot)
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """Zeros, after the time of a pass over the rows."""
         return await self._score("values", rows, slot)
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
         async with self._at_work(kind, rows, slot) as devices:
             await asyncio.sleep(self.costs.score_call_s)
             await _work(devices, self._tokens(rows, slot) / self.costs.score_tokens_per_s)
-        self.scored.setdefault(kind, Counter()).update(row.id for row in rows)
+        self.scored[kind].update(row.id for row in rows)
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
@@ -74,7 +73,7 @@ class SimulatedTrainer:
             )
         async with self._at_work("optimizer", (), None, model):
             await asyncio.sleep(self.costs.optimizer_s)
-        self.trained.setdefault(model, Counter()).update(once)
+        self.trained[model].update(once)
         return {}
 
     def _tokens(self, rows: Sequence[Row], slot: int | None) -> float:
@@ -114,11 +113,9 @@ class SimulatedTrainer:
         return [device.speed.done(now, now + 1) for device in self.devices]
 
     async def take_device(self, slot: int) -> None:
-        """`switch_s`."""
         await self._switch(self.devices[slot], "rollout", "trainer")
 
     async def leave_device(self, slot: int) -> None:
-        """`switch_s`."""
         await self._switch(self.devices[slot], "trainer", "rollout")
 
     async def _switch(self, device: Device, before: str, after: str) -> None:
@@ -146,7 +143,6 @@ class SimulatedTrainer:
         """There is nothing to load."""
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.metrics import covered
 
-PASSES = ("old_log_prob", "ref", "values")
 KEPT_SHARE = 0.95
 """Share of the spans of a kind that decide how its costs relate."""
 OUTLIER = 5.0
@@ -93,7 +93,7 @@ def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accur
     steps, batch, context, prefill = np.array([[s.attributes[n] for n in names] for s in stretches], float).T
     seconds = np.array([span.seconds for span in stretches])
     fits = []
-    for flat in _flat_batches(batch):
+    for flat in (1 << power for power in range(int(max(1, batch.max())).bit_length())):
         columns = np.stack([steps, steps * np.maximum(0, batch - flat), steps * context, prefill], axis=1)
         rates, loss = robust(columns, seconds)
         fits.append((loss, flat, rates, columns @ rates))
@@ -108,11 +108,6 @@ def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accur
         flat_batch=flat,
         prefill_tokens_per_s=1 / prefilled if prefilled > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S,
     )
-
-
-def _flat_batches(batch: np.ndarray) -> list[int]:
-    """Powers of two up to the largest batch seen."""
-    return [1 << power for power in range(int(max(1, batch.max())).bit_length())]
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------

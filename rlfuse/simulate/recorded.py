@@ -19,9 +19,10 @@ from yaml import YAMLError
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.input_files import WorkloadError
 from rlfuse.config.schema import Config
+from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
-from rlfuse.simulate.fitting import PASSES, Fit, fit
+from rlfuse.simulate.fitting import Fit, fit
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
 
 

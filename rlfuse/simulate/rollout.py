@@ -140,7 +140,6 @@ class SimulatedRollout:
                 self._deliver(held, partial)
 
     async def load(self) -> Load:
-        """What it holds right now."""
         batch, now = self.batch, asyncio.get_running_loop().time()
         begun = batch.steps_begun(self.device.speed.done(self._start, now)) if self._steps else 0
         steps = batch.step + min(self._steps, begun)
@@ -229,19 +228,8 @@ class SimulatedRollout:
         held, whole = self._held[sequence.name], sequence.total
         reason = "stop" if whole == self._length_of(held.sample) else "length"
         self._deliver(held, Response(*self._zeros.take(whole), reason, self.version, ""))
-        self._spans.append(
-            Span(
-                "generate",
-                self.name,
-                held.since,
-                now,
-                held.sample.step,
-                (sequence.name,),
-                whole,
-                "admitted",
-                {"prompt_tokens": sequence.prompt_tokens},
-            )
-        )
+        which, told = (held.sample.step, (sequence.name,)), {"prompt_tokens": sequence.prompt_tokens}
+        self._spans.append(Span("generate", self.name, held.since, now, *which, whole, "admitted", told))
 
     # Time ------------------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,6 @@ class Machine:
         return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
 
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
-        """One step; its spans."""
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
         for failure in self.workload.failures:  # the step starts when the first weights are out
@@ -213,10 +212,8 @@ class Machine:
         workload, config = self.workload, Config()
         config.data.train_batch_size, config.rollout.n = workload.prompts, workload.group
         config.data.max_response_length = workload.most_tokens
-        config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = (
-            workload.mini_batch_prompts,
-            workload.training.epochs,
-        )
+        config.actor.ppo_mini_batch_size = workload.mini_batch_prompts
+        config.actor.ppo_epochs = workload.training.epochs
         config.algorithm.adv_estimator = "gae" if "critic" in workload.training.models else "grpo"
         config.trainer.critic_warmup = 0 if "actor" in workload.training.models else 1
         config.trainer.val_before_train, config.trainer.save_freq = False, 0
@@ -238,11 +235,9 @@ class Machine:
         self._audit("generated", generated, 1)
         self._audit("rewarded", self.reward.scored, 1)
         for kind in self.workload.scoring.kinds:
-            self._audit(f"scored ({kind})", self.trainer.scored.get(kind, Counter()), 1)
+            self._audit(f"scored ({kind})", self.trainer.scored[kind], 1)
         for model in self.workload.training.models:
-            self._audit(
-                f"trained on ({model})", self.trainer.trained.get(model, Counter()), self.workload.training.epochs
-            )
+            self._audit(f"trained on ({model})", self.trainer.trained[model], self.workload.training.epochs)
 
     def _audit(self, what: str, counts: Counter[str], times: int) -> None:
         wrong = [name for name, count in counts.items() if count != times]

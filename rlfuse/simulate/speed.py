@@ -50,7 +50,8 @@ class Speed:
 
 def together(speeds: Iterable[Speed]) -> Speed:
     """What all of them do in a second."""
-    changes = sorted((time, after - before) for speed in speeds for time, before, after in _jumps(speed))
+    starts = [[(0.0, 0.0), *speed.changes] for speed in speeds]  # each begins from nothing
+    changes = sorted((time, after - before) for each in starts for (_, before), (time, after) in pairwise(each))
     total, summed = 0.0, list[tuple[float, float]]()
     for time, jump in changes:
         total += jump
@@ -58,11 +59,3 @@ def together(speeds: Iterable[Speed]) -> Speed:
             summed.pop()
         summed.append((time, total))
     return Speed(summed)
-
-
-def _jumps(speed: Speed) -> Iterable[tuple[float, float, float]]:
-    """(when, before, after); the first from nothing."""
-    before = 0.0
-    for time, after in speed.changes:
-        yield time, before, after
-        before = after

@@ -33,16 +33,16 @@ FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
 
 
-def tune(workload: Workload, policy: str, given: Settings | None = None, seed: int = 1) -> Settings:
+def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
     """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
 
-    What is simulated are other draws of its lengths, from `seed` on: settings are for steps to come. `given`: what the
-    configuration decides, lockstep above all; it is simulated, and is part of what is returned.
+    What is simulated are other draws of its lengths: settings are for steps to come. `given`: what the configuration
+    decides, lockstep above all; it is simulated, and is part of what is returned.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
-    draws = _draws(workload, seed)
+    draws = _draws(workload)
 
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
@@ -58,16 +58,15 @@ def tune(workload: Workload, policy: str, given: Settings | None = None, seed: i
     return min((best, replace(best, longest_first=False)), key=seconds) if known else best
 
 
-def _draws(workload: Workload, seed: int) -> list[Workload]:
+def _draws(workload: Workload) -> list[Workload]:
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     samples = round(per_slot * slots)
     small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
     count = DRAWS if samples <= FEW else 1
-    return [
-        replace(small, response_tokens=resample(lengths, workload.group, samples, seed + draw)) for draw in range(count)
-    ]
+    drawn = (resample(lengths, workload.group, samples, seed) for seed in range(1, 1 + count))
+    return [replace(small, response_tokens=each) for each in drawn]
 
 
 def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tuple[int, ...]:

@@ -35,8 +35,6 @@ from rlfuse.simulate.speed import Speed
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
-DEFAULT_HISTORY: float | None = None
-"""`length_history_sigma` where a workload doesn't name it."""
 
 MOST_SLOTS, MOST_SAMPLES, MOST_TOKENS, MOST_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
 """Of a workload: what memory holds and minutes simulate. Tokens are those of one prompt or response."""
@@ -169,7 +167,7 @@ class Workload:
     failures: tuple[Failure, ...] = ()
     restart_s: Seconds = 30.0
     """Until another engine stands in the place of the last one, where all are lost."""
-    length_history_sigma: Annotated[float, number(most=10)] | None = DEFAULT_HISTORY
+    length_history_sigma: Annotated[float, number(most=10)] | None = None
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
     tail_speculation: TailSpeculation | None = None
@@ -295,10 +293,7 @@ def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more:
         engine=Engine(**{entry.name: getattr(costs, entry.name) for entry in fields(Engine)}),
         scoring=replace(scoring, tokens_per_s=costs.score_tokens_per_s, call_s=costs.score_call_s),
         training=replace(
-            training,
-            tokens_per_s=costs.train_tokens_per_s,
-            call_s=costs.train_call_s,
-            optimizer_s=costs.optimizer_s,
+            training, tokens_per_s=costs.train_tokens_per_s, call_s=costs.train_call_s, optimizer_s=costs.optimizer_s
         ),
         **{name: getattr(costs, name) for name in OF_MACHINE},
         **more,

@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
             arguments.timeline, json.dumps(beside(run.analysis, run.steps, folder.width), separators=(",", ":"))
         )
     told = told_of_run(run.found, asked, [step.step for step, _ in run.steps], run.alarms)
-    found = run.found.as_json() | {"questions": [answer.as_json() for answer in asked]}
+    found = asdict(run.found) | {"questions": [asdict(answer) for answer in asked]}
     return told, found | {"alarms": [asdict(alarm) for alarm in run.alarms]}
 
 
@@ -98,7 +98,7 @@ def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
     if arguments.meta is not None:
         check_sizes(job, arguments.meta)
     found = analyse(job)
-    return told_of_job(found, job), found.as_json()
+    return told_of_job(found, job), asdict(found)
 
 
 def check_sizes(job: Operations, path: Path) -> None:

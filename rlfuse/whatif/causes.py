@@ -79,7 +79,7 @@ def _machine(found: Mapping[str, Any], seen: Seen) -> Cause | None:
     slow = ", ".join(f"{worker} ({found['rates'][worker]:.2f} times its expected time)" for worker in seen.slowest)
     return Cause(
         "machine",
-        f"{_percent(share)} of the time lost to machines goes if {slow} worked like the others",
+        f"{percent(share)} of the time lost to machines goes if {slow} worked like the others",
         "see what else runs there and how hot it is: rlfuse slots drain N takes the slot out of the run",
     )
 
@@ -97,7 +97,7 @@ def _collection(found: Mapping[str, Any], seen: Seen) -> Cause | None:
     return Cause(
         "gc",
         f"{len(forward)} forwards on {len(workers)} workers took over {SPIKE:g} times as long as their like, and "
-        f"{len(spikes['backward'])} backwards; without them {_percent(share)} of the time lost to machines goes",
+        f"{len(spikes['backward'])} backwards; without them {percent(share)} of the time lost to machines goes",
         "collect garbage on all workers at once: trainer.gc_freq",
     )
 
@@ -116,7 +116,7 @@ def _stages(found: Mapping[str, Any], seen: Seen) -> Cause | None:
         return None
     return Cause(
         "stages",
-        f"{_percent(share)} of the time lost goes if the last stage had no more to do than the others",
+        f"{percent(share)} of the time lost goes if the last stage had no more to do than the others",
         "give the last stage fewer layers: it has the head and the loss, too",
     )
 
@@ -128,7 +128,7 @@ def _tail(found: Mapping[str, Any], seen: Seen) -> Cause | None:
         return None
     return Cause(
         "tail",
-        f"{_percent(share)} of the time lost goes if all engines generated for as long: the longest responses keep few "
+        f"{percent(share)} of the time lost goes if all engines generated for as long: the longest responses keep few "
         "slots busy while the others wait",
         "fusion=adaptive gives freed slots other work; a lower data.max_response_length cuts the tail",
     )
@@ -171,5 +171,6 @@ def _pairs(seen: Seen) -> list[tuple[float, float]]:
     return pairs
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """For a person; a share of almost nothing has no sign."""
     return f"{round(100 * share)} %"

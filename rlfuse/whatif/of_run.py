@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlfuse.config.schema import Config
 from rlfuse.events import Span
 from rlfuse.health.alarms import read_alarms
 from rlfuse.health.detection import Alarm
@@ -25,7 +24,6 @@ STEPS = 20
 class Examined:
     """A run's last undisturbed steps, and what was found."""
 
-    config: Config
     steps: list[tuple[Span, list[Span]]]
     analysis: Analysis
     simulated: Simulated | None
@@ -46,4 +44,4 @@ def examine(run: RunFolder, steps: int = STEPS) -> Examined:
     analysis = Analysis(operations(recorded, run.width, config.actor.zero_stage), spans)
     clock = simulated(config, recorded)
     found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
-    return Examined(config, recorded, analysis, clock, found, read_alarms(run.path))
+    return Examined(recorded, analysis, clock, found, read_alarms(run.path))

@@ -8,10 +8,9 @@ answer is the replayed step times the ratio of the two, so that what the simulat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -45,10 +44,6 @@ class Answer:
     """Over the step as it was, less 1."""
     by: str
     """`replay` or `simulation`."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def answers(

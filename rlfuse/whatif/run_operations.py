@@ -15,20 +15,20 @@ the controller, which the last thing that ended before woke. What is left betwee
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlfuse.engines.scoring import PASSES
 from rlfuse.errors import RunError
 from rlfuse.events import Span
 from rlfuse.run_folder.reader import RunFolder
 from rlfuse.samples import prompt_of
 from rlfuse.whatif.operations import ALONE, Operations
 
-PASSES = ("old_log_prob", "ref", "values")
 CONTROLLER, REWARD, DRIVER = "controller", "reward", "driver"
 ROLES = ("slot", "reward", "encoder", DRIVER)
 KINDS = (
@@ -314,7 +314,7 @@ class _Step:
         if "pipeline" not in attributes or piece.span.kind == "weight_gradients" or piece.call is None:
             return []
         same = ("model", "pipeline", "micro_batch")
-        near = [
+        return [
             other
             for other in piece.call.work
             if other.span.kind == piece.span.kind
@@ -322,7 +322,6 @@ class _Step:
             and all(other.span.attributes.get(name) == attributes[name] for name in same)
             and other.end <= piece.start + SAME_S
         ]
-        return near
 
     def _decoded(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
         """What ended the generation of these samples, once for each engine."""
@@ -372,17 +371,14 @@ class _Stream:
     """Pieces in the order of their ends."""
 
     def __init__(self) -> None:
-        self._ends: list[float] = []
         self._pieces: list[Piece] = []
 
     def add(self, piece: Piece) -> None:
-        place = bisect_right(self._ends, piece.end)
-        self._ends.insert(place, piece.end)
-        self._pieces.insert(place, piece)
+        insort(self._pieces, piece, key=lambda each: each.end)
 
     def before(self, time: float) -> Piece | None:
         """The last that had ended then."""
-        place = bisect_right(self._ends, time + SAME_S)
+        place = bisect_right(self._pieces, time + SAME_S, key=lambda each: each.end)
         return self._pieces[place - 1] if place else None
 
     def after(self, time: float) -> Piece | None:

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 import numpy as np
 
+from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.simulate.fitting import fit, robust
 from rlfuse.whatif.causes import Cause, Seen, likely
 from rlfuse.whatif.operations import ALONE, Operations
 from rlfuse.whatif.replay import Replay
-from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, PASSES, Piece, Recorded
-from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST
+from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Piece, Recorded
+from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, largest_first
 
 ROUNDS = 5
 """Of fitting what work costs and how fast workers are."""
@@ -70,10 +71,6 @@ class RunSlowdown:
     M_S: float | None = None
     """Share of the time lost that goes if the last stage of the pipeline were balanced; None without pipelines."""
     cause: Cause | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,8 @@ class Analysis:
             "no_slow_machine_seconds": healthy,
             "ideal_seconds": ideal,
             "launch_delay": 1 - time / measured,
-            "workers": _largest_first(workers),
-            "rates": _largest_first(rates),
+            "workers": largest_first(workers),
+            "rates": largest_first(rates),
         }
         if found["S"] < ATTRIBUTED:
             return RunSlowdown(**found)
@@ -146,7 +143,8 @@ class Analysis:
             found["M_W"] = self._share(np.logical_or.reduce([self._of(worker) for worker in slow]), typical)
         if self.operations.stages > 1:
             last = self.operations.stage == self.operations.stages - 1
-            found["M_S"] = self._share(last & self._in_pipeline(), balanced)
+            pipelined = ["pipeline" in piece.span.attributes for piece in self.recorded.pieces]
+            found["M_S"] = self._share(last & pipelined, balanced)
         seen = Seen(self.recorded.pieces, own, typical, balanced, slow, self._share)
         return RunSlowdown(**found, cause=likely(found, seen))
 
@@ -154,7 +152,7 @@ class Analysis:
         own, balanced = self.durations.recorded, self.durations.balanced
         kinds = {name: self.operations.kinds_of(name) for name in self.operations.kinds if name != CONTROLLER}
         ideal = self.mean(balanced)
-        return _largest_first(
+        return largest_first(
             {name: self.mean(np.where(part, own, balanced)) / ideal for name, part in kinds.items() if part.any()}
         )
 
@@ -167,13 +165,6 @@ class Analysis:
     def _rate(self, part: np.ndarray) -> float:
         typical = self.durations.typical[part].sum()
         return float(self.durations.recorded[part].sum() / typical) if typical else 1.0
-
-    def _in_pipeline(self) -> np.ndarray:
-        return np.array(["pipeline" in piece.span.attributes for piece in self.recorded.pieces])
-
-
-def _largest_first(values: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(values.items(), key=lambda item: -item[1]))
 
 
 # Ideals --------------------------------------------------------------------------------------------------------------

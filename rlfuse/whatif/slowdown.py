@@ -12,7 +12,7 @@ Shares of parts may exceed 1 or be negative, as parts hide behind one another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -25,10 +25,7 @@ ATTRIBUTED = 1.03
 """A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""
 SLOWEST = 0.03
 """Of the workers, rounded up: those whose share of the slowdown is `M_W`."""
-TOGETHER = {
-    "forward-pp-comm": ("forward-send", "forward-recv"),
-    "backward-pp-comm": ("backward-send", "backward-recv"),
-}
+TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
 """Kinds that the study attributes together, beside each alone."""
 
 
@@ -50,10 +47,6 @@ class Slowdown:
     """[stage][data rank]: slowdown by that worker alone."""
     M_W: float | None = None
     M_S: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, in the study's names."""
-        return asdict(self)
 
 
 def analyse(operations: Operations) -> Slowdown:
@@ -111,8 +104,14 @@ def _recorded_steps(operations: Operations) -> np.ndarray:
 
 def _by_kind(operations: Operations, alone: Any) -> dict[str, float]:
     parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in operations.kinds} | TOGETHER
-    found = {name: alone(part) for name, kinds in parts.items() if (part := operations.kinds_of(*kinds)).any()}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return largest_first(
+        {name: alone(part) for name, kinds in parts.items() if (part := operations.kinds_of(*kinds)).any()}
+    )
+
+
+def largest_first(values: Mapping[str, float]) -> dict[str, float]:
+    """The same, in the order in which people read it."""
+    return dict(sorted(values.items(), key=lambda item: -item[1]))
 
 
 def _workers(operations: Operations, alone: Any) -> np.ndarray:

@@ -223,13 +223,10 @@ class _Builder:
         self._collectives(worker)
 
     def _collectives(self, worker: _Worker) -> None:
-        for kind in DATA:
+        shared = {**dict.fromkeys(DATA, (worker.stage,)), EMBEDDING: (worker.rank,), CLIP: ()}
+        for kind, by in shared.items():
             for number, operation in enumerate(worker.of(kind)):
-                self.groups[kind, worker.step, worker.stage, number].append(int(operation))
-        for number, operation in enumerate(worker.of(EMBEDDING)):
-            self.groups[EMBEDDING, worker.step, worker.rank, number].append(int(operation))
-        for number, operation in enumerate(worker.of(CLIP)):
-            self.groups[CLIP, worker.step, number].append(int(operation))
+                self.groups[kind, worker.step, *by, number].append(int(operation))
 
     def _pair(self) -> None:
         """Each send with its receive."""

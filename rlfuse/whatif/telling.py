@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice, zip_longest
 
 from rich import box
 from rich.table import Table
 
 from rlfuse.health.alarms import alert_of
 from rlfuse.health.detection import Alarm
+from rlfuse.whatif.causes import percent
 from rlfuse.whatif.operations import Operations
 from rlfuse.whatif.questions import Answer
 from rlfuse.whatif.run_slowdown import RunSlowdown
@@ -76,8 +78,8 @@ def told_of_job(found: Slowdown, operations: Operations) -> list[str | Table]:
     if found.workers is None or found.S_t is None or found.M_W is None or found.M_S is None:
         return [*lines, f"below {ATTRIBUTED:g}: nobody is to blame"]
     lines.append(
-        f"of that, the slowest {SLOWEST:.0%} of the workers explain {_percent(found.M_W)}, the last stage "
-        f"{_percent(found.M_S)} (parts hide behind one another: shares need not add up to 100 %)"
+        f"of that, the slowest {SLOWEST:.0%} of the workers explain {percent(found.M_W)}, the last stage "
+        f"{percent(found.M_S)} (parts hide behind one another: shares need not add up to 100 %)"
     )
     places = [(value, stage, rank) for stage, row in enumerate(found.workers) for rank, value in enumerate(row)]
     slowest = sorted(places, key=lambda place: -place[0])
@@ -92,12 +94,6 @@ def _side_by_side(names: Sequence[str], left: Sequence[tuple[str, ...]], right: 
     for name in names:
         table.add_column(name, no_wrap=True)
     wide = len(left[0]) if left else len(names) - len(right[0])
-    for number in range(min(SHOWN, max(len(left), len(right)))):
-        ours = left[number] if number < len(left) else ("",) * wide
-        theirs = right[number] if number < len(right) else ("",) * (len(names) - wide)
-        table.add_row(*ours, *theirs)
+    for ours, theirs in islice(zip_longest(left, right, fillvalue=()), SHOWN):
+        table.add_row(*(ours or ("",) * wide), *theirs)
     return table
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share)} %"  # a share of almost nothing has no sign

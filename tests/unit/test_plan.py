@@ -159,11 +159,11 @@ def test_a_tower_that_learns_is_there_twice(small):
 
 def test_the_cache_of_keys_and_values(small):
     shape = read_shape(small, "model.path")
-    assert shape.kv_bytes_per_token(2) == 2 * 3 * 2 * 8 * 2
-    assert shape.kv_bytes_per_token(2, width=2) == shape.kv_bytes_per_token(2, width=4) == 2 * 3 * 1 * 8 * 2
+    assert shape.cache.bytes_of(1, 2) == 2 * 3 * 2 * 8 * 2
+    assert shape.cache.bytes_of(1, 2, width=2) == shape.cache.bytes_of(1, 2, width=4) == 2 * 3 * 1 * 8 * 2
     config = job(rollout__kv_cache_memory_mb=1, actor__ppo_max_token_len_per_gpu=1024)
     memory = memory_of(config, {"actor": shape}, Budget("cpu", 4 * GIB))
-    assert memory.kv_tokens == (1 << 20) // shape.kv_bytes_per_token(2)
+    assert memory.kv_tokens == (1 << 20) // shape.cache.bytes_of(1, 2)
     assert "generating: the KV cache" not in "".join(problems(config, memory))
     config.data.max_response_length = 6000
     (line,) = problems(config, memory)

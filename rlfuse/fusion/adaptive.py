@@ -123,7 +123,9 @@ def release(view: Snapshot) -> list[Move]:
     generating = (slot for slot in view.slots if slot.samples and slot.alive and not slot.drained)
     longest = {slot.index: longest_on(view, slot) for slot in generating}
     typical = longest.keys() - view.slow_engines or longest.keys()
-    horizon = view.settings.stretch * max(longest[index] * view.slots[index].pace(view.costs) for index in typical)
+    horizon = view.settings.max_decode_slowdown * max(
+        longest[index] * view.slots[index].pace(view.costs) for index in typical
+    )
     order = sorted(longest, key=lambda index: (index in typical, longest[index]))  # the longest stay where they are
     hosts = [Host(view, view.slots[index], horizon) for index in order[-count:]]
     return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), hosts))

@@ -170,7 +170,7 @@ class Settings:
     """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
     threshold: float = 0.2
     """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
-    stretch: float = 1.0
+    max_decode_slowdown: float = 1.0
     """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
     cost_gated: bool = True
     """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""

@@ -144,17 +144,17 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
     assert {name: traits_of(POLICIES[name]).tuned for name in POLICIES} == {
         "serial": (),
         "stream": (),
-        "rlhfuse": ("threshold", "stretch"),
-        "adaptive": ("threshold", "stretch", "cost_gated", "longest_first"),
+        "rlhfuse": ("threshold", "max_decode_slowdown"),
+        "adaptive": ("threshold", "max_decode_slowdown", "cost_gated", "longest_first"),
     }
     assert [name for name in POLICIES if traits_of(POLICIES[name]).trains_early] == ["adaptive"]
 
 
 @pytest.mark.slow
 def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
-    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "stretch"))'
+    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
-    assert traits_of(load_policy(name)) == Traits(("threshold", "stretch"))
+    assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
     with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: no settings that are tuned; those are threshold"):

@@ -15,7 +15,7 @@ from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import make_groups
 
 COSTS = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, max_tokens=1000)
-CONSOLIDATING = Settings(threshold=1.0, stretch=1.0)
+CONSOLIDATING = Settings(threshold=1.0, max_decode_slowdown=1.0)
 
 
 def board_with(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
@@ -38,12 +38,14 @@ def moved(decisions):
 
 
 @pytest.mark.parametrize(
-    ("samples", "stretch", "kv_tokens", "expected"),
+    ("samples", "max_decode_slowdown", "kv_tokens", "expected"),
     [(0, 1.0, 10**6, 1), (2, 1.0, 10**6, 1), (5, 1.0, 10**6, 3), (5, 1.3, 10**6, 1), (5, 1.0, 4, 3), (5, 1.0, 2, 5)],
 )
-def test_as_many_destinations_as_flat_batches_and_caches_need(samples, stretch, kv_tokens, expected):
+def test_as_many_destinations_as_flat_batches_and_caches_need(samples, max_decode_slowdown, kv_tokens, expected):
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
-    view = board_with([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
+    view = board_with([5, 5], [5], costs=costs, settings=Settings(max_decode_slowdown=max_decode_slowdown)).snapshot(
+        0.0
+    )
     assert slots_needed(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
 
 

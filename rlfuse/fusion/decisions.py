@@ -78,13 +78,13 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """Scale what one model accumulated and take its optimizer step, on all ranks."""
 
     model: str
 
 
-Decision = Generate | Move | Switch | Score | Accumulate | Train | Step
+Decision = Generate | Move | Switch | Score | Accumulate | Train | OptimizerStep
 """What a policy doesn't mention stays as it is."""
 
 

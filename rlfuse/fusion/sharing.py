@@ -19,10 +19,10 @@ from rlfuse.fusion.decisions import (
     Decision,
     Generate,
     Move,
+    OptimizerStep,
     Score,
     Settings,
     Snapshot,
-    Step,
     Switch,
     Train,
 )
@@ -150,7 +150,7 @@ def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
 
 def unassigned(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
     """Idle trainers that none of these decisions takes, as many as there is work for."""
-    taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | Step)}
+    taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | OptimizerStep)}
     if None in taken:  # all ranks together
         return []
     return list(islice((slot for slot in view.idle_trainers if slot not in taken), samples))
@@ -216,7 +216,7 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 def step_optimizer(view: Snapshot) -> list[Decision]:
     """Take an optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
     able = view.steppable and view.together and (not view.waiting or admission_paused(view))
-    return [Step(view.steppable[0])] if able else []
+    return [OptimizerStep(view.steppable[0])] if able else []
 
 
 def share(

@@ -26,7 +26,7 @@ from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
+from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, OptimizerStep, Policy, Score, Switch, Train
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Sample
@@ -136,7 +136,7 @@ class Executor:
                 return self._accumulate(decision)
             case Train():
                 return self._train(decision)
-            case Step():
+            case OptimizerStep():
                 return self._step(decision)
 
     # Generation ------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Executor:
         self.board.trained(decision, self.clock())
         self._changed.set()
 
-    async def _step(self, decision: Step) -> None:
+    async def _step(self, decision: OptimizerStep) -> None:
         samples = self._samples(self.board.mini_batches[decision.model].names)
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
             lengths = [len(sample.finished.token_ids) for sample in samples]

@@ -259,11 +259,11 @@ WRONG = {
     "return [Accumulate('actor', ('x',), 0)]": "slot 0 is no idle trainer",
     "return [Accumulate('teacher', ('x',), 0)]": "there is no model 'teacher' to train; models: actor",
     "return [Train({'actor': ('x',)})]": "no rank holds a stage of the models here: decide Accumulate",
-    "return [Step('actor')]": "'actor' has no step to take now; models that have: none",
-    "return [Step({})]": "has no step to take now",
+    "return [OptimizerStep('actor')]": "'actor' has no step to take now; models that have: none",
+    "return [OptimizerStep({})]": "has no step to take now",
     "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
-    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, Step)]": "decided nothing "
-    r"and nothing runs; what there is to do: Step the actor \(idle engines none, idle trainers ",
+    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "decided "
+    r"nothing and nothing runs; what there is to do: OptimizerStep of the actor \(idle engines none, idle trainers ",
     "return [Switch(s, 'trainer') for s in view.idle_engines] + "
     "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times while no "
     "sample was finished and no other work began; what there is to do: Generat",

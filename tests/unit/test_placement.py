@@ -43,9 +43,8 @@ def moved(decisions):
 )
 def test_as_many_destinations_as_flat_batches_and_caches_need(samples, max_decode_slowdown, kv_tokens, expected):
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
-    view = board_with([5, 5], [5], costs=costs, settings=Settings(max_decode_slowdown=max_decode_slowdown)).snapshot(
-        0.0
-    )
+    settings = Settings(max_decode_slowdown=max_decode_slowdown)
+    view = board_with([5, 5], [5], costs=costs, settings=settings).snapshot(0.0)
     assert slots_needed(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
 
 

@@ -25,7 +25,7 @@ from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.sharing import (
     REWARD,
-    Room,
+    Capacity,
     accumulate_gradients,
     admission_paused,
     admit,
@@ -63,35 +63,35 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
     if not view.waiting or admission_paused(view):
         return []
-    rooms = sorted((Room(view, slot) for slot in view.engines_with_room), key=lambda room: room.rate)
-    more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
-    tried = try_out(view, rooms)
+    capacities = sorted((Capacity(view, slot) for slot in view.engines_with_room), key=lambda capacity: capacity.rate)
+    more = len(capacities) * view.costs.max_sequences - sum(capacity.load for capacity in capacities)
+    tried = try_out(view, capacities)
     if not (view.shortest_first and view.settings.longest_first) or len(view.waiting) <= more > 0 == view.in_flight:
-        return admit(view, rooms)
+        return admit(view, capacities)
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting and group not in tried)
     group, decisions = next(groups, None), []
-    for room in rooms:
-        longest = MARGIN * longest_on(view, view.slots[room.slot])
-        while group is not None and room.fits(group):
+    for capacity in capacities:
+        longest = MARGIN * longest_on(view, view.slots[capacity.slot])
+        while group is not None and capacity.fits(group):
             longest = max(longest, MARGIN * view.expected(group)[1])
-            if room.load and room.load + view.waiting[group] > batch_in_time(view, longest, room):
+            if capacity.load and capacity.load + view.waiting[group] > batch_in_time(view, longest, capacity):
                 break
-            room.take(group)
+            capacity.take(group)
             group = next(groups, None)
-        if room.groups:
-            decisions.append(Generate(room.slot, tuple(room.groups)))
-    return decisions + switch_idle_slots_to_rollout(view, rooms)
+        if capacity.groups:
+            decisions.append(Generate(capacity.slot, tuple(capacity.groups)))
+    return decisions + switch_idle_slots_to_rollout(view, capacities)
 
 
-def try_out(view: Snapshot, rooms: Iterable[Room]) -> set[int]:
+def try_out(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
     """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?"""
-    slow = [room for room in rooms if not room.load and view.slots[room.slot].unheard]
+    slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()
     groups = (group for group in view.shortest_first or view.waiting if group in view.waiting)
     tried = list(islice(groups, min(len(slow), len(view.waiting) - 1)))
-    for room, group in zip(slow, tried, strict=False):
-        room.take(group)
+    for capacity, group in zip(slow, tried, strict=False):
+        capacity.take(group)
     return set(tried)
 
 
@@ -100,10 +100,10 @@ def longest_on(view: Snapshot, slot: Slot) -> float:
     return max((slot.remaining(sample, view.now, view.costs) for sample in slot.samples.values()), default=0.0)
 
 
-def batch_in_time(view: Snapshot, remaining: float, room: Room) -> int:
+def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
     """The largest batch in which a sample that needs so many tokens ends by the deadline; the flat batch at least."""
-    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / room.rate
-    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * room.reserved)
+    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / capacity.rate
+    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * capacity.reserved)
     return max(within, view.costs.flat_batch)
 
 

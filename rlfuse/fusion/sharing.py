@@ -51,7 +51,7 @@ def admission_paused(view: Snapshot) -> bool:
     )
 
 
-class Room:
+class Capacity:
     """What a slot can still take, while decisions about it are being made."""
 
     def __init__(self, view: Snapshot, slot: int):
@@ -65,7 +65,7 @@ class Room:
         """By how long its steps take; in typical slots the more samples the longer."""
         self.order = (self.rate * self.view.costs.decode_step(self.load, 0.0), self.load, self.slot)
 
-    def __lt__(self, other: Room) -> bool:
+    def __lt__(self, other: Capacity) -> bool:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
@@ -91,35 +91,35 @@ class Room:
         self._order()
 
 
-def admit(view: Snapshot, rooms: list[Room] | None = None) -> list[Decision]:
+def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
     """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
 
-    As far as there is room; `rooms`: of all slots with room, some of which took groups already.
+    As far as there is room; `capacities`: of all slots with room, some of which took groups already.
     """
     if not view.waiting or admission_paused(view):
         return []
-    if rooms is None:
-        rooms = [Room(view, slot) for slot in view.engines_with_room]
-    heapq.heapify(rooms)
-    taken = {room.slot: room for room in rooms if room.groups}
-    gone = {group for room in taken.values() for group in room.groups}
+    if capacities is None:
+        capacities = [Capacity(view, slot) for slot in view.engines_with_room]
+    heapq.heapify(capacities)
+    taken = {capacity.slot: capacity for capacity in capacities if capacity.groups}
+    gone = {group for capacity in taken.values() for group in capacity.groups}
     for group in view.waiting:
         if group in gone:
             continue
-        while rooms and not rooms[0].fits(group):
-            heapq.heappop(rooms)
-        if not rooms:
+        while capacities and not capacities[0].fits(group):
+            heapq.heappop(capacities)
+        if not capacities:
             break
-        rooms[0].take(group)
-        taken[rooms[0].slot] = rooms[0]
-        heapq.heapreplace(rooms, rooms[0])
-    admitted = [Generate(slot, tuple(room.groups)) for slot, room in taken.items()]
-    return admitted + switch_idle_slots_to_rollout(view, rooms)
+        capacities[0].take(group)
+        taken[capacities[0].slot] = capacities[0]
+        heapq.heapreplace(capacities, capacities[0])
+    admitted = [Generate(slot, tuple(capacity.groups)) for slot, capacity in taken.items()]
+    return admitted + switch_idle_slots_to_rollout(view, capacities)
 
 
-def switch_idle_slots_to_rollout(view: Snapshot, rooms: list[Room]) -> list[Decision]:
+def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> list[Decision]:
     """Idle slots that turned to scoring generate again, when there is more than the others can take."""
-    if rooms:
+    if capacities:
         return []
     return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
 

@@ -158,7 +158,7 @@ class Executor:
 
     async def _restart_engine(self, slot: int) -> None:
         """Nobody is left to generate: another engine on this slot."""
-        if (actor := self.board.mini_batches.get("actor")) and actor.at:
+        if (actor := self.board.mini_batches.get("actor")) and actor.completed:
             raise WorkerLost(
                 "The last rollout engine was lost when the step had updated the actor already: another one can't have "
                 "the weights that the step's samples are drawn from."
@@ -241,7 +241,7 @@ class Executor:
         self._changed.set()
 
     async def _step(self, decision: OptimizerStep) -> None:
-        samples = self._samples(self.board.mini_batches[decision.model].names)
+        samples = self._samples(self.board.mini_batches[decision.model].accumulated_samples)
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
             lengths = [len(sample.finished.token_ids) for sample in samples]
             self.context.note(await self.engines.trainer.step(decision.model, lengths))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from rlfuse.fusion.decisions import (
-    ON_WEIGHTS,
+    PASS_BEFORE_STEP,
     Accumulate,
     Decision,
     Generate,
@@ -358,7 +358,7 @@ class Board:
         )
 
     def _steppable(self, model: str, progress: MiniBatchProgress) -> bool:
-        return progress.accumulated and self._passes_left.get(ON_WEIGHTS[model], 0) == 0
+        return progress.accumulated and self._passes_left.get(PASS_BEFORE_STEP[model], 0) == 0
 
     @property
     def all_scored(self) -> bool:

@@ -17,7 +17,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
-ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
+PASS_BEFORE_STEP = {"actor": "old_log_prob", "critic": "values"}
 """A model's step must wait for the pass that reads the weights it changes."""
 
 

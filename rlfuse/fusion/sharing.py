@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from math import inf
 
 from rlfuse.fusion.decisions import (
-    ON_WEIGHTS,
+    PASS_BEFORE_STEP,
     Accumulate,
     Decision,
     Generate,
@@ -199,7 +199,7 @@ def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
     """Passes for the bubbles of a schedule: what the next mini-batch needs, and all that the next step would spoil."""
     found = {}
     for kind, parts in view.deferred.items():
-        chosen = sorted(parts) if kind in ON_WEIGHTS.values() else sorted(parts)[:1]
+        chosen = sorted(parts) if kind in PASS_BEFORE_STEP.values() else sorted(parts)[:1]
         if names := tuple(name for part in chosen for name in parts[part]):
             found[kind] = names
     return found

@@ -106,16 +106,16 @@ def with_backlog(board, tokens):
 
 def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_stay():
     board = board_with([300], [500], [20], [30], costs=Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1))
-    decisions = adaptive.release(with_backlog(board, 100_000))
+    decisions = adaptive.free_slots(with_backlog(board, 100_000))
     assert moved(decisions) == {("1/0/0", 0, 1), ("1/2/0", 2, 1), ("1/3/0", 3, 1)}
     assert all(isinstance(decision, Move) for decision in decisions)
-    assert adaptive.release(with_backlog(board, 100)) == [], "moving and switching cost more"
+    assert adaptive.free_slots(with_backlog(board, 100)) == [], "moving and switching cost more"
 
 
 def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():
     costs = Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1)
-    assert adaptive.release(with_backlog(board_with([300], [500], costs=costs, waiting=[9]), 100_000)) == []
+    assert adaptive.free_slots(with_backlog(board_with([300], [500], costs=costs, waiting=[9]), 100_000)) == []
     board = board_with([300], [500], [], costs=costs)
     board.slot_table.occupy(2)
     board.switched(2, "trainer")
-    assert adaptive.release(with_backlog(board, 100_000)) == []
+    assert adaptive.free_slots(with_backlog(board, 100_000)) == []

@@ -21,7 +21,7 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
+from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -346,6 +346,9 @@ def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     if config.cluster.drain:
         valid = "must be empty with trainer.task=reward_model, where all ranks work together"
         yield _problem(config, "cluster.drain", valid, "leave it out")
+    if config.trainer.metrics:
+        valid = "must be empty with trainer.task=reward_model: they are of samples, and pairs are none"
+        yield _problem(config, METRICS, valid, "leave it out; accuracy, calibration, loss and margin are logged anyway")
     if 1 <= config.data.train_batch_size < config.slots:
         valid = f"must be at least the {config.slots} slots, a pair for each"
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")

@@ -27,7 +27,7 @@ class TrainerConfig:
     """wandb's mode:"""
     metrics: list[str] = field(default_factory=list)
     """Figures of your own: functions of a step's samples, each as `path/file.py:name`; logged as custom/NAME/..., those
-    of a validation as val-custom/NAME/...."""
+    of a validation as val-custom/NAME/.... Empty with trainer.task=reward_model, which has pairs and no samples."""
     log_samples: int = 16
     """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
     log_val_generations: int = 64

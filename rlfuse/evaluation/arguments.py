@@ -95,6 +95,7 @@ def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
         {
             "model": source.path,
             "dtype": config.model.dtype,
+            "video_family": config.model.video_family,
             "step": source.step,
             "files": list(data.val_files),
             "prompt_key": data.prompt_key,

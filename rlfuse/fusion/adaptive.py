@@ -25,7 +25,7 @@ from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.sharing import (
     REWARD,
-    Room,
+    Capacity,
     accumulate_gradients,
     admission_paused,
     admit,
@@ -53,7 +53,8 @@ def adaptive(view: Snapshot) -> list[Decision]:
     scored = score_passes(view, admitted)
     trained = accumulate_gradients(view, admitted + scored)
     work = scored + trained or step_optimizer(view) or prefetch_passes(view, admitted)
-    return admitted + (relieve(view) or release(view)) + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
+    moved = offload_slow_slots(view) or free_slots(view)
+    return admitted + moved + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -63,35 +64,35 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
     if not view.waiting or admission_paused(view):
         return []
-    rooms = sorted((Room(view, slot) for slot in view.engines_with_room), key=lambda room: room.rate)
-    more = len(rooms) * view.costs.max_sequences - sum(room.load for room in rooms)
-    tried = try_out(view, rooms)
+    capacities = sorted((Capacity(view, slot) for slot in view.engines_with_room), key=lambda capacity: capacity.rate)
+    more = len(capacities) * view.costs.max_sequences - sum(capacity.load for capacity in capacities)
+    tried = probe_slow_slots(view, capacities)
     if not (view.shortest_first and view.settings.longest_first) or len(view.waiting) <= more > 0 == view.in_flight:
-        return admit(view, rooms)
+        return admit(view, capacities)
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting and group not in tried)
     group, decisions = next(groups, None), []
-    for room in rooms:
-        longest = MARGIN * longest_on(view, view.slots[room.slot])
-        while group is not None and room.fits(group):
+    for capacity in capacities:
+        longest = MARGIN * longest_on(view, view.slots[capacity.slot])
+        while group is not None and capacity.fits(group):
             longest = max(longest, MARGIN * view.expected(group)[1])
-            if room.load and room.load + view.waiting[group] > batch_in_time(view, longest, room):
+            if capacity.load and capacity.load + view.waiting[group] > batch_in_time(view, longest, capacity):
                 break
-            room.take(group)
+            capacity.take(group)
             group = next(groups, None)
-        if room.groups:
-            decisions.append(Generate(room.slot, tuple(room.groups)))
-    return decisions + switch_idle_slots_to_rollout(view, rooms)
+        if capacity.groups:
+            decisions.append(Generate(capacity.slot, tuple(capacity.groups)))
+    return decisions + switch_idle_slots_to_rollout(view, capacities)
 
 
-def try_out(view: Snapshot, rooms: Iterable[Room]) -> set[int]:
+def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
     """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?"""
-    slow = [room for room in rooms if not room.load and view.slots[room.slot].unheard]
+    slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()
     groups = (group for group in view.shortest_first or view.waiting if group in view.waiting)
     tried = list(islice(groups, min(len(slow), len(view.waiting) - 1)))
-    for room, group in zip(slow, tried, strict=False):
-        room.take(group)
+    for capacity, group in zip(slow, tried, strict=False):
+        capacity.take(group)
     return set(tried)
 
 
@@ -100,17 +101,17 @@ def longest_on(view: Snapshot, slot: Slot) -> float:
     return max((slot.remaining(sample, view.now, view.costs) for sample in slot.samples.values()), default=0.0)
 
 
-def batch_in_time(view: Snapshot, remaining: float, room: Room) -> int:
+def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
     """The largest batch in which a sample that needs so many tokens ends by the deadline; the flat batch at least."""
-    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / room.rate
-    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * room.reserved)
+    step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / capacity.rate
+    within = view.costs.batch_within(step - view.costs.step_per_context_token_s * capacity.reserved)
     return max(within, view.costs.flat_batch)
 
 
 # Release -------------------------------------------------------------------------------------------------------------
 
 
-def release(view: Snapshot) -> list[Move]:
+def free_slots(view: Snapshot) -> list[Move]:
     """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
     if not view.settings.cost_gated:
         return consolidate(view)
@@ -118,25 +119,27 @@ def release(view: Snapshot) -> list[Move]:
     if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:
         return []
     count = slots_needed(view, view.unfinished)
-    if slots_in_use(view) <= HYSTERESIS * count or not release_pays(view):
+    if slots_in_use(view) <= HYSTERESIS * count or not freeing_pays(view):
         return []
     generating = (slot for slot in view.slots if slot.samples and slot.alive and not slot.drained)
     longest = {slot.index: longest_on(view, slot) for slot in generating}
     typical = longest.keys() - view.slow_engines or longest.keys()
-    horizon = view.settings.stretch * max(longest[index] * view.slots[index].pace(view.costs) for index in typical)
+    horizon = view.settings.max_decode_slowdown * max(
+        longest[index] * view.slots[index].pace(view.costs) for index in typical
+    )
     order = sorted(longest, key=lambda index: (index in typical, longest[index]))  # the longest stay where they are
-    hosts = [Host(view, view.slots[index], horizon) for index in order[-count:]]
-    return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), hosts))
+    targets = [MoveTarget(view, view.slots[index], horizon) for index in order[-count:]]
+    return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), targets))
 
 
-def relieve(view: Snapshot) -> list[Move]:
+def offload_slow_slots(view: Snapshot) -> list[Move]:
     """Take samples off slow slots that would end sooner elsewhere, the last ones first."""
     rhythm = max(1, view.unfinished // RELEASE_CHECKS)
     if view.waiting or not view.slow_engines or view.unfinished % rhythm:
         return []
     able = (view.slots[slot] for slot in view.engines_with_room if slot not in view.slow_engines)
-    hosts = [Host(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored
-    heapq.heapify(hosts)
+    targets = [MoveTarget(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored
+    heapq.heapify(targets)
     slow = [view.slots[slot] for slot in view.slow_engines if not view.slots[slot].unheard]
     held = [
         (slot.remaining(sample, view.now, view.costs) * slot.pace(view.costs), sample, slot)
@@ -145,23 +148,23 @@ def relieve(view: Snapshot) -> list[Move]:
     ]
     moved = []
     for seconds, sample, source in sorted(held, key=lambda each: -each[0]):
-        if not hosts:
+        if not targets:
             break
-        hosts[0].horizon = seconds / HYSTERESIS
-        if hosts[0].takes(sample, source):
-            moved.append((sample, source, hosts[0].slot.index))
-            heapq.heapreplace(hosts, hosts[0])
+        targets[0].horizon = seconds / HYSTERESIS
+        if targets[0].takes(sample, source):
+            moved.append((sample, source, targets[0].slot.index))
+            heapq.heapreplace(targets, targets[0])
     return as_moves(view, moved)
 
 
-class Host:
+class MoveTarget:
     """A slot that takes samples over, while it is being decided which; none that would end after `horizon` seconds."""
 
     def __init__(self, view: Snapshot, slot: Slot, horizon: float = 0.0):
         self.view, self.slot, self.horizon = view, slot, horizon
         self.load, self.arrival = slot.load, 0.0
 
-    def __lt__(self, other: Host) -> bool:
+    def __lt__(self, other: MoveTarget) -> bool:
         return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
@@ -176,22 +179,22 @@ class Host:
         return True
 
 
-def spread_in_time(sources: Iterable[Slot], hosts: list[Host]) -> list[tuple[SampleRecord, Slot, int]]:
-    """Every sample goes to the host with the fewest, until a slot can't be emptied: (sample, from, to)."""
-    heapq.heapify(hosts)
+def spread_in_time(sources: Iterable[Slot], targets: list[MoveTarget]) -> list[tuple[SampleRecord, Slot, int]]:
+    """Every sample goes to the target with the fewest, until a slot can't be emptied: (sample, from, to)."""
+    heapq.heapify(targets)
     moved: list[tuple[SampleRecord, Slot, int]] = []
     for source in sources:
         mine = []
         for sample in source.samples.values():
-            if not hosts[0].takes(sample, source):
+            if not targets[0].takes(sample, source):
                 return moved
-            mine.append((sample, source, hosts[0].slot.index))
-            heapq.heapreplace(hosts, hosts[0])
+            mine.append((sample, source, targets[0].slot.index))
+            heapq.heapreplace(targets, targets[0])
         moved += mine
     return moved
 
 
-def release_pays(view: Snapshot) -> bool:
+def freeing_pays(view: Snapshot) -> bool:
     """Whether what waits for a free slot takes longer than freeing one, and generation lasts that long."""
     costs = view.costs
     passes_now = sum(tokens for kind, tokens in view.backlog.items() if kind != REWARD)

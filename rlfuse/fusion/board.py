@@ -5,7 +5,7 @@ Role: the executor writes what happened, the policy reads a `Snapshot`. Samples 
 
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
-       +------- lost -------+    +-- Move: evicted, arrived                          Accumulate, Step <----------+
+       +------- lost -------+    +-- Move: evicted, arrived                        Accumulate, OptimizerStep <--+
 
 Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
 are fixed by prompt order before anything runs (where groups are chosen late, by `train_on` or because a draw ends with
@@ -19,16 +19,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from rlfuse.fusion.decisions import (
-    ON_WEIGHTS,
+    PASS_BEFORE_STEP,
     Accumulate,
     Decision,
     Generate,
     Move,
+    OptimizerStep,
     Role,
     Score,
     Settings,
     Snapshot,
-    Step,
     Switch,
     Train,
 )
@@ -142,11 +142,11 @@ class Board:
                 for kind, names in decision.passes.items():
                     self._start_scoring(kind, names)
 
-    def _slots(self, decision: Switch | Score | Accumulate | Train | Step) -> Iterable[int]:
+    def _slots(self, decision: Switch | Score | Accumulate | Train | OptimizerStep) -> Iterable[int]:
         """Those that it keeps busy."""
         if isinstance(decision, Score) and decision.kind == "reward":
             return ()
-        slot = None if isinstance(decision, Train | Step) else decision.slot
+        slot = None if isinstance(decision, Train | OptimizerStep) else decision.slot
         return range(len(self.slot_table.slots)) if slot is None else (slot,)
 
     def finished(self, name: str, response: Response, now: float) -> None:
@@ -286,7 +286,7 @@ class Board:
             self._end_scoring(kind, names, now)
         self.slot_table.release(*self._slots(decision))
 
-    def stepped(self, decision: Step) -> None:
+    def stepped(self, decision: OptimizerStep) -> None:
         """An optimizer step was taken."""
         self.mini_batches[decision.model].step()
         self.slot_table.release(*self._slots(decision))
@@ -358,7 +358,7 @@ class Board:
         )
 
     def _steppable(self, model: str, progress: MiniBatchProgress) -> bool:
-        return progress.accumulated and self._passes_left.get(ON_WEIGHTS[model], 0) == 0
+        return progress.accumulated and self._passes_left.get(PASS_BEFORE_STEP[model], 0) == 0
 
     @property
     def all_scored(self) -> bool:

@@ -6,8 +6,8 @@ Role: called by `policies.rlhfuse`. Source: "Optimizing RLHF Training for Large 
     m* = max(ceil(R_t / BS_max), ceil(R_t * KV per sample / KV per slot)),    BS_max: largest batch of flat latency,
 
 namely on those with the most samples left, since then the least has to move (slow slots come last). R_t, and how flat
-is flat enough where latency grows with every sample (`stretch`), are tuned by simulating the lengths that the last
-steps recorded (`rlfuse.simulate.tuning`).
+is flat enough where latency grows with every sample (`max_decode_slowdown`), are tuned by simulating the lengths that
+the last steps recorded (`rlfuse.simulate.tuning`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def slots_in_use(view: Snapshot) -> int:
 def slots_needed(view: Snapshot, samples: float) -> int:
     """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
     costs = view.costs
-    batch = costs.batch_within(view.settings.stretch * costs.step_base_s)
+    batch = costs.batch_within(view.settings.max_decode_slowdown * costs.step_base_s)
     each = view.context / max(1, view.in_flight)
     return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
 

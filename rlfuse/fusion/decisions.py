@@ -17,7 +17,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
-ON_WEIGHTS = {"actor": "old_log_prob", "critic": "values"}
+PASS_BEFORE_STEP = {"actor": "old_log_prob", "critic": "values"}
 """A model's step must wait for the pass that reads the weights it changes."""
 
 
@@ -78,13 +78,13 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """Scale what one model accumulated and take its optimizer step, on all ranks."""
 
     model: str
 
 
-Decision = Generate | Move | Switch | Score | Accumulate | Train | Step
+Decision = Generate | Move | Switch | Score | Accumulate | Train | OptimizerStep
 """What a policy doesn't mention stays as it is."""
 
 
@@ -170,7 +170,7 @@ class Settings:
     """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
     threshold: float = 0.2
     """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
-    stretch: float = 1.0
+    max_decode_slowdown: float = 1.0
     """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
     cost_gated: bool = True
     """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class MiniBatchProgress:
-    """`passes`: how often the model goes over the samples; `at`: mini-batches it is past; `of`: group -> its."""
+    """`passes`: how often the model goes over the samples."""
 
     def __init__(self, passes: int):
-        self._passes, self.at = passes, 0
-        self.of: Mapping[int, int] = {}
+        self._passes, self.completed = passes, 0
+        """Mini-batches that the model is past, of all passes."""
+        self.mini_batch_of: Mapping[int, int] = {}
+        """Group -> number of its mini-batch."""
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
@@ -25,24 +27,24 @@ class MiniBatchProgress:
         self.left_tokens = 0.0
         """Of the present mini-batch, not yet taken up; by expectation where unknown."""
 
-    def divide(self, of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
+    def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
         """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
-        self.of, self._sizes, self._tokens, self.at = of, list(sizes), list(tokens), 0
+        self.mini_batch_of, self._sizes, self._tokens, self.completed = mini_batch_of, list(sizes), list(tokens), 0
         self._open()
 
     def drop(self, group: int) -> None:
         """A sample of the group failed to get a reward and is not trained on."""
-        if group in self.of:
-            self._sizes[self.of[group]] -= 1
-            if not self.done and self._sizes[self.at % len(self._sizes)] == 0:
+        if group in self.mini_batch_of:
+            self._sizes[self.mini_batch_of[group]] -= 1
+            if not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
                 self._open()
 
     def prepare(self, samples: Mapping[str, tuple[int, int]]) -> None:
         """Sample -> (group, tokens) of those whose loss can be computed now."""
         for name, (group, tokens) in samples.items():
-            part = self.of[group]
+            part = self.mini_batch_of[group]
             self._prepared.setdefault(part, {})[name] = tokens
-            if not self.done and part == self.at % len(self._sizes):
+            if not self.done and part == self.completed % len(self._sizes):
                 self.ready[name] = tokens
 
     def start(self, names: Iterable[str]) -> int:
@@ -57,32 +59,32 @@ class MiniBatchProgress:
 
     def step(self) -> None:
         """The optimizer step of the present mini-batch was taken: on to the next."""
-        self.at += 1
+        self.completed += 1
         self._open()
 
     @property
-    def names(self) -> list[str]:
-        """Samples accumulated since the last step."""
+    def accumulated_samples(self) -> list[str]:
+        """Those whose gradients are in since the last step."""
         return self._done
 
     @property
     def accumulated(self) -> bool:
         """The present mini-batch is complete, and its step can be taken."""
-        return not self.done and len(self._done) == self._sizes[self.at % len(self._sizes)]
+        return not self.done and len(self._done) == self._sizes[self.completed % len(self._sizes)]
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all: `at` of them are past."""
+        """Optimizer steps in all: `completed` of them are past."""
         return self._passes * len(self._sizes)
 
     @property
     def done(self) -> bool:
-        return self.at >= self.steps
+        return self.completed >= self.steps
 
     def _open(self) -> None:
         self._done = []
         self._skip_empty()
-        part = self.at % len(self._sizes) if self._sizes else 0
+        part = self.completed % len(self._sizes) if self._sizes else 0
         self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
             self.left_tokens = 0.0
@@ -92,6 +94,6 @@ class MiniBatchProgress:
 
     def _skip_empty(self) -> None:
         """A mini-batch all of whose samples failed has no step."""
-        while not self.done and self._sizes[self.at % len(self._sizes)] == 0:
-            self.at += 1
+        while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
+            self.completed += 1
             self._done = []

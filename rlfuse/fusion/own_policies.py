@@ -102,7 +102,7 @@ def _left_to_do(view: Snapshot) -> str:
     found += [f"Score {kind} of {len(names)} samples" for kind, names in view.unscored.items() if names]
     gradients = "Train" if view.settings.pipelined else "Accumulate"
     found += [f"{gradients} {len(names)} samples of the {model}" for model, names in view.ready.items() if names]
-    found += [f"Step the {model}" for model in view.steppable]
+    found += [f"OptimizerStep of the {model}" for model in view.steppable]
     idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
     return f"{'; '.join(found) or 'nothing yet'} ({idle})"
 

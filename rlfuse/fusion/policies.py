@@ -64,7 +64,7 @@ def stream(view: Snapshot) -> list[Decision]:
     )
 
 
-@fusion_policy(tuned=("threshold", "stretch"))
+@fusion_policy(tuned=("threshold", "max_decode_slowdown"))
 def rlhfuse(view: Snapshot) -> list[Decision]:
     """`stream`, with one consolidation of the tail."""
     return consolidate(view) + stream(view)

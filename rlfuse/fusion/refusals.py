@@ -12,7 +12,18 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import get_args
 
-from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Score, Slot, Snapshot, Step, Switch, Train
+from rlfuse.fusion.decisions import (
+    Accumulate,
+    Decision,
+    Generate,
+    Move,
+    OptimizerStep,
+    Score,
+    Slot,
+    Snapshot,
+    Switch,
+    Train,
+)
 from rlfuse.fusion.states import SampleState
 
 SHOWN = 8
@@ -70,7 +81,7 @@ class _Reading:
             self._accumulate(decision)
         elif isinstance(decision, Train):
             self._train(decision)
-        elif isinstance(decision, Step):
+        elif isinstance(decision, OptimizerStep):
             if decision.model not in (able := self.view.steppable):
                 raise Refused(f"{decision.model!r} has no step to take now; models that have: {listed(able)}")
             self._all_work()

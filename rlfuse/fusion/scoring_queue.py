@@ -46,7 +46,7 @@ class ScoringQueue:
         if not awaited:
             del self._held[group]
         for parts in self.deferred.values():
-            parts.setdefault(self._progress.of[group], {})[name] = tokens
+            parts.setdefault(self._progress.mini_batch_of[group], {})[name] = tokens
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
         """Finished samples, with their tokens, are to be scored now."""
@@ -58,13 +58,13 @@ class ScoringQueue:
     def add_due(self, now: float) -> None:
         """What was deferred to the present mini-batch is to be scored now."""
         for kind, parts in self.deferred.items():
-            for part in [part for part in parts if part <= self._progress.at]:
+            for part in [part for part in parts if part <= self._progress.completed]:
                 self.add(kind, parts.pop(part), now)
 
     def take(self, kind: str, name: str, group: int) -> int:
         """A call has the sample, which may be ahead of its mini-batch; its tokens."""
         if parts := self.deferred.get(kind):
-            part = self._progress.of[group]
+            part = self._progress.mini_batch_of[group]
             if name in parts.get(part, ()):
                 tokens = parts[part].pop(name)
                 if not parts[part]:

@@ -14,15 +14,15 @@ from itertools import groupby, islice
 from math import inf
 
 from rlfuse.fusion.decisions import (
-    ON_WEIGHTS,
+    PASS_BEFORE_STEP,
     Accumulate,
     Decision,
     Generate,
     Move,
+    OptimizerStep,
     Score,
     Settings,
     Snapshot,
-    Step,
     Switch,
     Train,
 )
@@ -51,7 +51,7 @@ def admission_paused(view: Snapshot) -> bool:
     )
 
 
-class Room:
+class Capacity:
     """What a slot can still take, while decisions about it are being made."""
 
     def __init__(self, view: Snapshot, slot: int):
@@ -65,7 +65,7 @@ class Room:
         """By how long its steps take; in typical slots the more samples the longer."""
         self.order = (self.rate * self.view.costs.decode_step(self.load, 0.0), self.load, self.slot)
 
-    def __lt__(self, other: Room) -> bool:
+    def __lt__(self, other: Capacity) -> bool:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
@@ -91,35 +91,35 @@ class Room:
         self._order()
 
 
-def admit(view: Snapshot, rooms: list[Room] | None = None) -> list[Decision]:
+def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
     """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
 
-    As far as there is room; `rooms`: of all slots with room, some of which took groups already.
+    As far as there is room; `capacities`: of all slots with room, some of which took groups already.
     """
     if not view.waiting or admission_paused(view):
         return []
-    if rooms is None:
-        rooms = [Room(view, slot) for slot in view.engines_with_room]
-    heapq.heapify(rooms)
-    taken = {room.slot: room for room in rooms if room.groups}
-    gone = {group for room in taken.values() for group in room.groups}
+    if capacities is None:
+        capacities = [Capacity(view, slot) for slot in view.engines_with_room]
+    heapq.heapify(capacities)
+    taken = {capacity.slot: capacity for capacity in capacities if capacity.groups}
+    gone = {group for capacity in taken.values() for group in capacity.groups}
     for group in view.waiting:
         if group in gone:
             continue
-        while rooms and not rooms[0].fits(group):
-            heapq.heappop(rooms)
-        if not rooms:
+        while capacities and not capacities[0].fits(group):
+            heapq.heappop(capacities)
+        if not capacities:
             break
-        rooms[0].take(group)
-        taken[rooms[0].slot] = rooms[0]
-        heapq.heapreplace(rooms, rooms[0])
-    admitted = [Generate(slot, tuple(room.groups)) for slot, room in taken.items()]
-    return admitted + switch_idle_slots_to_rollout(view, rooms)
+        capacities[0].take(group)
+        taken[capacities[0].slot] = capacities[0]
+        heapq.heapreplace(capacities, capacities[0])
+    admitted = [Generate(slot, tuple(capacity.groups)) for slot, capacity in taken.items()]
+    return admitted + switch_idle_slots_to_rollout(view, capacities)
 
 
-def switch_idle_slots_to_rollout(view: Snapshot, rooms: list[Room]) -> list[Decision]:
+def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> list[Decision]:
     """Idle slots that turned to scoring generate again, when there is more than the others can take."""
-    if rooms:
+    if capacities:
         return []
     return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
 
@@ -150,7 +150,7 @@ def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
 
 def unassigned(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
     """Idle trainers that none of these decisions takes, as many as there is work for."""
-    taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | Step)}
+    taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | OptimizerStep)}
     if None in taken:  # all ranks together
         return []
     return list(islice((slot for slot in view.idle_trainers if slot not in taken), samples))
@@ -199,7 +199,7 @@ def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
     """Passes for the bubbles of a schedule: what the next mini-batch needs, and all that the next step would spoil."""
     found = {}
     for kind, parts in view.deferred.items():
-        chosen = sorted(parts) if kind in ON_WEIGHTS.values() else sorted(parts)[:1]
+        chosen = sorted(parts) if kind in PASS_BEFORE_STEP.values() else sorted(parts)[:1]
         if names := tuple(name for part in chosen for name in parts[part]):
             found[kind] = names
     return found
@@ -216,7 +216,7 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 def step_optimizer(view: Snapshot) -> list[Decision]:
     """Take an optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
     able = view.steppable and view.together and (not view.waiting or admission_paused(view))
-    return [Step(view.steppable[0])] if able else []
+    return [OptimizerStep(view.steppable[0])] if able else []
 
 
 def share(

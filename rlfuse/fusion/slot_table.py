@@ -55,7 +55,7 @@ class SlotTable:
         self._shortest_first: list[int] = []
         self._until_plan = 0
         self._sum_power()
-        self._heed_drained()
+        self._apply_drained()
 
     # Samples ---------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class SlotTable:
 
     # Draining --------------------------------------------------------------------------------------------------------
 
-    def _heed_drained(self) -> None:
+    def _apply_drained(self) -> None:
         """Slots may have been drained or restored. Where no other engine is alive, those that are drained work on."""
         drained = self.rates.drained
         if not any(slot.alive and slot.index not in drained for slot in self.slots):
@@ -230,7 +230,7 @@ class SlotTable:
         Those stay that are about to end: sooner than they could leave. Caches are carried only where they are taken up
         at once.
         """
-        self._heed_drained()
+        self._apply_drained()
         return [left for slot in self.slots if slot.drained and slot.samples for left in self._leaving(slot, now)]
 
     def _leaving(self, slot: Slot, now: float) -> list[tuple[int, list[str], str]]:
@@ -353,7 +353,7 @@ class SlotTable:
         `other_s`: seconds of work beside generation that slots have to do meanwhile. Slots that were drained or
         restored are heeded from here on.
         """
-        self._heed_drained()
+        self._apply_drained()
         if self._until_plan > 0:
             return
         waiting = [(self.groups[group].expected, count) for group, count in self.waiting.items()]

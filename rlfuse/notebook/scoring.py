@@ -18,7 +18,7 @@ from rlfuse.config.valid_values import METRICS
 from rlfuse.observe.dataframes import PART
 from rlfuse.observe.own_metrics import Finished, by_figure, finished
 from rlfuse.observe.tracking import sample_of_row
-from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample
+from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample, tokens_of
 from rlfuse.rewards.api.results import number
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.table import as_columns, score_items
@@ -39,7 +39,8 @@ def score(
     or a list of those, as in reward.functions; a reward model is given by `model_path`, and `trust_remote_code` runs
     modelling code that ships with it. `table`: as `samples` gives it, or any table with `prompt` (text or
     messages), `response` and whatever else the functions ask for. `reward` is NaN where `failure` says why.
-    `prompt_key`: of a run whose data.prompt_key is another.
+    A run keeps the number of a response's tokens and not the tokens: a function that reads them fails here, unless the
+    table has them as `response_ids`. `prompt_key`: of a run whose data.prompt_key is another.
     """
     need(table, "prompt", "response")
     plain = table.astype(object).where(table.notna(), None)
@@ -53,8 +54,8 @@ def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: s
     """What a metric, a function or `path/file.py:name`, says of each step's samples: a row for a step.
 
     `table`: as `samples` gives it. A run keeps no tokens but their number, so of `response_ids` only the length can be
-    asked. What the metric raises, or returns that is no finite number, ends the cell. `prompt_key`: of a run whose
-    data.prompt_key is another.
+    asked, unless the table has them. What the metric raises, or returns that is no finite number, ends the cell.
+    `prompt_key`: of a run whose data.prompt_key is another.
     """
     need(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
     function = load(METRICS, metric) if isinstance(metric, str) else metric
@@ -78,7 +79,7 @@ def need(table: pd.DataFrame, *columns: str) -> None:
 def _item(row: dict, number: int, prompt_key: str) -> Item:
     """Of a run's sample what the run saw; of any other row what it says."""
     if isinstance(row.get("columns"), dict) and "id" in row:
-        return item_of_sample(sample_of_row(row, prompt_key), prompt_key)
+        return replace(item_of_sample(sample_of_row(row, prompt_key), prompt_key), response_ids=tokens_of(row))
     return item_of_row(row, number)
 
 
@@ -87,20 +88,4 @@ def _finished(row: dict, prompt_key: str) -> Finished:
     sample = sample_of_row(row, prompt_key)
     parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
     sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)
-    return replace(finished(sample, prompt_key), response_ids=CountedTokens(row["response_tokens"]))
-
-
-class CountedTokens(Sequence[int]):
-    """The tokens of a response of which a run kept the number alone: ValueError for whoever wants one of them."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, place: Any) -> Any:
-        raise ValueError(
-            "response_ids: a run keeps no tokens, only how many there were, so that len(sample.response_ids) is known "
-            "here and nothing else of them; tokenize sample.response, or name the metric in a job's trainer.metrics"
-        )
+    return replace(finished(sample, prompt_key), response_ids=tokens_of(row))

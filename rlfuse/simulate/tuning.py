@@ -47,11 +47,11 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
         mean = fmean(simulate(draw, function, settings).result.step_s for draw in draws)
-        return round(mean * (1 + RISK * (settings.stretch - 1)), 6)
+        return round(mean * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
 
     known = "longest_first" in tuned and workload.length_history_sigma is not None
     first = replace(given, cost_gated=True, longest_first=known)
-    tried = [replace(first, threshold=below, stretch=by) for below, by in CONSOLIDATIONS]
+    tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)

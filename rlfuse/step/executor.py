@@ -26,7 +26,7 @@ from rlfuse.engines.scoring import keep, model_of, score
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, Policy, Score, Step, Switch, Train
+from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, OptimizerStep, Policy, Score, Switch, Train
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Sample
@@ -136,7 +136,7 @@ class Executor:
                 return self._accumulate(decision)
             case Train():
                 return self._train(decision)
-            case Step():
+            case OptimizerStep():
                 return self._step(decision)
 
     # Generation ------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Executor:
 
     async def _restart_engine(self, slot: int) -> None:
         """Nobody is left to generate: another engine on this slot."""
-        if (actor := self.board.mini_batches.get("actor")) and actor.at:
+        if (actor := self.board.mini_batches.get("actor")) and actor.completed:
             raise WorkerLost(
                 "The last rollout engine was lost when the step had updated the actor already: another one can't have "
                 "the weights that the step's samples are drawn from."
@@ -240,8 +240,8 @@ class Executor:
         self.board.trained(decision, self.clock())
         self._changed.set()
 
-    async def _step(self, decision: Step) -> None:
-        samples = self._samples(self.board.mini_batches[decision.model].names)
+    async def _step(self, decision: OptimizerStep) -> None:
+        samples = self._samples(self.board.mini_batches[decision.model].accumulated_samples)
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
             lengths = [len(sample.finished.token_ids) for sample in samples]
             self.context.note(await self.engines.trainer.step(decision.model, lengths))

@@ -76,7 +76,8 @@ class Benchmark:
         print(f"costs     {tuning.costs}")
         for policy, chosen in settings.items():
             admission = f"longest_first {chosen.longest_first}"
-            print(f"{policy:<9} threshold {chosen.threshold}, stretch {chosen.stretch}, {admission}")
+            moving = f"threshold {chosen.threshold}, max_decode_slowdown {chosen.max_decode_slowdown}"
+            print(f"{policy:<9} {moving}, {admission}")
         for repeat in range(self.repeats):
             order = list(POLICIES) if repeat % 2 == 0 else list(reversed(POLICIES))
             for policy in order:

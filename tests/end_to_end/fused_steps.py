@@ -15,7 +15,7 @@ from rlfuse.fusion.selection import Selection
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.run.build import run
 
-ONE_SLOT = Settings(threshold=0.9, stretch=1e3, longest_first=False)
+ONE_SLOT = Settings(threshold=0.9, max_decode_slowdown=1e3, longest_first=False)
 """Consolidates early, on one slot."""
 FREE = {"step_per_sequence_s": 0.0, "move_s": 0.0, "prefill_tokens_per_s": 1e9, "score_call_s": 0, "train_call_s": 0}
 """Costs under which moving always pays, and so does a call for a single sample."""

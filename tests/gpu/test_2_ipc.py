@@ -49,7 +49,7 @@ def _opened(update, device):
 
 
 def _receiver(connection, device):
-    """Per message: which tensors were not as described or not as written; None ends it."""
+    """Per message: which tensors did not come, or not as described or written; None ends it."""
     while (message := received(connection)) is not None:
         scale, update = message
         opened, expected = _opened(update, device), _weights(device, scale)
@@ -60,6 +60,7 @@ def _receiver(connection, device):
             if (str(opened[name].dtype), list(opened[name].shape)) != (f"torch.{dtype}", shape)
             or not torch.equal(opened[name], expected[name])
         ]
+        wrong += sorted(expected.keys() - opened.keys())
         del opened
         connection.send(wrong)
 

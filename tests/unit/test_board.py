@@ -9,7 +9,7 @@ from random_engines import partial, response
 
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Settings, Step, Switch
+from rlfuse.fusion.decisions import Accumulate, Generate, Move, OptimizerStep, Score, Settings, Switch
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
@@ -57,8 +57,8 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
     assert ready(b) == [] and b.snapshot(0.0).steppable == []
     b.accumulated(Accumulate("actor", ("1/0/1", "1/1/0", "1/1/1")), 0.0)
     assert b.snapshot(0.0).steppable == ["actor"]
-    b.start(Step("actor"), 0.0)
-    b.stepped(Step("actor"))
+    b.start(OptimizerStep("actor"), 0.0)
+    b.stepped(OptimizerStep("actor"))
     assert sorted(ready(b)) == ["1/3/0", "1/3/1"]
     assert [group.prompt.index for group in b.groups_to_train()] == [0, 1, 3] and len(b.failures()) == 3
 

@@ -306,7 +306,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
         Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, groups)
 
 
-def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run):
+def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run, tmp_path):
     config, source = read([str(job)], scored=False)
     settings = made_from(config, source, scored=True)
     first = run / "eval" / "global_step_4"
@@ -316,7 +316,9 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
     responses.close()
     assert folder_of(source, config, settings) == first
     assert folder_of(source, config, settings | {"temperature": 1.0}) == run / "eval" / "global_step_4-2"
-    for setting in ("reward.overlong_buffer.len=4", "video.max_tokens=4096", "model.dtype=float32"):
+    (family := tmp_path / "mine.py").write_text("class Mine: ...\n")
+    others = ("reward.overlong_buffer.len=4", "video.max_tokens=4096", "model.dtype=float32")
+    for setting in (*others, f"model.video_family={family}:Mine"):
         other, _ = read([str(job), setting], scored=False)
         assert len(responses.differs(made_from(other, source, scored=True))) == 1, setting
     (first / FIGURES).write_text("{}")

@@ -1,8 +1,13 @@
-"""What tests/gpu does on a card, done on a CPU: names, shapes and logic are the same, only nothing lies elsewhere."""
+"""What tests/gpu does on a card, done on a CPU: names, shapes and logic are the same, only nothing lies elsewhere.
 
+A body that is skipped or that nobody calls would show nothing and look green: here both are failures.
+"""
+
+import ast
 import sys
 from pathlib import Path
 
+import deepspeed  # noqa: F401  # without it the modules below would skip this whole file
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
@@ -10,35 +15,73 @@ import small
 import test_1_moves as moves
 import test_2_ipc as ipc
 import test_3_pipeline as pipeline
+import test_4_sums as sums
 import test_5_attention as attention
 import test_6_tower as tower
+
+CARD_ALONE = {
+    "test_the_device",
+    "test_flash_attention_of_its_own_package_agrees",
+    "test_engine_and_trainer_take_turns",
+    "test_the_quickstart_learns",
+}
+"""Bodies that need a card, or that are a whole engine or job, of which tests/end_to_end runs many on CPUs."""
+
+
+def run(body, *arguments):
+    """Call a body with its arguments, to its end."""
+    try:
+        body(*arguments)
+    except pytest.skip.Exception as skipped:
+        pytest.fail(f"{body.__name__}{arguments} was not run: {skipped}")
+
+
+def test_every_body_is_run_here_or_on_a_card_alone():
+    files = sorted(Path(small.__file__).parent.glob("test_*.py"))
+    names = [node.name for file in files for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
+    bodies = {name for name in names if name.startswith("test_")}
+    calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
+    called = [call.args[0] for call in calls if getattr(call.func, "id", "") == "run"]
+    ran = {body.attr for body in called if isinstance(body, ast.Attribute)}
+    assert ran | CARD_ALONE == bodies and not ran & CARD_ALONE
+
+
+def test_a_body_that_is_skipped_fails():
+    def skips(device):
+        pytest.skip(f"no card, {device}")
+
+    with pytest.raises(pytest.fail.Exception, match=r"skips\('cpu',\) was not run: no card, cpu"):
+        run(skips, "cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")  # whichever process of pytest starts ranks imports for them anew
 def test_what_ranks_do(tmp_path):
-    moves.test_a_trained_model_leaves_the_device_and_comes_back("cpu", 1, "bfloat16")
-    moves.test_a_frozen_model_leaves_the_device_and_comes_back("cpu", 1)
-    pipeline.test_two_processes_give_the_gradients_of_one("cpu", tmp_path, True)
-    attention.test_sequence_parallelism_among_one_rank_changes_nothing("cpu", str(tmp_path))
+    run(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
+    run(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
+    run(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
+    run(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
+    run(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_weights_go_to_another_process():
-    ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back("cpu")
-    ipc.test_tensors_of_host_memory_are_refused("cpu")
+    run(ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back, "cpu")
+    run(ipc.test_tensors_of_host_memory_are_refused, "cpu")
 
 
 def test_attention_by_layouts(tmp_path):
     folder = small.policy_folder(tmp_path)
+    assert attention.TOLERANCE
     for dtype in attention.TOLERANCE:
-        attention.test_packed_padded_and_shared_prompts_give_the_same("cpu", folder, dtype)
+        run(attention.test_packed_padded_and_shared_prompts_give_the_same, "cpu", folder, dtype)
 
 
-@pytest.mark.parametrize("family", tower.WRITERS)
+@pytest.mark.parametrize("family", ["video_llama3", "qwen25_vl"])
 def test_towers(tmp_path, family):
     folder = tower.write_tower(tmp_path, family)
-    tower.test_embeddings_are_those_of_the_cpu("cpu", folder)
-    tower.test_a_clip_cut_in_two_gives_the_same_bits("cpu", folder, "float32")
-    tower.test_gradients_are_those_of_the_cpu("cpu", folder)
+    run(tower.test_embeddings_are_those_of_the_cpu, "cpu", folder)
+    run(tower.test_a_clip_cut_in_two_gives_the_same_bits, "cpu", folder, "float32")
+    run(tower.test_gradients_are_those_of_the_cpu, "cpu", folder)

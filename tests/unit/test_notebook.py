@@ -82,7 +82,7 @@ def test_a_metric_gets_the_number_of_tokens_and_no_tokens(table, tmp_path):
     right = table[table["reward"] == 1].groupby("step")["response_tokens"].mean()
     assert measured["tokens_of_right"].tolist() == pytest.approx(right.tolist()) and (right > 0).all()
     for asked in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
-        with pytest.raises(ValueError, match="response_ids: a run keeps no tokens"):
+        with pytest.raises(ValueError, match="response_ids: no tokens were kept"):
             nb.measure(table, lambda samples, asked=asked: asked(samples[0].response_ids))
 
 
@@ -132,10 +132,28 @@ def test_failures_stay_failures(table):
 
 
 def test_tokens_that_were_not_saved_are_no_empty_list(table):
-    def by_tokens(completion_ids):
+    def by_length(completion_ids=None, **kwargs):
         return [float(len(tokens)) for tokens in completion_ids]
 
-    assert nb.score(table[:2], by_tokens)["failure"].str.contains("no response_ids").all()
+    def by_tokens(completion_ids=None, **kwargs):
+        return [float(sum(tokens)) for tokens in completion_ids]
+
+    class Short:
+        def score(self, samples):
+            return [-float(len(sample.response_ids)) for sample in samples]
+
+    first = table[:2]
+    assert nb.score(first, by_length)["reward"].tolist() == first["response_tokens"].tolist()
+    assert nb.score(first, Short())["reward"].tolist() == (-first["response_tokens"]).tolist()
+    assert nb.score(first, by_tokens)["failure"].str.contains("response_ids: no tokens were kept").all()
+    assert nb.score(first.assign(response_ids=[[1, 2], [3]]), by_tokens)["reward"].tolist() == [3.0, 3.0]
+    plain = pd.DataFrame({"prompt": "q", "response": "a"}, index=[0, 1])
+    for rows in (plain, plain.assign(response_ids=[[], None])):
+        for reward in (by_length, by_tokens, Short()):
+            scored = nb.score(rows, reward)
+            assert scored["failure"].str.contains("response_ids: no tokens were kept").all()
+            assert scored["reward"].isna().all()
+    assert nb.score(plain.assign(response="", response_ids=[[], []]), by_length)["reward"].tolist() == [0.0, 0.0]
 
 
 def test_surprise_is_the_distance_from_the_siblings():

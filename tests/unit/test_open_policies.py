@@ -144,17 +144,17 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
     assert {name: traits_of(POLICIES[name]).tuned for name in POLICIES} == {
         "serial": (),
         "stream": (),
-        "rlhfuse": ("threshold", "stretch"),
-        "adaptive": ("threshold", "stretch", "cost_gated", "longest_first"),
+        "rlhfuse": ("threshold", "max_decode_slowdown"),
+        "adaptive": ("threshold", "max_decode_slowdown", "cost_gated", "longest_first"),
     }
     assert [name for name in POLICIES if traits_of(POLICIES[name]).trains_early] == ["adaptive"]
 
 
 @pytest.mark.slow
 def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
-    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "stretch"))'
+    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
-    assert traits_of(load_policy(name)) == Traits(("threshold", "stretch"))
+    assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
     with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: no settings that are tuned; those are threshold"):
@@ -259,11 +259,11 @@ WRONG = {
     "return [Accumulate('actor', ('x',), 0)]": "slot 0 is no idle trainer",
     "return [Accumulate('teacher', ('x',), 0)]": "there is no model 'teacher' to train; models: actor",
     "return [Train({'actor': ('x',)})]": "no rank holds a stage of the models here: decide Accumulate",
-    "return [Step('actor')]": "'actor' has no step to take now; models that have: none",
-    "return [Step({})]": "has no step to take now",
+    "return [OptimizerStep('actor')]": "'actor' has no step to take now; models that have: none",
+    "return [OptimizerStep({})]": "has no step to take now",
     "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
-    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, Step)]": "decided nothing "
-    r"and nothing runs; what there is to do: Step the actor \(idle engines none, idle trainers ",
+    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "decided "
+    r"nothing and nothing runs; what there is to do: OptimizerStep of the actor \(idle engines none, idle trainers ",
     "return [Switch(s, 'trainer') for s in view.idle_engines] + "
     "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times while no "
     "sample was finished and no other work began; what there is to do: Generat",

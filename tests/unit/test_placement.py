@@ -15,7 +15,7 @@ from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import make_groups
 
 COSTS = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, max_tokens=1000)
-CONSOLIDATING = Settings(threshold=1.0, stretch=1.0)
+CONSOLIDATING = Settings(threshold=1.0, max_decode_slowdown=1.0)
 
 
 def board_with(*slots, costs=COSTS, settings=CONSOLIDATING, waiting=()):
@@ -38,12 +38,13 @@ def moved(decisions):
 
 
 @pytest.mark.parametrize(
-    ("samples", "stretch", "kv_tokens", "expected"),
+    ("samples", "max_decode_slowdown", "kv_tokens", "expected"),
     [(0, 1.0, 10**6, 1), (2, 1.0, 10**6, 1), (5, 1.0, 10**6, 3), (5, 1.3, 10**6, 1), (5, 1.0, 4, 3), (5, 1.0, 2, 5)],
 )
-def test_as_many_destinations_as_flat_batches_and_caches_need(samples, stretch, kv_tokens, expected):
+def test_as_many_destinations_as_flat_batches_and_caches_need(samples, max_decode_slowdown, kv_tokens, expected):
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=8, kv_tokens=kv_tokens)
-    view = board_with([5, 5], [5], costs=costs, settings=Settings(stretch=stretch)).snapshot(0.0)
+    settings = Settings(max_decode_slowdown=max_decode_slowdown)
+    view = board_with([5, 5], [5], costs=costs, settings=settings).snapshot(0.0)
     assert slots_needed(view, samples) == expected  # prompts of 2 tokens, nothing decoded yet: 2 in the cache for each
 
 
@@ -105,16 +106,16 @@ def with_backlog(board, tokens):
 
 def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_stay():
     board = board_with([300], [500], [20], [30], costs=Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1))
-    decisions = adaptive.release(with_backlog(board, 100_000))
+    decisions = adaptive.free_slots(with_backlog(board, 100_000))
     assert moved(decisions) == {("1/0/0", 0, 1), ("1/2/0", 2, 1), ("1/3/0", 3, 1)}
     assert all(isinstance(decision, Move) for decision in decisions)
-    assert adaptive.release(with_backlog(board, 100)) == [], "moving and switching cost more"
+    assert adaptive.free_slots(with_backlog(board, 100)) == [], "moving and switching cost more"
 
 
 def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():
     costs = Costs(step_base_s=0.01, flat_batch=4, move_s=0.02, switch_s=0.1)
-    assert adaptive.release(with_backlog(board_with([300], [500], costs=costs, waiting=[9]), 100_000)) == []
+    assert adaptive.free_slots(with_backlog(board_with([300], [500], costs=costs, waiting=[9]), 100_000)) == []
     board = board_with([300], [500], [], costs=costs)
     board.slot_table.occupy(2)
     board.switched(2, "trainer")
-    assert adaptive.release(with_backlog(board, 100_000)) == []
+    assert adaptive.free_slots(with_backlog(board, 100_000)) == []

@@ -75,7 +75,7 @@ def test_slots_that_are_drained_and_restored_at_any_moment_change_nothing_that_i
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_drained_slot_gets_nothing_and_the_others_end_the_step(policy):
     world = play(job(policy, drained=(1,)))
-    assert len(world.learned) == 3 and world.decided["Step"] == 3 * 4
+    assert len(world.learned) == 3 and world.decided["OptimizerStep"] == 3 * 4
     assert {world.first[s.id] for groups in world.learned for group in groups for s in group.samples} == {0, 2}
 
 

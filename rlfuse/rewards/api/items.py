@@ -19,6 +19,32 @@ from rlfuse.samples import RewardFailure, Sample
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownTokens(Sequence[int]):
+    """Stands for tokens of a response of which only the text was kept: ValueError for whoever wants one of them.
+
+    An empty list in their place would be scored as a response of length 0.
+    """
+
+    count: int | None = None
+    """How many there were, where at least that is known."""
+
+    def __len__(self) -> int:
+        if self.count is None:
+            raise self._error()
+        return self.count
+
+    def __getitem__(self, place: Any) -> Any:
+        raise self._error()
+
+    def _error(self) -> ValueError:
+        known = "" if self.count is None else " and how many there were, len(response_ids)"
+        return ValueError(
+            f"response_ids: no tokens were kept of this response, only its text{known}; tokenize the text, or give the "
+            "tokens as response_ids"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """One response to be scored."""
 
@@ -30,10 +56,16 @@ class Item:
     prompt_text: str
     """Chat template applied."""
     response: str
-    response_ids: list[int]
+    response_ids: list[int] | UnknownTokens
     data_source: str
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """How many the response has; 0 where that is not known."""
+        unknown = isinstance(self.response_ids, UnknownTokens) and self.response_ids.count is None
+        return 0 if unknown else len(self.response_ids)
 
     def column(self, name: str) -> Any:
         """A column of the row by name; KeyError where the row has none."""
@@ -77,7 +109,7 @@ def own(item: Item, columns: Iterable[str]) -> Item:
         messages=mine("messages", item.messages),
         ground_truth=mine("ground_truth", item.ground_truth),
         columns={name: mine(f"column {name!r}", item.columns[name]) for name in columns if name in item.columns},
-        response_ids=list(item.response_ids),
+        response_ids=list(item.response_ids) if isinstance(item.response_ids, list) else item.response_ids,
     )
 
 
@@ -97,11 +129,19 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         messages=messages,
         prompt_text=prompt.text,
         response=response.text,
-        response_ids=response.token_ids.tolist(),
+        response_ids=response.token_ids.tolist() or UnknownTokens(),
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},
     )
+
+
+def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:
+    """The response's tokens, or as much as a row says of them: a run's has their number, `response_tokens`."""
+    given, count = row.get("response_ids"), row.get("response_tokens")
+    if given is not None and (len(given) or not row["response"]):
+        return [int(token) for token in given]
+    return UnknownTokens(None if count is None else int(count))
 
 
 def item_of_row(row: dict[str, Any], number: int = 0) -> Item:
@@ -123,7 +163,7 @@ def item_of_row(row: dict[str, Any], number: int = 0) -> Item:
         messages=messages,
         prompt_text="\n".join(str(message["content"]) for message in messages),
         response=row["response"],
-        response_ids=[int(token) for token in row.get("response_ids", ())],
+        response_ids=tokens_of(row),
         data_source=row.get("data_source", ""),
         ground_truth=truth,
         columns={name: value for name, value in row.items() if name not in ("prompt", "response", "response_ids")},

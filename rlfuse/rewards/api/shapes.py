@@ -172,8 +172,6 @@ class RewardFunction:
 
     def _lacks(self, item: Item) -> RewardFailure | None:
         """A failure if the item's row has not a column that the function can't do without."""
-        if item.response and not item.response_ids and self.named.get("completion_ids"):
-            return RewardFailure(self.name, "parameter 'completion_ids': the row has text only, no response_ids")
         if missing := self.missing(item.columns):
             found = sorted({*item.columns, *ALWAYS})
             return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")

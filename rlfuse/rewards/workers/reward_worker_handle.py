@@ -158,7 +158,7 @@ class RewardWorkerHandle:
             "reward",
             step=call.items[0].step,
             samples=tuple(item.id for item in call.items),
-            tokens=sum(len(item.response_ids) for item in call.items),
+            tokens=sum(item.tokens for item in call.items),
             cause="finished samples",
             attributes={"function": call.name},
         ) as span:

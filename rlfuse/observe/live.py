@@ -92,7 +92,9 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
         else:
             done = sum(PASSES[kind][1] in sample.tensors for sample in samples)
         stages.append(Stage(kind, done, len(samples)))
-    stages += [Stage(f"train {model}", progress.at, progress.steps) for model, progress in board.mini_batches.items()]
+    stages += [
+        Stage(f"train {model}", progress.completed, progress.steps) for model, progress in board.mini_batches.items()
+    ]
     slots = [(_doing(place, spans), place.load) for place in board.slot_table.slots]
     return phase, stages, slots, board.slot_table.in_flight
 

@@ -255,6 +255,11 @@ async def whole_steps(controller: Controller, options: argparse.Namespace) -> No
         await compared(f"a step, {policy}", take, options)
 
 
+def prepare() -> None:
+    """The quickstart's tokenizer and data."""
+    subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
+
+
 def larger_policy() -> str:
     """The quickstart's tokenizer, and a random policy whose responses end by chance, some long before others."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
@@ -284,7 +289,7 @@ def main() -> None:
     if {"ranks", "pipeline"} & set(options.parts):
         asyncio.run(training(options))
     if "step" in options.parts:
-        subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
+        prepare()
         with tempfile.TemporaryDirectory() as folder:
             where = (f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark")
             job = load([*JOB, f"model.path={larger_policy()}", *where])

@@ -138,6 +138,6 @@ def test_the_last_engine_is_replaced_within_the_step(policy):
 
 
 async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():
-    board = SimpleNamespace(mini_batches={"actor": SimpleNamespace(at=1)})
+    board = SimpleNamespace(mini_batches={"actor": SimpleNamespace(completed=1)})
     with pytest.raises(WorkerLost, match="updated the actor already"):
         await Executor(board, None, None, StepContext(step=1, sampling=None), None)._restart_engine(0)

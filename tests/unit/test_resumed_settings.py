@@ -1,10 +1,12 @@
 """What a resumed trainer goes on with: the state of the checkpoint under the settings of the run that loads it."""
 
 import dataclasses
+import enum
 import math
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -60,6 +62,15 @@ def test_a_new_rate_schedule_decay_and_clipping_are_what_the_optimizer_uses(tmp_
         assert getattr(actor.optimizer, "clip_grad", 0.25) == 0.25
         assert math.isfinite(step(reader, model))
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0]), "from the second step of warm-up to the end of the cosine"
+
+
+def test_a_checkpoint_asks_for_nothing_but_weights_under_any_python(tmp_path, monkeypatch):
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", enum.pickle_by_enum_name)  # as before Python 3.11.4
+    writer, model, more = rank_of(TrainerRank, 1, "bfloat16", lr=1e-2)
+    step(writer, model)
+    assert writer.save(tmp_path, *more) is None
+    monkeypatch.undo()
+    rank_of(TrainerRank, 1, "bfloat16", lr=1e-2)[0].load(tmp_path)
 
 
 def test_what_zero_1_saved_goes_on_under_zero_2(tmp_path):

@@ -5,6 +5,7 @@ Role: the part that `TrainerRank` and `PipelineRank` have in common; Ray makes a
 
 from __future__ import annotations
 
+import copyreg
 import os
 import socket
 import time
@@ -41,6 +42,8 @@ FREED_S = 30.0
 """For a killed process to give its device memory back."""
 OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed's optimizer states hold beside tensors and plain data."""
+# By value: before 3.11.4, Python would write that a stage is got by `getattr`, which no file of weights may ask for.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 def needs_models(method: Callable) -> Callable:

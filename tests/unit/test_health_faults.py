@@ -1,7 +1,7 @@
 """Precision and recall on whole runs with a fault injected into one machine, and no alarm in healthy ones.
 
 The bar is the paper's own (Minder, arXiv 2411.01791: precision 0.904, recall 0.883). What is drawn stands in
-`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of more such runs.
+`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of many more such runs.
 """
 
 from collections import Counter
@@ -11,8 +11,8 @@ from injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
 from recorded_steps import DrawnRun
 
 PRECISION, RECALL = 0.904, 0.883
-SLOTS = (2, 2, 3, 3, 4, 4, 8, 2, 3, 4, 8, 16)
-"""Of the made runs with one kind of fault; one of each kind has 32 or 64 beside."""
+SLOTS = (2, 3, 4, 8)
+"""Of the made runs of one kind; one of a kind has 32 beside."""
 
 
 def counted(run):
@@ -32,9 +32,9 @@ def judge(counts):
 def test_made_runs_with_faults():
     counts = Counter()
     for number, kind in enumerate(FAULTS):
-        for i, slots in enumerate((*SLOTS, 64 if number == 0 else 32 if number == 3 else 8)):
+        for i, slots in enumerate((*SLOTS, 32 if number == 0 else 16)):
             counts += counted(MadeRun(1000 + 100 * number + i, slots, kind))
-    assert counts["faulty"] == 65
+    assert counts["faulty"] == 25
     judge(counts)
 
 
@@ -43,19 +43,19 @@ def test_made_runs_with_faults():
 def test_healthy_made_runs():
     wrong = {}
     for number, kind in enumerate(NEAR_MISSES):
-        for i, slots in enumerate((2, 2, 3, 4, 4, 8, 16, 64 if number == 1 else 2)):
+        for i, slots in enumerate((*SLOTS, 32 if number == 1 else 2)):
             named = {alarm.worker for alarm in alarms_of(MadeRun(5000 + 100 * number + i, slots, near_miss=kind))}
             wrong |= {(kind, i, slots): named} if named else {}
-    assert not wrong, "of 64 runs"
+    assert not wrong, "of 40 runs"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_recorded_steps_with_faults_and_without():
     counts, healthy = Counter(), Counter()
-    for seed in range(20):
+    for seed in range(8):
         for kind in ("slow", "jittery", None):
             run = DrawnRun(seed, 2 + seed % 5, kind)
             (counts if kind else healthy).update(counted(run))
-    assert counts["faulty"] == 40 and healthy["wrong"] == 0
+    assert counts["faulty"] == 16 and healthy["wrong"] == 0
     judge(counts)

@@ -1,7 +1,7 @@
 """Precision and recall on whole runs with a fault injected into one machine, and no alarm in healthy ones.
 
 The bar is the paper's own (Minder, arXiv 2411.01791: precision 0.904, recall 0.883). What is drawn stands in
-`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of many more such runs.
+`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of many more.
 """
 
 from collections import Counter

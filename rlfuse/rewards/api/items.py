@@ -129,7 +129,7 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         messages=messages,
         prompt_text=prompt.text,
         response=response.text,
-        response_ids=response.token_ids.tolist() or UnknownTokens(),
+        response_ids=response.token_ids.tolist() or (UnknownTokens() if response.text else []),
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, sqrt
+from math import exp, log, sqrt
 from statistics import median, median_low
 
 import numpy as np
@@ -53,6 +53,10 @@ AGAIN_SHARE, REST = 0.3, 8
 """Of a machine that is slow again and again, in FRESHLY windows at least: the least share of windows in which one of
 its workers is far off, by the scatter of values that are not averaged, and the most windows between two of them. Disks
 are so in health, by checkpoints."""
+MANY = 8
+"""Workers from which on thresholds grow."""
+CHANCE = 6.0
+"""Standard deviations above what chance makes of as many windows of its peers."""
 BEGINNING = 6
 """Windows of a worker that tell what it was like at first; none is judged before."""
 FRESH = 10
@@ -238,8 +242,9 @@ def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarr
 
 
 def _limit(count: int, scatter: float) -> float:
-    """The threshold among so many; the mean of few peers scatters, too."""
-    return SIMILARITY * scatter * (2 if count == 1 else sqrt(count / (count - 1)))
+    """The threshold among so many; the mean of few peers scatters, too, and of many some are far off by chance."""
+    by_chance = sqrt(max(1.0, log(count) / log(MANY)))  # as the largest of so many normal numbers
+    return SIMILARITY * scatter * by_chance * (2 if count == 1 else sqrt(count / (count - 1)))
 
 
 class Detector:
@@ -257,6 +262,8 @@ class Detector:
         self._groups: dict[tuple[str, str], _Group] = {}
         self._streaks: dict[tuple[str, str], _Streak] = {}
         self._again: dict[str, _Again] = {}
+        self._far: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        """Machine -> windows in which it was judged, and those in which it was far off."""
         self._number = 0
         self._latest: dict[tuple[str, str], _Judged] = {}
 
@@ -316,11 +323,19 @@ class Detector:
             again = self._again.pop(machine, None) or _Again(window.start, window.step)
             again.windows, again.rested = again.windows + 1, 0 if far else again.rested + 1
             again.far += bool(far)
+            self._far[machine][0] += 1
+            self._far[machine][1] += bool(far)
             if again.far and again.rested < REST:
                 self._again[machine] = again
-            enough = again.far >= max(self._freshly, AGAIN_SHARE * again.windows)
-            if far and enough and self._long(again, window):
+            least = max(self._freshly, AGAIN_SHARE * again.windows, self._by_chance(machine, again.windows))
+            if far and again.far >= least and self._long(again, window):
                 yield far[0]
+
+    def _by_chance(self, machine: str, windows: int) -> float:
+        """In how many of these it may be far off, were it like its peers: the more pieces of work, the more spikes."""
+        others = [counts for other, counts in self._far.items() if other != machine]
+        share = sum(far for _, far in others) / max(1, sum(judged for judged, _ in others))
+        return windows * share + CHANCE * sqrt(windows * share * (1 - share))
 
     def _raised(self, window: Window, homes: Mapping[str, str], again: Sequence[tuple[str, str]]) -> Iterator[Alarm]:
         steady = [key for name in SIGNALS for key in self._streaks if key[1] == name and self._lasted(key, window)]

@@ -148,6 +148,7 @@ def test_what_may_not_change_is_refused_with_the_command_for_either(config, unto
     assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {mine}-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml")))
 def test_a_command_to_go_on_with_has_the_run_s_preset_alone(preset, tmp_path, monkeypatch):
     def job(*words):
@@ -183,6 +184,7 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     assert accept(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32)).told == ""
 
 
+@pytest.mark.slow
 def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_dropped(config):
     folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
     open_job(faster).begin(8).close()
@@ -234,6 +236,7 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
 
 
+@pytest.mark.slow
 def test_commands_can_be_pasted_for_sweeps_and_verls_names(config, monkeypatch):
     leave(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
     python, swept = (
@@ -307,6 +310,7 @@ def test_of_two_that_begin_at_once_one_does(config):
         process.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [True, False])
 def test_of_another_host_files_tell(config, monkeypatch, writes):
     folder, alive = leave(config, 2, state="running"), threading.Event()
@@ -338,6 +342,7 @@ def test_a_run_without_a_name_gets_one_and_two_in_a_second_get_two(config):
     assert unnamed.trainer.experiment_name is None
 
 
+@pytest.mark.slow
 def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, capsys):
     unnamed = changed(config, trainer__experiment_name=None)
     folder = leave(config, 2, state="stopped")
@@ -368,6 +373,7 @@ def test_without_a_name_a_run_that_can_not_go_on_is_left_alone(config):
     assert accept(unnamed).config.run_folder != folder
 
 
+@pytest.mark.slow
 def test_a_name_that_nothing_came_of_is_given_back(tmp_path):
     program = f"""
 from rlfuse.run.acceptance import accept

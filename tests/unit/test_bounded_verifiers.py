@@ -18,6 +18,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "truth", "right"),
     [
@@ -69,6 +70,7 @@ def test_hostile_expressions_are_refused_without_being_looked_at(answer, reason,
     assert (result["score"], result["format"]) == (0.0, 0.0) and reason in result["reason"]
 
 
+@pytest.mark.slow
 def test_math_that_takes_for_ever_is_stopped_and_the_next_goes_on():
     pytest.importorskip("math_verify")
     assert symbolic.score("", "1", "1")["score"] == 1.0
@@ -112,6 +114,7 @@ def test_a_schema_that_is_none_is_an_error(truth):
         json_schema.score("", "1", truth)
 
 
+@pytest.mark.slow
 def test_a_worker_serves_threads_in_turn_and_is_replaced_when_it_dies():
     worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
     found = []

@@ -49,6 +49,7 @@ def load(folder, *rows, **video):
     return load_prompts([str(folder / "rows.jsonl")], tokenizer, config.data, clips)
 
 
+@pytest.mark.slow
 def test_a_prompt_has_its_clips_placeholders_where_the_marker_stood(folder):
     (shown, text), report = load(folder, ("what is <video> ?", "good.mp4"), ("and without ?",))
     plan, positions = shown.video.plan, shown.video.positions
@@ -74,6 +75,7 @@ UNUSABLE = (
 )
 
 
+@pytest.mark.slow
 def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
     prompts, report = load(folder, *(row for row, _ in UNUSABLE), ("see <video>", "still.mp4"), max_failure_rate=0.95)
     assert [prompt.index for prompt in prompts] == [0] and prompts[0].video.path.endswith("still.mp4")
@@ -84,11 +86,13 @@ def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
     assert f"{len(UNUSABLE)} left out for their clips" in str(report)
 
 
+@pytest.mark.slow
 def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
     with pytest.raises(DataError, match=r"1 of 2 rows.*max_failure_rate=0\.1.*row 0.*sound\.mp4"):
         load(folder, ("see <video>", "sound.mp4"), ("see <video>", "good.mp4"))
 
 
+@pytest.mark.slow
 def test_a_model_of_text_can_t_be_shown_clips(folder):
     config = Config()
     config.data.max_prompt_length = 300
@@ -98,6 +102,7 @@ def test_a_model_of_text_can_t_be_shown_clips(folder):
         load_prompts([str(folder / "one.jsonl")], load_tokenizer(config.model), config.data)
 
 
+@pytest.mark.slow
 def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
     (one, two), _ = load(
         folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
@@ -105,6 +110,7 @@ def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
     assert one.video.plan.frames == two.video.plan.frames == 5
 
 
+@pytest.mark.slow
 def test_a_response_that_spells_a_placeholder_is_text(folder):
     """Only the prompt's places take the clip's rows, and the answer that people and rewards read stays as it is."""
     (prompt,), _ = load(folder, ("see <video>", "good.mp4"))

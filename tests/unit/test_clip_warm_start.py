@@ -35,6 +35,7 @@ def rows(file):
     return pq.read_table(file).to_pylist()
 
 
+@pytest.mark.slow
 def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
     rng, settings = np.random.default_rng(0), ClipWarmStart()
     scenes = [scene for _, scene, _ in draw_clips(replace(CLIPS, train=500), "train")]
@@ -66,6 +67,7 @@ def test_demonstrations_and_questions_are_few_tokens():
     assert len(tokenise(tokenizer, "[12.5 second]", VISUAL)) == 6
 
 
+@pytest.mark.slow
 def test_the_folder_has_what_a_job_reads(task):
     train, val, blind = map(rows, (task.train_file, task.val_file, task.val_blind_file))
     assert (len(train), len(val), len(blind)) == (4, 2, 2)
@@ -74,6 +76,7 @@ def test_the_folder_has_what_a_job_reads(task):
     assert (task.model_path / "video_preprocessor_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(task):
     for row, blind in zip(rows(task.val_file), rows(task.val_blind_file), strict=True):
         assert blind.pop("data_source") == row.pop("data_source") + "_blind"
@@ -85,6 +88,7 @@ def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(t
         assert np.abs(pixels.astype(int) - clips.GROUND).max() <= 2
 
 
+@pytest.mark.slow
 def test_the_experiment_shows_the_model_what_it_was_trained_on():
     settings = compose_job(["experiment=long_video"]).video
     sampling = ClipWarmStart().sampling
@@ -92,6 +96,7 @@ def test_the_experiment_shows_the_model_what_it_was_trained_on():
     assert settings.sampling == "seed_vl" and settings.fps_general == sampling.fps_general
 
 
+@pytest.mark.slow
 def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
     written = task.train_file.stat().st_mtime_ns
     assert prepare_clips(task.root, TINY, FEW) == task
@@ -99,6 +104,7 @@ def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
     assert json.loads((task.root / "settings.json").read_text())["clips"]["kinds"] == ["order"]
 
 
+@pytest.mark.slow
 def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     tower = Tower(task.model_path)
     VideoLlama3.export(task.model_path, tmp_path / "text")
@@ -114,6 +120,7 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     assert tokenizer.decode(last.argmax()) == "<think>"
 
 
+@pytest.mark.slow
 def test_the_command_prepares_it_where_it_is_told_to(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("rlfuse.tasks.prepare.ClipWarmStart", lambda: TINY)
     monkeypatch.setattr("rlfuse.tasks.prepare.CLIPS", FEW)

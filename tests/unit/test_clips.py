@@ -38,6 +38,7 @@ def runs(shown):
     return [now for before, now in zip([None, *shown[:-1]], shown, strict=True) if now and now != before]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.floats(10, 600), st.sampled_from(["general", "detail", "motion"]))
 def test_every_event_and_pause_is_seen_by_the_plans_it_says(seed, longest, task):
     scene = draw_scene(np.random.default_rng(seed), 10.0, longest)
@@ -51,6 +52,7 @@ def test_every_event_and_pause_is_seen_by_the_plans_it_says(seed, longest, task)
         assert runs(shown) == [event.colour for event in scene.events]
 
 
+@pytest.mark.slow
 def test_answers_are_spread_evenly():
     answers = {kind: Counter() for kind in Kind}
     for seed in range(1500):
@@ -64,6 +66,7 @@ def test_answers_are_spread_evenly():
     assert max(answers[Kind.LOCATE].values()) < 0.05 * 1500
 
 
+@pytest.mark.slow
 def test_files_show_what_the_questions_ask(written):
     folder, train, val = written
     for row in train + val:
@@ -102,6 +105,7 @@ def test_rows_are_shaped_as_verls_and_splits_share_nothing(written):
         assert not text.strip()
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_task(written, tmp_path):
     _, train, val = written
     again = [pq.read_table(file).to_pylist() for file in write_task(tmp_path, SMALL)]

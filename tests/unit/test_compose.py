@@ -15,6 +15,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_a_short_job_file_works_and_the_command_line_wins(job):
     config = load([str(job), "rollout.n=8", "rollout.engine_kwargs.max_num_batched_tokens=512"])
     assert type(config) is Config and type(config.actor.optim.lr) is float
@@ -23,6 +24,7 @@ def test_a_short_job_file_works_and_the_command_line_wins(job):
     assert (config.actor.optim.lr, config.actor.optim.weight_decay, config.actor.use_kl_loss) == (1e-5, 0.01, True)
 
 
+@pytest.mark.slow
 def test_hydras_way_of_naming_a_file_gives_the_same(job):
     assert load(["--config-dir", str(job.parent), "--config-name", "my_job"]) == load([str(job)])
     text = job.read_text().replace("algorithm: grpo\n", "defaults: [config, {override /algorithm: grpo}, _self_]\n")
@@ -30,6 +32,7 @@ def test_hydras_way_of_naming_a_file_gives_the_same(job):
     assert load([f"--config-dir={job.parent}", "--config-name=my_job"]).algorithm.adv_estimator == "grpo"
 
 
+@pytest.mark.slow
 def test_a_users_folder_of_experiments(job):
     (job.parent / "experiment").mkdir()
     experiment = job.parent / "experiment" / "long.yaml"
@@ -41,6 +44,7 @@ def test_a_users_folder_of_experiments(job):
         load(["--config-dir", str(job.parent), "experiment=long", str(job)])
 
 
+@pytest.mark.slow
 def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
     job.write_text(job.read_text() + "actor:\n  lr: 3\ncritic.optim.lrr: 1\n")
     with pytest.raises(ConfigError) as error:
@@ -118,6 +122,7 @@ def test_every_preset_is_sound(job, preset):
     assert config.uses_critic == (preset == "ppo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "fusion").glob("*.yaml")))
 def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
     carries = preset in ("partial_rollout", "one_step_off")
@@ -134,6 +139,7 @@ def test_the_quickstart_is_short():
     assert compose_job(["experiment=quickstart"]).reward.functions == ["rlfuse.tasks.remainder:compute_score"]
 
 
+@pytest.mark.slow
 def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = {*Path().iterdir()}
@@ -142,6 +148,7 @@ def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     assert {*Path().iterdir()} - before == {Path("runs")}, "Hydra leaves no folders of its own"
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_status_2_and_no_traceback(job, ran, capsys):
     for argv in (
         ["actor.lr=3"],
@@ -153,6 +160,7 @@ def test_mistakes_end_with_status_2_and_no_traceback(job, ran, capsys):
     assert ran == []
 
 
+@pytest.mark.slow
 def test_the_composed_job_is_shown_without_running(job, ran, capsys):
     assert train.main(["--cfg", "job", str(job)]) == 0
     assert "experiment_name: mine" in capsys.readouterr().out and ran == []
@@ -193,6 +201,7 @@ def test_options_that_can_not_be_say_what_can(words, part, job, ran, capsys):
     assert part in told and "Traceback" not in told and ran == []
 
 
+@pytest.mark.slow
 def test_hydras_info_is_shown(job, ran, capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one, and notes everything from then on
     monkeypatch.setattr(logging.root, "level", logging.root.level)
@@ -200,6 +209,7 @@ def test_hydras_info_is_shown(job, ran, capsys, monkeypatch):
     assert f"file://{job.parent}" in capsys.readouterr().out and ran == []
 
 
+@pytest.mark.slow
 def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
     from rlfuse.errors import EngineError
 
@@ -218,6 +228,7 @@ def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
     assert "Traceback" in fail(EngineError("rollout 0 died"))[1]
 
 
+@pytest.mark.slow
 def test_rewards_are_composed_in_a_job_file_and_on_the_command_line(job):
     folder, functions = job.parent, 'reward.functions: ["{}/rewards.py:score"]\n'
     composed = """\
@@ -258,6 +269,7 @@ def test_the_command_lists_and_corrects(capsys):
     assert "reward.functions[].sources: list[str] = []" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
     code = "import sys; from rlfuse.train import main; s = main(['actor.lr=3']); "
     code += "print(s, sorted({'torch', 'ray', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
@@ -265,6 +277,7 @@ def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
     assert done.stdout == "2 []\n" and "did you mean actor.optim.lr" in done.stderr
 
 
+@pytest.mark.slow
 def test_everything_that_is_wrong_is_told_together(job):
     job.write_text(job.read_text() + "critic: {optim: {lr: fast}}\nvideo.levels: [1, x]\n")
     words = ["data.seed=[1]", "rollout.n=two", "rollout.top_p=3", "critic.optimlr=3", "data.val_files=absent.parquet"]

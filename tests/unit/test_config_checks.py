@@ -239,6 +239,7 @@ def test_a_folder_that_nothing_can_be_written_to(tmp_path):
     assert read_facts(config).unwritable is None and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
     """In a process of its own: the hub's address is read when its library is imported."""
     code = """if True:

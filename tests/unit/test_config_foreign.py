@@ -130,6 +130,7 @@ OTHERWISE = (
 """Groups of verl that are not here at all: a leaf like one of ours is another thing there."""
 
 
+@pytest.mark.slow
 def test_each_key_of_verl_has_an_answer_that_uses_what_is_here():
     ours = {key.leaf: key.name for key in by_name().values()}
     for name in VERLS:
@@ -179,6 +180,7 @@ def test_a_number_of_another_unit_is_refused_beside_names_of_verl():
     assert read_command(other_unit).overrides == other_unit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -199,6 +201,7 @@ def test_two_names_that_give_a_key_different_values_are_refused(words, part, tmp
     assert read_command(same).overrides == ["rollout.n=4", "rollout.n=4"]
 
 
+@pytest.mark.slow
 def test_a_job_file_may_use_verls_names(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(

@@ -29,6 +29,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @MANY
 @given(KEYS, st.sampled_from(sorted(EDITS)), st.floats(0, 1, exclude_max=True), LETTERS)
 @example("trainer.logger", "drop", 0.8, "a")
@@ -39,6 +40,7 @@ def test_a_slip_anywhere_in_a_key_names_the_key(name, edit, place, letter):
     assert name in explain_override(f"{typed}=1")
 
 
+@pytest.mark.slow
 @MANY
 @given(KEYS, st.sampled_from(["", "foo.", "foo.bar.", *(f"{group}." for group in groups())]))
 def test_a_leaf_in_the_wrong_group_names_its_own(name, group):
@@ -161,6 +163,7 @@ def test_job_files_end_in_the_same_words(text, part, tmp_path):
     assert part in str(error.value)
 
 
+@pytest.mark.slow
 @FEW
 @given(st.dictionaries(st.one_of(KEYS, st.sampled_from(sorted(groups())), st.text(max_size=4)), VALUES, max_size=3))
 def test_any_job_file_is_read_or_refused(tmp_path_factory, content):

@@ -161,6 +161,7 @@ MISTAKES = {
 VALUES = {"int": "1", "float": "1", "bool": "true", "str": "a", "list": "[]", "dict": "{}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_a_message_says_to_type_can_be_typed(mistake):
     advised = 0

@@ -39,12 +39,14 @@ def test_every_frame_is_shown_once_in_order(clip, sampling):
     assert found == shades.tolist()
 
 
+@pytest.mark.slow
 def test_a_plan_of_more_frames_shows_some_evenly():
     plan = plan_video(ClipFacts(4000.0, 24.0, 28, 28), SeedSampling(budget=2000, levels=(1,)))
     sheet, _ = sheet_of(plan)
     assert plan.frames == 2000 > MOST_FRAMES and sheet.shape[0] < 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
@@ -63,6 +65,7 @@ def test_any_text_fits(answer, reward):
     assert (sheet[:, -MARGIN - PANEL : -MARGIN] != 255).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 7, MOST_ANSWERS, 500])
 def test_all_answers_stand_below_the_frames(count):
     plan = plan_video(ClipFacts(2.0, 24.0, 56, 56), SeedSampling())
@@ -78,6 +81,7 @@ def test_frames_of_another_plan_are_refused():
         contact_sheet(np.zeros((2, 56, 56, 3), np.uint8), plan, CAPTION)
 
 
+@pytest.mark.slow
 def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
     plan = plan_of([0.0, 0.5])
     here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")

@@ -47,6 +47,7 @@ def allocator(settings):
     return found
 
 
+@pytest.mark.slow
 def test_every_variable_is_read_by_what_is_installed():
     config = Config()
     config.trainer.deterministic = True

@@ -57,6 +57,7 @@ def opened_by_its_reader(pipe: Path) -> int:
     raise TimeoutError(f"nobody opened {pipe}")
 
 
+@pytest.mark.slow
 def test_results_come_in_order_and_equal_those_of_this_process(pool, good):
     assert list(pool.probe([good] * 2)) == [decoding.probe(good)] * 2
     clips = [Clip(good, PLAN, first) for first in (0, 3, 1, 5, 2, 4)]
@@ -70,6 +71,7 @@ def test_results_come_in_order_and_equal_those_of_this_process(pool, good):
     assert np.array_equal(pool.decode(good, PLAN, 2, 5), whole[2:5])
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
     names = ["good", "silent", "good", "text", "gone", "good"]
     clips = [Clip(str(folder / f"{name}.mp4"), PLAN, sample=f"7/{i}/0") for i, name in enumerate(names)]
@@ -84,6 +86,7 @@ def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
         pool.decode(str(folder / "gone.mp4"), PLAN)
 
 
+@pytest.mark.slow
 def test_a_crash_costs_only_its_sample(tmp_path, good):
     os.mkfifo(tmp_path / "crash.mp4")
     others = set(psutil.Process().children(recursive=True))
@@ -100,6 +103,7 @@ def test_a_crash_costs_only_its_sample(tmp_path, good):
         assert numbers(next(results))[-1] == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "value", "most"), [("max_bytes", 2 * BYTES, 2), ("max_clips", 3, 3)])
 def test_a_slow_consumer_pauses_the_decoders(pool, good, monkeypatch, bound, value, most):
     monkeypatch.setattr(pool, bound, value)
@@ -116,6 +120,7 @@ def test_a_slow_consumer_pauses_the_decoders(pool, good, monkeypatch, bound, val
         assert taken <= done + most + 1  # one is looked at and waits for room
 
 
+@pytest.mark.slow
 def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch):
     monkeypatch.setattr(pool, "max_bytes", BYTES - 1)
     error, part = pool.stream([Clip(good, PLAN), Clip(good, PLAN, 1)])
@@ -123,6 +128,7 @@ def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch
     assert len(part) == 5
 
 
+@pytest.mark.slow
 def test_a_pool_travels_as_its_settings(pool, good):
     assert list(pool.probe([good]))
     there = pickle.loads(pickle.dumps(pool))
@@ -154,6 +160,7 @@ def test_workers_that_cant_start_are_no_fault_of_the_clip(good, monkeypatch):
         multiprocessing.set_executable(python)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path):
     os.mkfifo(tmp_path / "silent.mp4")
     program = f"""

@@ -33,6 +33,7 @@ def random_rows(rng):
     return [row(rng.choice([3, 40, 300]), rng.randint(1, 200), rng.randint(0, 6)) for _ in range(rng.randint(1, 40))]
 
 
+@pytest.mark.slow
 def test_every_row_runs_once_on_aligned_ranks_that_meet_in_one_order():
     for seed in range(60):
         rng = random.Random(seed)
@@ -106,6 +107,7 @@ def test_ranks_that_share_cores_make_room_when_they_are_done():
     assert Costs().end([3, 5]) == 5.0
 
 
+@pytest.mark.slow
 def test_no_plan_ends_later_than_one_degree_for_all():
     """By the model's own account, whatever the batch and the machine."""
     for seed in range(200):

@@ -252,6 +252,7 @@ def beside(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_exist_and_their_jobs_compose(name, beside, parsers_stop):
     text = text_of(name)
@@ -265,6 +266,7 @@ def test_commands_exist_and_their_jobs_compose(name, beside, parsers_stop):
             assert (ROOT / words[words.index("-f") + 1]).exists()
 
 
+@pytest.mark.slow
 def test_commands_in_job_files_and_help_compose(beside, parsers_stop):
     found = [line for path in JOBS.glob("*.yaml") for line in re.findall(r"^# {3}(rlfuse .*?)(?: {3}.*)?$",
              path.read_text(), re.MULTILINE)]  # fmt: skip
@@ -274,6 +276,7 @@ def test_commands_in_job_files_and_help_compose(beside, parsers_stop):
         try_command(shlex.split(line))
 
 
+@pytest.mark.slow
 def test_wrong_commands_are_found(beside, parsers_stop):
     text = "```bash\nrlfuse runs && rlfuse train a.yaml \\\n  n=8   # a comment\nA=1 bash jobs/x.sh > b\n```\n"
     assert [*typed(text)] == [["rlfuse", "runs"], ["rlfuse", "train", "a.yaml", "n=8"], ["bash", "jobs/x.sh"]]
@@ -352,6 +355,7 @@ def test_names_of_verl_exist_and_become_what_the_table_says():
             assert dict(VERL_PREFIXES)[there.removesuffix("X")] == here.removesuffix("X")
 
 
+@pytest.mark.slow
 def test_names_of_trl_are_those_of_the_installed_one():
     theirs = fields_of("trl/trainer/grpo_config.py", "trl/trainer/rloo_config.py", "trl/trainer/base_config.py",
                        "transformers/training_args.py")  # fmt: skip
@@ -389,6 +393,7 @@ def templates():
     yield re.sub(r"\$\{?\w+(?:\^\^)?\}?", "...", install)
 
 
+@pytest.mark.slow
 def test_messages_are_in_the_words_printed():
     said = list(templates())
     text = without_code(text_of("jobs/troubleshooting.md"))

@@ -55,6 +55,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(pictures, told, tmp_path):
     shown = []
     for number in range(2):
@@ -75,6 +76,7 @@ def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(
     assert priority == 19 and process == group != os.getpid() and not psutil.pid_exists(int(later[1]))
 
 
+@pytest.mark.slow
 def test_what_hangs_is_given_up_and_what_is_too_much_is_left_out(pictures, told, tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "DRAWING_S", 1.5)
     monkeypatch.setattr(drawing, "MOST", 1)
@@ -84,6 +86,7 @@ def test_what_hangs_is_given_up_and_what_is_too_much_is_left_out(pictures, told,
     assert told == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others wait; draw less often"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_path):
     pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     pictures.ask("two", lambda: told.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
@@ -94,6 +97,7 @@ def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_pa
     assert told == ["one was not drawn: the run ended first", "two was not drawn: the run ended first", "tried"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_path):
     pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     pictures.ask("two", lambda: None, f"{HERE}:hang", tmp_path / "begun")
@@ -106,6 +110,7 @@ def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_
     wait_for(lambda: not any(thread.is_alive() for thread in pictures._thread._threads))  # Python waits for it, too
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_terminal_sends(tmp_path):
     script = (
         "import sys; from rlfuse.observe.drawing import Drawing\n"

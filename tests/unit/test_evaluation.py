@@ -192,6 +192,7 @@ def job(run, tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_what_training_alone_needs_is_not_asked_for(job, run):
     config, source = read([str(job), "rollout.val_kwargs.temperature=1"], scored=False)
     assert source.step == 4 and config.model.path == source.path and config.rollout.val_kwargs.temperature == 1
@@ -204,6 +205,7 @@ def test_what_training_alone_needs_is_not_asked_for(job, run):
         read([str(job), "data.max_prompt_length=80"], scored=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*OPEN, "trainer.metrics"])
 def test_functions_that_training_alone_calls_may_be_gone(job, key):
     value = "absent.py:f" if key in OPEN else "[absent.py:f,other/absent.py:f]"
@@ -221,6 +223,7 @@ def test_engines_elsewhere_find_a_family_of_video_models(job, tmp_path, monkeypa
     assert config.model.video_family == f"{tmp_path}/mine.py:Mine"
 
 
+@pytest.mark.slow
 def test_a_job_without_a_name_means_its_last_run(job, run):
     job.write_text(job.read_text().replace(f", experiment_name: {run.name}", ""))
     assert read([str(job)], scored=False)[1].run is None
@@ -239,6 +242,7 @@ def test_a_run_brings_its_own_job(job, run):
     assert source.step == 2 and config.trainer.experiment_name == run.name
 
 
+@pytest.mark.slow
 def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path, capsys):
     out = f"{tmp_path}/x.jsonl"
     cases = {
@@ -306,6 +310,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
         Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, groups)
 
 
+@pytest.mark.slow
 def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run, tmp_path):
     config, source = read([str(job)], scored=False)
     settings = made_from(config, source, scored=True)

@@ -74,6 +74,7 @@ def tolerance(workload):
     return workload.switch_s + workload.move_s + again + later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(workload=workloads())

@@ -46,6 +46,7 @@ def found(collector):
     return [(span.cause, span.attributes["automatic"]) for span in collector._recorder.drain() if span.kind == "gc"]
 
 
+@pytest.mark.slow
 def test_from_the_first_planned_collection_on_there_is_no_other(collector):
     assert gc.isenabled()
     collector.collect()
@@ -58,6 +59,7 @@ def test_from_the_first_planned_collection_on_there_is_no_other(collector):
     assert found(collector) == [("step", 0)]
 
 
+@pytest.mark.slow
 def test_where_users_code_runs_python_collects_what_is_young_and_only_that(collector):
     collector._young = True
     collector.collect()
@@ -68,6 +70,7 @@ def test_where_users_code_runs_python_collects_what_is_young_and_only_that(colle
     assert cause == "step" and automatic > 10
 
 
+@pytest.mark.slow
 def test_what_python_collects_by_itself_is_told(collector):
     gc.collect()
     assert leave_cycles(20_000) > 0
@@ -77,6 +80,7 @@ def test_what_python_collects_by_itself_is_told(collector):
     assert cause == "step" and automatic >= 2
 
 
+@pytest.mark.slow
 def test_a_process_that_has_grown_collects_between_two_pieces_of_its_work(collector, monkeypatch):
     monkeypatch.setattr(garbage, "OBJECTS", 10_000)
     collector.collect()
@@ -102,6 +106,7 @@ def test_a_process_that_has_grown_collects_between_two_pieces_of_its_work(collec
     assert not found(collector), "what stayed is no garbage"
 
 
+@pytest.mark.slow
 def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     held, before = [Cycle() for _ in range(3)], Cycle.freed
     collector.collect()
@@ -112,6 +117,7 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
 
 
+@pytest.mark.slow
 def test_letting_go_leaves_the_rest_to_python_where_nothing_is_planned(collector):
     collector.let_go()
     assert gc.isenabled() and not gc.get_freeze_count()
@@ -128,6 +134,7 @@ class Engine:
         return [Span("gc", "trainer/0", 1.0, 1.5, cause="step")] if collect else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gc_freq, due", [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4]), (0, [])])
 async def test_all_processes_are_asked_in_the_same_step(tmp_path, gc_freq, due):
     journal, engines = Journal(tmp_path, {}, gc_freq), [Engine(), Engine()]

@@ -72,6 +72,7 @@ def test_weights_go_to_another_process():
     run(ipc.test_tensors_of_host_memory_are_refused, "cpu")
 
 
+@pytest.mark.slow
 def test_attention_by_layouts(tmp_path):
     folder = small.policy_folder(tmp_path)
     assert attention.TOLERANCE
@@ -79,6 +80,7 @@ def test_attention_by_layouts(tmp_path):
         run(attention.test_packed_padded_and_shared_prompts_give_the_same, "cpu", folder, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["video_llama3", "qwen25_vl"])
 def test_towers(tmp_path, family):
     folder = tower.write_tower(tmp_path, family)

@@ -103,6 +103,7 @@ def test_the_slow_one_is_named_with_the_evidence(workers):
     assert ended == replace(began, ended=ended.ended) and 51 * 8 < ended.ended < 75 * 8
 
 
+@pytest.mark.slow
 def test_healthy_workers_and_short_jitters_raise_nothing():
     for workers in (2, 3, 8, 64):
         levels = scattered(80, workers, seed=workers, scatter=0.1)
@@ -269,6 +270,7 @@ async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_pa
     assert eyes.closed
 
 
+@pytest.mark.slow
 def test_a_made_run_with_a_slow_slot_and_a_healthy_one():
     healthy, slow = MadeRun(11, 4, near_miss="checkpoint"), MadeRun(3, 4, "slow")
     assert not alarms_of(healthy)

@@ -53,6 +53,7 @@ def running(script, *arguments):
                 each.kill()
 
 
+@pytest.mark.slow
 def test_a_sampler_tells_who_works_with_all_its_children_and_who_does_not():
     with running(PARENT) as parent, running(SLEEPER) as sleeper:
         workers = [Registered("rollout/0", parent.pid, ""), Registered("trainer/0", sleeper.pid, "")]
@@ -97,6 +98,7 @@ async def drained(handle, enough):
     raise AssertionError(f"it saw {seen}")
 
 
+@pytest.mark.slow
 async def test_an_agent_looks_once_a_second_and_tells_what_failed(monkeypatch):
     monkeypatch.setattr(agent, "PERIOD_S", 0.05)
     mine = [Registered("rollout/0", os.getpid(), "")]
@@ -110,6 +112,7 @@ async def test_an_agent_looks_once_a_second_and_tells_what_failed(monkeypatch):
     assert not handle._agent._thread.is_alive()
 
 
+@pytest.mark.slow
 async def test_a_run_has_an_agent_on_each_machine_and_none_where_nobody_looks(tmp_path, monkeypatch):
     here, other = Node("a", "127.0.0.1", 1, {}), Node("b", "127.0.0.1", 2, {})
     monkeypatch.setattr(agent, "this_node_id", lambda: "a")

@@ -111,6 +111,7 @@ intervals = st.lists(st.tuples(ends, ends)).map(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(intervals, intervals)
 def test_a_cut_loses_nothing(what, by):

@@ -54,6 +54,7 @@ def test_what_is_refused_for_its_form_is_invalid_by_the_published_schema_too(cha
     assert valid == (form or empty or "nan" in str(change)), "which fields go together no schema says; nor JSON NaN"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "more"), [("simulate", ["--policy", "serial"]), ("schedule", ["--time-limit", "1"])]
 )

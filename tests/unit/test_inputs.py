@@ -91,6 +91,7 @@ def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, rewa
     assert str(file) in told and "edited: what is logged" in told and "no longer one experiment" not in told
 
 
+@pytest.mark.slow
 def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     first, folder = reward.read_text(), begun(config, 2, 4)
     reward.write_text(first.replace("1.0", "2.0"))

@@ -49,6 +49,7 @@ def test_whatever_prepares_names_a_task():
     assert len(named) >= 5 and all(task.split() and task.split()[0] in TASKS for task in named), named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_words_of_scripts_make_a_job(script):
     """Of the commands, and of the examples in the comments."""
@@ -66,6 +67,7 @@ def test_the_words_of_scripts_make_a_job(script):
         assert composed(*base, *files).data.train_files, line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.name)
 def test_job_files_are_sound_and_fit_their_gpus(path, tmp_path):
     config = composed(str(path))
@@ -80,6 +82,7 @@ def test_job_files_are_sound_and_fit_their_gpus(path, tmp_path):
     assert problems(config, memory_of(config, shapes, Budget("cuda", promised * GIB))) == []
 
 
+@pytest.mark.slow
 def test_the_job_for_kubernetes():
     job = yaml.safe_load((JOBS / "several_nodes.kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")

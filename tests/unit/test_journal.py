@@ -74,6 +74,7 @@ async def run_step(log, step, rewards):
     log.metrics.log_step(step, board_of(samples), await journal.collect(step))
 
 
+@pytest.mark.slow
 async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsys):
     log = log_in(tmp_path)
     for step in (1, 2, 3):
@@ -193,6 +194,7 @@ async def go_on(folder):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was cut short")
 async def test_a_run_killed_at_any_moment_goes_on_with_every_row_once(told, tmp_path, monkeypatch):
     started, killed, at = set(), True, 0

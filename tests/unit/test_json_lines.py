@@ -25,6 +25,7 @@ TAILS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(whole=st.integers(0, 2), tail=TAILS)
 def test_whatever_a_file_ends_with_its_whole_rows_are_read_and_gone_on_with(tmp_path_factory, whole, tail):

@@ -63,6 +63,7 @@ def changed(name, value):
     return config
 
 
+@pytest.mark.slow
 def test_the_reference_is_current_and_printed_at_once():
     told = printed("--markdown")
     assert told.stdout == (CONF / "KEYS.md").read_text(), f"conf/KEYS.md is not current; renew it: {RENEW}"
@@ -70,6 +71,7 @@ def test_the_reference_is_current_and_printed_at_once():
     assert heavy == "nothing" and float(seconds) < 5
 
 
+@pytest.mark.slow
 def test_every_key_has_a_row_with_all_about_it():
     table = rows((CONF / "KEYS.md").read_text())
     assert set(table) == {*by_name(), *(f"reward.functions[].{name}" for name in KEYS)}
@@ -86,6 +88,7 @@ def test_every_key_has_a_row_with_all_about_it():
     assert "next step (where work runs" in table["trainer.nnodes"][-1]
 
 
+@pytest.mark.slow
 def test_words_narrow_the_reference():
     page = printed("--markdown", "warm-up").stdout
     assert {"actor.optim.lr_warmup_steps", "actor.optim.lr"} <= set(rows(page)) < set(by_name())

@@ -104,6 +104,7 @@ def test_odd_configurations_are_told_or_left_to_vllm(config):
     assert unserved(config) == [] and "num_key_value_heads" in untrainable(config)[0]
 
 
+@pytest.mark.slow
 def test_vllm_s_own_tables_say_the_same():
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform
@@ -117,6 +118,7 @@ def test_vllm_s_own_tables_say_the_same():
     assert {torch.float32, torch.bfloat16} <= {*CpuPlatform().supported_dtypes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vllm_s_kernel_takes_just_the_heads_that_are_listed(dtype):
     from vllm import _custom_ops as ops

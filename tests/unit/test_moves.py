@@ -79,6 +79,7 @@ def assert_same(ours, theirs):
     assert any(tensor.any() for name, tensor in theirs.items() if "fp32" in name or "weight" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
@@ -120,6 +121,7 @@ def appeared():
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_stays_on_the_device(appeared, stage, trains):
@@ -170,6 +172,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dtype):
     (trained, network), (twin, other) = stages(dtype), stages(dtype)
@@ -289,6 +292,7 @@ def error(found, summed):
     return float((found[: len(expected)] - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0)
@@ -296,6 +300,7 @@ def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
     assert error(stepped_by(trained), summed) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_they_do_not_in_bfloat16(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0, grad_accum_dtype="bfloat16")
@@ -303,6 +308,7 @@ def test_they_do_not_in_bfloat16(summed, stage):
     assert error(stepped_by(trained), summed) > 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deferring", [False, True])
 def test_gradients_of_pipelines_add_up_too(summed, deferring):
     trained, network = stages("bfloat16", grad_clip=0.0)

@@ -195,6 +195,7 @@ def test_slices_have_the_positions_of_the_whole(whole, way):
 # Loading and joining -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_language_models_are_loaded_without_tower_from_either_naming(folder, whole, policy, tmp_path):
     assert not [name for name in policy.state_dict() if "visual" in name]
     assert set(policy.state_dict()) < set(whole.state_dict())
@@ -210,6 +211,7 @@ def test_language_models_are_loaded_without_tower_from_either_naming(folder, who
                 assert torch.equal(found[name], tensor)
 
 
+@pytest.mark.slow
 def test_a_critic_is_the_language_model_under_a_value_head(folder, whole, tmp_path):
     critic = load_critic(str(folder), SETTINGS).eval()
     assert attends_by_layout(critic) and not critic.score.weight.any()
@@ -256,6 +258,7 @@ def assert_joined(out, folder, model_class, state):
     assert {file.name for file in out.iterdir()} == {file.name for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_trained_language_model_becomes_a_whole_one_again(folder, tmp_path):
     state = trained(load_policy(str(folder), SETTINGS), tmp_path / "text")
     with pytest.raises(ValueError, match=r"not the text part of .*unknown"):
@@ -265,6 +268,7 @@ def test_a_trained_language_model_becomes_a_whole_one_again(folder, tmp_path):
     assert_joined(out, folder, Qwen2_5_VLForConditionalGeneration, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_trained_text_part_of_a_videollama3_goes_back_into_the_shards_of_the_whole(tied, tmp_path):
     folder = write_small_video_llama3(tmp_path / "whole", SmallModel(tied=tied))

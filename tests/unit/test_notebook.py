@@ -179,6 +179,7 @@ def test_what_is_no_run_is_told(tmp_path):
         nb.metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_pictures_show_what_they_were_given(table):
     short = nb.score(table, lambda solution_str: 1.0 / len(solution_str))
     histogram = nb.plot_rewards(table, short[short.index > 3], labels=("saved", "short"))
@@ -222,6 +223,7 @@ def test_a_job_that_fails_shows_its_end():
         job("for i in range(100): print('line', i)\nraise SystemExit(3)").follow(30, lambda line: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
     monkeypatch.setattr(Job.stop, "__defaults__", (0.3, print))
@@ -250,6 +252,7 @@ asyncio.run(listening.listen_during(steps()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left, end", [(0.1, "saved"), (600, "Ctrl-C again")])
 def test_an_interrupted_cell_stops_its_job_after_the_step_under_way_and_a_second_one_at_once(capsys, left, end):
     running = job(LISTENS.format(left=left))
@@ -270,6 +273,7 @@ def test_an_interrupted_cell_stops_its_job_after_the_step_under_way_and_a_second
     assert not running.running and "another interrupt" in (told := capsys.readouterr().out) and end in told
 
 
+@pytest.mark.slow
 def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean"):

@@ -68,6 +68,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_example_has_the_models_own_features(own, folder):
     with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, video_llama_3"):
@@ -93,6 +94,7 @@ def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatc
         exec(check, {})
 
 
+@pytest.mark.slow
 def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tmp_path):
     config = Config()
     config.model = ModelConfig(path=str(folder), dtype="float32", video_family=own)
@@ -171,6 +173,7 @@ def test_without_it_the_model_is_refused_with_what_is_known(folder):
     assert isinstance(refusal, Refusal) and "known are qwen2_5_vl, video_llama_3" in refusal.reason
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_job_knows_it(own, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [f"model.path={folder}", f"model.video_family={own}", "data.train_files=[rows.parquet]", "algorithm=grpo"]

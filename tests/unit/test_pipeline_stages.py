@@ -62,6 +62,7 @@ def test_layouts_that_do_not_fit_say_so():
         Pipelines("actor", 2, chunks=2, layers=(3, 1))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 9), st.integers(0, 30), st.integers(1, 4))
 def test_balanced_stages_are_the_best_cut(layers, embedding, head, stages):
     if len(layers) < stages - 1:

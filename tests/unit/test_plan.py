@@ -44,6 +44,7 @@ def large(tmp_path):
     return str(tmp_path / "large")
 
 
+@pytest.mark.slow
 def test_prompts_shorter_than_their_limit_make_micro_batches_of_responses(large):
     shape = read_shape(large, "model.path")
     config = job(data__max_prompt_length=30_000, data__max_response_length=2048, actor__ppo_mini_batch_size=64)
@@ -55,6 +56,7 @@ def test_prompts_shorter_than_their_limit_make_micro_batches_of_responses(large)
     assert activations(config, shape, "actor", "cuda") > logits > 18 * GIB
 
 
+@pytest.mark.slow
 def test_what_train_refuses_is_refused(tmp_path, capsys):
     transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
     assert command(tmp_path, "--device-memory", "80") == 2
@@ -69,6 +71,7 @@ def sizes(memory, role):
     return {part.what: part.size for part in memory.parts if part.role == role}
 
 
+@pytest.mark.slow
 def test_states_of_zero_stages(small):
     shape = read_shape(small, "model.path")
     shapes, budget, n = {"actor": shape}, Budget("cuda", 80 * GIB), shape.parameters
@@ -88,6 +91,7 @@ def test_states_of_zero_stages(small):
     assert sizes(narrow, "actor")["gradients"] == 2 * n
 
 
+@pytest.mark.slow
 def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
     shape = read_shape(small, "model.path")
     shapes = {"actor": shape, "critic": shape, "reference": shape}
@@ -111,6 +115,7 @@ def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
     assert cpu.phases == (TRAINING,) and cpu.total(TRAINING) == sum(part.size for part in cpu.parts)
 
 
+@pytest.mark.slow
 def test_a_push_needs_both_ends_of_it(small, large):
     small, large = (read_shape(path, "model.path") for path in (small, large))
     for stage, times in ((1, 1), (3, 2)):
@@ -121,6 +126,7 @@ def test_a_push_needs_both_ends_of_it(small, large):
     assert sizes(memory, "engine")["layer being loaded"] == 2 * large.embedding
 
 
+@pytest.mark.slow
 def test_reward_models_stay_on_their_slots(small):
     shape, budget = read_shape(small, "model.path"), Budget("cuda", 80 * GIB)
     config = job(2, reward__model_dtype="float32")
@@ -131,6 +137,7 @@ def test_reward_models_stay_on_their_slots(small):
     assert {part.item for part in memory.parts if part.role == "reward models"} == {Item.RESIDENTS}
 
 
+@pytest.mark.slow
 def test_the_engine_has_what_its_arguments_say(large):
     shape, budget = read_shape(large, "model.path"), Budget("cuda", 80 * GIB)
 
@@ -146,6 +153,7 @@ def test_the_engine_has_what_its_arguments_say(large):
     assert sizes(clips, "engine")["work space"] > 5 * sizes(engine(shape, **long), "engine")["work space"] / 2
 
 
+@pytest.mark.slow
 def test_a_tower_that_learns_is_there_twice(small):
     shape = replace(read_shape(small, "model.path"), tower=1000)
     config = job(actor__zero_stage=3, video__freeze_tower=False)
@@ -157,6 +165,7 @@ def test_a_tower_that_learns_is_there_twice(small):
     assert 4 * GIB < at_work < 6 * GIB, "a unit of 640 tokens"
 
 
+@pytest.mark.slow
 def test_the_cache_of_keys_and_values(small):
     shape = read_shape(small, "model.path")
     assert shape.cache.bytes_of(1, 2) == 2 * 3 * 2 * 8 * 2
@@ -193,6 +202,7 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
     assert texts.lengths == ((512, 512),) * 8, "so few samples are as many tokens with long prompts only"
 
 
+@pytest.mark.slow
 def test_passes_without_gradients_run_over_the_whole_batch(small):
     shapes = {role: read_shape(small, "model.path", value=role == "critic") for role in ("actor", "critic")}
     config = job(data__train_batch_size=32, actor__ppo_mini_batch_size=1, rollout__n=1)
@@ -216,6 +226,7 @@ def test_a_pass_that_fails_is_told_with_its_class(small):
         shape.model.work(job(), "actor", Texts(((3, 2),)), "cuda")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_and_the_remedies_help(large):
     shapes, budget = {"actor": read_shape(large, "model.path")}, Budget("cuda", 80 * GIB)
     config = job()
@@ -272,6 +283,7 @@ def test_activations_of_a_pipeline_grow_with_its_memory_limit(small):
     assert activations(config, shape, "actor", "cuda") < activations(more, shape, "actor", "cuda")
 
 
+@pytest.mark.slow
 def test_faster_devices_shorten_the_forecast(large):
     config, shapes = job(data__train_batch_size=16), {"actor": read_shape(large, "model.path")}
     config.algorithm.adv_estimator, config.fusion.policy = "grpo", "stream"
@@ -295,6 +307,7 @@ def command(model, *words):
     return cli.main(["plan", f"model.path={model}", "trainer.n_gpus_per_node=8", *fixed, *words])
 
 
+@pytest.mark.slow
 def test_statuses_for_ci(large, capsys):
     checkpointed = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3"]
     assert command(large, "--device-memory", "80", *checkpointed) == 0
@@ -314,6 +327,7 @@ def test_statuses_for_ci(large, capsys):
     assert command("absent/model/there", "--device-memory", "80") == 2
 
 
+@pytest.mark.slow
 def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_told(large, capsys):
     words = ["data.train_files=[data/gsm8k/train.parquet]", "cluster.device=auto"]
     assert command(large, *words, "--device-memory", "800", "--tflops", "300") == 0
@@ -326,6 +340,7 @@ def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_
     assert "a plan needs no more of a model than a folder with its config.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(large, tmp_path, capsys):
     picture = tmp_path / "slot.png"
     words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--settings"]
@@ -338,6 +353,7 @@ def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(larg
     assert "--memory-picture slot.gif: needs a name that ends in .png" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command(large) == 2 and "--device-memory 80" in capsys.readouterr().err
@@ -345,6 +361,7 @@ def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
     assert command(large, *elsewhere) == 2 and "say cluster.device=cuda" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
     words = ["algorithm=ppo", "training.pipeline_parallel_size=2", "rollout.weight_transfer=shm"]
     words += ["data.max_prompt_length=64", "data.max_response_length=64", "trainer.n_gpus_per_node=2"]
@@ -353,6 +370,7 @@ def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
     assert picture.stat().st_size > 10_000 and "critic layers" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
     from rlfuse.fusion.costs import Costs
     from rlfuse.simulate import recorded

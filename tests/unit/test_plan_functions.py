@@ -34,6 +34,7 @@ def test_all_problems_of_files_of_functions_are_told_together(model, tmp_path, m
     assert "mine.py:made" not in told and "rewards=mine.py:none" not in told and "a.parquet" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "text", "wrong"),
     [

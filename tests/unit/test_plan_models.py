@@ -144,6 +144,7 @@ def real_pass(config, model, backward):
     return max(accumulate(each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TRACED)
 def test_planned_activations_are_what_torch_saves(tmp_path, family):
     kind, sizes = TRACED[family]
@@ -191,6 +192,7 @@ ODD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
 def test_frozen_parameters_and_a_width_for_each_layer_are_planned(tmp_path, kind):
     name, sizes_of = ODD[kind]

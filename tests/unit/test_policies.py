@@ -24,6 +24,7 @@ SCORING = {"old_log_prob", "ref", "values"}
 exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(scene=scenes())
@@ -31,6 +32,7 @@ def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_i
     assert len(play(replace(scene, policy=policy)).learned) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(scene=scenes(steps=2, reference=True, estimator="grpo"))
@@ -41,6 +43,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene
     assert not world.trainer.filled or scene.mini_batch < scene.batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
@@ -49,6 +52,7 @@ def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(
     assert all(len(groups) <= scene.batch for groups in world.learned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [name if name in ("stream", "adaptive") else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
@@ -62,6 +66,7 @@ def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_the
     assert all(0 <= staleness <= most for staleness in world.staleness)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(exploring, max_examples=12)
 @given(scene=scenes(steps=3), data=st.data())
@@ -79,6 +84,7 @@ def test_a_drained_slot_gets_nothing_and_the_others_end_the_step(policy):
     assert {world.first[s.id] for groups in world.learned for group in groups for s in group.samples} == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["serial", "stream"])  # which move none themselves
 def test_samples_leave_a_slot_that_is_drained_in_the_middle_and_go_on_elsewhere(policy):
     costs = Costs(max_tokens=50, step_base_s=1.0, move_s=0.0)
@@ -101,6 +107,7 @@ def job(policy, **changes):
     return Scene(policy, slots=3, reference=True, **scene, **changes)
 
 
+@pytest.mark.slow
 def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_also_trains():
     overlapped = {policy: play(replace(job(policy), seed=4)).overlapped for policy in POLICIES}
     assert overlapped["serial"] == set()
@@ -117,6 +124,7 @@ def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(polic
         assert world.trainer.filled["ref"] > 3 and world.trainer.filled["actor"] > 0
 
 
+@pytest.mark.slow
 def test_only_rlhfuse_and_adaptive_move_samples():
     moving = {policy for policy in POLICIES if play(job(policy)).decided["Move"]}
     assert "rlhfuse" in moving and moving <= {"rlhfuse", "adaptive"}

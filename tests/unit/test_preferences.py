@@ -149,6 +149,7 @@ def test_calibration_by_hand():
         calibrate(np.array([1.0, np.nan]))
 
 
+@pytest.mark.slow
 def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
     gaps = np.linspace(-1, 3, 50)
     draw_calibration(tmp_path / "calibration.png", calibrate(gaps), gaps)

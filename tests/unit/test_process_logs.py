@@ -41,6 +41,7 @@ print(os.getpid(), file=open(os.environ["PID"], "w"))
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs, tmp_path, monkeypatch):
     monkeypatch.setenv("PID", str(tmp_path / "pid"))
     pids = []

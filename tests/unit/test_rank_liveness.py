@@ -159,6 +159,7 @@ def sleeps():
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_computing_is_a_sign_of_life_and_sleeping_is_none():
     calls = Calls()
     before, after = calls.signs(spins)
@@ -170,6 +171,7 @@ def test_computing_is_a_sign_of_life_and_sleeping_is_none():
     assert f'File "{__file__}", line ' in after.stack[0]
 
 
+@pytest.mark.slow
 def test_on_gpus_a_spinning_thread_is_none_but_every_layer_and_gradient_is():
     torch = pytest.importorskip("torch")
     progress = Progress("cuda")

@@ -152,6 +152,7 @@ def test_what_is_done_until_an_end_is_the_cost(steps, start, cost):
     assert each.later(3.0).end(start + 3.0, cost) == pytest.approx(each.end(start, cost) + 3.0)
 
 
+@pytest.mark.slow
 @given(changes, changes, st.floats(0.0, 20.0), st.floats(0.0, 20.0))
 def test_slots_together_do_what_each_does(first, second, start, more):
     both, end = [speed(first), speed(second)], start + more

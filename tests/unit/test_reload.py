@@ -67,6 +67,7 @@ def push(trained, transfer, folder):
     transfer.finish_weight_update()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tied, width", [("float32", False, 64), ("bfloat16", True, 40)])
 def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
     """Experts, also of a width that their kernel pads; the head and a linear layer, packed as well."""
@@ -92,6 +93,7 @@ def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
                 torch.testing.assert_close(one, other, atol=close * float(other.abs().max()), rtol=0)
 
 
+@pytest.mark.slow
 def test_a_model_that_loads_past_the_reload_is_refused(tmp_path):
     """vLLM writes GPT-OSS's experts and sinks into tensors that a reload has emptied: they would stay as they were."""
     config = transformers.GptOssConfig(**SMALL, num_local_experts=3, layer_types=["full_attention"])

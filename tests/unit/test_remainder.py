@@ -104,6 +104,7 @@ def test_problems_are_a_function_of_the_seed_and_in_range():
     assert max(p.dividend for p in problems) <= LARGEST_NUMBER
 
 
+@pytest.mark.slow
 def test_solutions_have_a_long_tail_and_fit_160_tokens():
     tokenizer = build_tokenizer()
     problems = draw_problems(4000, 1, held_out=False)
@@ -153,6 +154,7 @@ def test_parquet_rows_are_in_verls_shape(tmp_path):
         assert info["split"] == split and problem.held_out == (split == "val")
 
 
+@pytest.mark.slow
 def test_a_short_warm_start_learns_and_leaves_the_process_as_it_was(tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     losses = warm_start(tmp_path / "model", TINY)
@@ -171,6 +173,7 @@ def test_settings_out_of_range_are_named(tmp_path):
         warm_start(tmp_path, WarmStart(hidden_size=96))
 
 
+@pytest.mark.slow
 def test_prepare_keeps_what_it_built_and_rebuilds_for_other_settings(tmp_path, capsys):
     root = tmp_path / "cache" / "remainder"
     task = prepare(root, TINY, Rows(8, 4))
@@ -199,6 +202,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_prints_where_things_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlfuse.tasks.prepare.WarmStart", lambda: TINY)

@@ -45,6 +45,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
     folder, _ = run
     assert rlfuse(["reward", "replay", str(folder)]) == 0
@@ -55,6 +56,7 @@ def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
     assert "384" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_reward_shows_what_would_have_changed(run, capsys):
     folder, asked = run
     words = ["reward.functions=[mine.py:short]", "--examples", "2"]
@@ -69,6 +71,7 @@ def test_another_reward_shows_what_would_have_changed(run, capsys):
     assert f"{report['agreement']['flipped']} of 576" in out and "replay.csv" in out
 
 
+@pytest.mark.slow
 def test_failures_are_counted_and_have_no_number(run, capsys):
     folder, _ = run
     out = folder.parent / "elsewhere"
@@ -84,6 +87,7 @@ def test_failures_are_counted_and_have_no_number(run, capsys):
     assert not (folder / "replay.json").exists()
 
 
+@pytest.mark.slow
 def test_limits_are_the_runs_and_the_rest_is_not_mixed():
     run = open_run(RUN)
     run.config["reward"] |= {"timeout_s": 7.0, "weights": [0.5], "model_path": "old"}

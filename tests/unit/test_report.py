@@ -125,6 +125,7 @@ def values(page, run, name):
     return shown["steps"][steps], numbers
 
 
+@pytest.mark.slow
 def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
     data = json.loads(alone.data["data"])
     assert alone.data.keys() >= PLOTS
@@ -143,12 +144,14 @@ def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
     assert "5000" not in alone.text, "what validation generated is no sample of the step"
 
 
+@pytest.mark.slow
 def test_the_overview_says_when_by_what_and_how_it_ended(alone):
     for told in ("failed: out of luck", "2001-09-09 01:46:40 UTC", "rlfuse train my_job.yaml", "abc123+", "here",
                  "4 in 1 min 15 s", "1 min 40 s", "0.375 → 0.875"):  # fmt: skip
         assert told in alone.text, told
 
 
+@pytest.mark.slow
 def test_legends_name_every_line_and_cause_in_words(both):
     curves, parts = json.loads(both.data["data"])["panels"].values()
     lines = [name for panel in curves + parts for name, _ in panel["lines"]]
@@ -164,6 +167,7 @@ def test_a_metric_keeps_its_dash_and_a_run_its_colour(tmp_path):
     assert len(set(colours(30))) == 30 and colours(30)[:2] == colours(2)
 
 
+@pytest.mark.slow
 def test_figures_show_each_step_and_cause(alone):
     bars = {bar["name"]: bar for bar in json.loads(alone.data["timeline-0"])["data"] if bar["type"] == "bar"}
     assert bars["busy/generate"]["x"] == [6.0] and bars["busy/generate"]["y"] == ["slot 0"]
@@ -173,6 +177,7 @@ def test_figures_show_each_step_and_cause(alone):
     assert {bar["name"] for bar in json.loads(alone.data["chart-time-0"])["data"]} == {"busy/generate", "idle/tail"}
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(both):
     data = {name: json.loads(text) for name, text in both.data.items() if name != "data"}
     shown = json.loads(both.data["data"])
@@ -189,6 +194,7 @@ def test_runs_side_by_side(both):
         )
 
 
+@pytest.mark.slow
 def test_what_differs_is_what_the_steps_had(tmp_path):
     changed, plain = run_folder(tmp_path / "changed", lr=1e-7), run_folder(tmp_path / "plain", lr=4e-7)
     (changed / "changes.jsonl").write_text(
@@ -205,6 +211,7 @@ def test_what_differs_is_what_the_steps_had(tmp_path):
     assert "1.0e-07" not in told and "data.seed" not in told
 
 
+@pytest.mark.slow
 def test_a_projects_runs_together(tmp_path, capsys):
     for number in range(5):
         run_folder(tmp_path / f"run{number}", steps=2, lr=number * 1e-6)
@@ -216,6 +223,7 @@ def test_a_projects_runs_together(tmp_path, capsys):
     assert len([1 for tag, each in page.tags if "timeline-choice" in each.get("class", "")]) == 6
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for project in ("a", "b"):
         (tmp_path / project).mkdir()
@@ -224,6 +232,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert [run["name"] for run in json.loads(page.data["data"])["runs"]] == ["a/run", "b/run"], "each once"
 
 
+@pytest.mark.slow
 def test_validation_shows_the_same_prompts_over_the_steps(tmp_path):
     folder = run_folder(tmp_path / "run", steps=1)
     rows = [json.loads(line) for line in (folder / "samples.jsonl").open()]
@@ -239,6 +248,7 @@ def test_validation_shows_the_same_prompts_over_the_steps(tmp_path):
     assert len(shown) == len(steps) * len(prompts) <= 400 and len(steps) == 12 and {0, 98} <= steps
 
 
+@pytest.mark.slow
 def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     folder = run_folder(tmp_path / "new", steps=0)
     for name in ("events.jsonl", "metrics.jsonl", "samples.jsonl"):
@@ -260,6 +270,7 @@ def test_files_that_are_cut_short_are_told(tmp_path, capsys, name, content):
     assert str(folder / name) in told and "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_many_steps_stay_small(tmp_path):
     folder = run_folder(tmp_path / "long", steps=800, count=2, metrics=40)
     page = page_of(tmp_path / "page.html", folder)
@@ -272,6 +283,7 @@ def test_many_steps_stay_small(tmp_path):
     assert all(isinstance(step, int) for step in steps)
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_told(runs, tmp_path, capsys):
     assert rlfuse(["report", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err

@@ -46,6 +46,7 @@ def step(rank, model):
     return take_step(rank.engines["actor"], 10.0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, stage, dtype", KINDS)
 def test_a_new_rate_schedule_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kind, stage, dtype):
     writer, model, more = rank_of(kind, stage, dtype, lr=1e-2, grad_clip=1.0)

@@ -129,6 +129,7 @@ def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
             judge._token(wrong)
 
 
+@pytest.mark.slow
 def test_the_experiment_has_the_tasks_judge_and_where_it_runs_is_checked():
     [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
     assert judge == entry(FOLDERS["judge"] / "model")

@@ -116,6 +116,7 @@ def test_trls_documented_functions():
     assert rewards(lengths) == [-70.0, -95.0]
 
 
+@pytest.mark.slow
 def test_trls_own_functions():
     pytest.importorskip("trl")
     assert rewards("trl.rewards:think_format_reward") == [1.0, 0.0]

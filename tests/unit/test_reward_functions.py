@@ -226,6 +226,7 @@ def test_exit_is_a_failure(tmp_path):
         assert [outcome.message for outcome in outcomes(f"{path}:{name}")] == ["SystemExit: 3"] * 2
 
 
+@pytest.mark.slow
 def test_async_items_run_together_and_each_is_bounded(tmp_path):
     code = """
     import asyncio

@@ -104,6 +104,7 @@ def samples(act):
     return lambda samples: [Reward(act(), {"part": act()}, act()), RewardFailure(act(), act(), act())]
 
 
+@pytest.mark.slow
 @given(values, st.sampled_from([verl, verl_batch, trl, openrlhf, samples]))
 @settings(max_examples=150, deadline=None)
 def test_outcomes_are_plain_whatever_a_shape_gives(value, shape):

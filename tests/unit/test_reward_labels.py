@@ -114,6 +114,7 @@ def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
         assert [found["right"][position], found["brief"][position]] == pytest.approx(logits, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
     asked = "20 mod 6 ="
     rows = [

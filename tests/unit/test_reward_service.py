@@ -76,6 +76,7 @@ def graded(tmp_path_factory):
     return f"{path}:grade"
 
 
+@pytest.mark.slow
 async def test_a_model_is_started_by_whoever_scores_with_it(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     path, kwargs = f"{tmp_path}/mine.py:Longer", {"than": 2}
@@ -86,6 +87,7 @@ async def test_a_model_is_started_by_whoever_scores_with_it(tmp_path):
         service.main([path, "--kwargs", "3"])
 
 
+@pytest.mark.slow
 async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mistakes_cost_their_request(graded):
     async with Running(service.application(graded, timeout_s=1.0, memory_mb=500)) as url:
         assert await outcomes(url, "4", "5") == [
@@ -107,6 +109,7 @@ async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mist
         assert (await outcomes(url, "4"))[0].value == 1.0
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
     async with Running(service.application(graded)) as url, aiohttp.ClientSession() as session:
         for payload, words in [
@@ -130,6 +133,7 @@ async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
             assert answer.status == 503 and "busy" in (await answer.json())["error"]
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_none_is_a_failure_never_a_number():
     answers = {
         '{"rewards": [1.0, null]}': [None, "a reward has to be a number"],

@@ -72,6 +72,7 @@ def imports(module: str) -> set[str]:
     return found - {"rlfuse", module}
 
 
+@pytest.mark.slow
 def test_no_import_runs_back_up():
     """Not even inside a function, or for type checking."""
     wrong = [
@@ -83,6 +84,7 @@ def test_no_import_runs_back_up():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_nothing_imports_bundled_tasks():
     """`rlfuse.tasks` is a link to jobs/tasks: only `rlfuse prepare` goes there, by a name that rlfuse/cli.py has."""
     assert (PACKAGE / "tasks").resolve() == ROOT / "jobs" / "tasks"
@@ -94,6 +96,7 @@ def test_every_room_of_the_list_is_there():
     assert {room_of(module) for module in MODULES if module != "rlfuse"} == set(RANK)
 
 
+@pytest.mark.slow
 def test_modules_import_in_no_circle():
     graph = {module: imports(module) for module in MODULES}
     circle: list[str] = []
@@ -104,6 +107,7 @@ def test_modules_import_in_no_circle():
     assert not circle, f"modules import in a circle: {' <- '.join(circle)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["rlfuse", "jobs", "tests"])
 def test_files_and_functions_are_short(folder):
     long = []

@@ -110,6 +110,7 @@ def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text
     assert len(table) == 3 and f"{tmp_path}/ill: {file} can't be read" in last and told in last
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes the part of another user")
 def test_a_folder_that_is_closed_to_the_user_is_passed_over():
     program = "import os, sys; from rlfuse.run import listing; os.seteuid(65534); listing.main([sys.argv[1]])"
@@ -220,6 +221,7 @@ def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, cap
     assert "0 removed" in capsys.readouterr().out and all(each.exists() for each in wanted)
 
 
+@pytest.mark.slow
 def test_semaphores_count_while_a_process_has_them_open(settled):
     code = "import multiprocessing as m; a = m.get_context('spawn').Lock(); print(a._semlock.name, flush=1); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -116,6 +116,7 @@ def f(name):
 """What no limit of the kernel bounds."""
 
 
+@pytest.mark.slow
 def test_files_without_a_name_and_threads_are_counted(isolated):
     tests = [["descriptors"], ["memory"], ["threads"], ["churn"]]
     limits = Limits(timeout_s=0.4, total_s=20, memory_mb=256)
@@ -174,6 +175,7 @@ def test_what_code_is_kept_from(hostile_outcomes, number):
     assert outcome.reason == reason and text in outcome.text
 
 
+@pytest.mark.slow
 def test_what_code_may_do(isolated, monkeypatch):
     monkeypatch.setenv("SECRET", "of the parent")
     source = """
@@ -191,6 +193,7 @@ def f(x):
     assert (text, number, numbers) == ("7\n", 5, [0, 1, 2]) and "SECRET" not in environment and "HOME" in environment
 
 
+@pytest.mark.slow
 def test_endless_code_is_killed_and_nothing_stays_behind(isolated, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()\n"
@@ -212,6 +215,7 @@ def _children():
     return found
 
 
+@pytest.mark.slow
 def test_programs():
     truth = {"inputs": ["3\n", "4\n", "x"], "outputs": ["4 \n\n", "5", "1"]}
     result = code.score("", "So:\n```python\nprint(int(input()) + 1)\n```", truth)
@@ -226,6 +230,7 @@ def test_programs():
     assert early["score"] == 1.0
 
 
+@pytest.mark.slow
 def test_calls():
     truth = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 0.1 + 0.2], [2, 0.3]]})
     assert code.score("", "class Solution:\n    def f(self, x): return (x, 0.3)", truth)["score"] == 1.0
@@ -236,6 +241,7 @@ def test_calls():
     assert code.score("", "def f(x): return True", {"fn_name": "f", "inputs": [[1]], "outputs": [1]})["score"] == 0.0
 
 
+@pytest.mark.slow
 def test_assertions():
     cases = [
         "assert f(3) == 4",
@@ -319,6 +325,7 @@ def test_messages_hold_plain_data_only():
     assert decode(encode({(1, "a"): [frozenset({2})]})) == {(1, "a"): [frozenset({2})]}
 
 
+@pytest.mark.slow
 def test_the_sandbox_ends_with_its_process():
     pid = os.fork()
     if not pid:

@@ -29,6 +29,7 @@ def changed(schedule, device, place, **times):
     return replace(schedule, rows=tuple(rows))
 
 
+@pytest.mark.slow
 def test_times_follow_data_devices_and_communication():
     schedule = one_f_one_b()
     assert [(each.operation.kind, each.start) for each in schedule.rows[1]] == [

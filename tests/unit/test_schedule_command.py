@@ -21,6 +21,7 @@ def path(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "html"])
 def test_summary_schedule_and_picture(path, tmp_path, capsys, ending, monkeypatch):
     made, as_json = [], Schedule.as_json

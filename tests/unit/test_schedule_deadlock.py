@@ -130,6 +130,7 @@ def test_groups_alone_or_the_order_of_posting_alone_would_not_do():
     assert not waiting(made, QUEUES["nccl"])
 
 
+@pytest.mark.slow
 @given(st.integers(2, 6), st.sampled_from(sorted(PROBLEMS)), st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
 def test_receives_are_few_in_the_order_of_sends_and_never_of_what_is_still_to_do(stages, shape, micro_batches):

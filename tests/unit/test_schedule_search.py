@@ -69,6 +69,7 @@ def problems(draw, largest=4):
     )
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_problem):
@@ -90,6 +91,7 @@ def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_pro
             assert found.makespan <= max(row[-1].end for row in rows) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
@@ -101,6 +103,7 @@ def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
     assert max(peaks(given_problem, found)) == pytest.approx(peak(shop, order))
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(given_problem, seed):
@@ -227,6 +230,7 @@ def test_whole_backward_reaches_the_bound(number):
     assert found.serial_1f1b == INSTANCES[number].serial_1f1b
 
 
+@pytest.mark.slow
 def test_split_backward_reaches_its_bound_in_the_memory_of_1f1b():
     found = search(problem(8, split_backward=True, memory_cap=1.0), time_limit=30, cached=False)
     assert found.makespan == found.lower_bound == 158 and found.memory_peak <= 1.0 + 1e-9
@@ -235,6 +239,7 @@ def test_split_backward_reaches_its_bound_in_the_memory_of_1f1b():
 # The same again ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_schedule():
     given_problem = problem(2, split_backward=True, memory_cap=1.0)
     first, second = (search(given_problem, time_limit=60, method="list", seed=seed, cached=False) for seed in (3, 3))
@@ -270,6 +275,7 @@ def wide(devices, micro_batches, **fields):
     return parse({"devices": devices, "models": models, "memory_cap": 1.0} | fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "large",
     [
@@ -304,6 +310,7 @@ def test_the_alarm_of_a_search_stops_compiled_loops():
     assert hunt.stop[0] and hunt.over()
 
 
+@pytest.mark.slow
 def test_a_search_leaves_what_a_signal_does_as_it_was():
     """OR-tools takes SIGINT for the time of a search and leaves it deadly afterwards, unless it is told not to."""
 

@@ -33,6 +33,7 @@ def workload(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_all_policies_in_a_table_a_list_and_a_picture(workload, tmp_path, capsys):
     out, picture = tmp_path / "result.json", tmp_path / "picture.png"
     assert main(["simulate", workload, "--threshold", "0.2", "--out", str(out), "--picture", str(picture)]) == 0
@@ -87,6 +88,7 @@ def recorded(folder, steps=2):
     return measured
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
     measured = recorded(tmp_path)
     out, picture = tmp_path / "result.json", tmp_path / "picture.png"

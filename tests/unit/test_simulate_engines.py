@@ -74,6 +74,7 @@ def one_by_one(lengths, costs=COSTS, prompt_tokens=10, speculation=None):
     return ends
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),

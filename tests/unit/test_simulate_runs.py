@@ -65,6 +65,7 @@ def workloads(draw, failures=True):
     )
 
 
+@pytest.mark.slow
 @few
 @given(
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from([1, 3, 1 << 30]), st.sampled_from([0.0, 0.2, 0.5])
@@ -108,6 +109,7 @@ def test_serial_takes_the_sum_of_its_stages():
     assert result.oracle_s == pytest.approx(result.step_s - 0.2)  # the way back to generating is not in the bound
 
 
+@pytest.mark.slow
 def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
     plain = simulate(parse(LONG_TAIL), "stream").result
     lost = simulate(parse(LONG_TAIL | {"failures": [{"slot": 1, "at_s": 2.0}]}), "stream").result

@@ -26,6 +26,7 @@ def spoil(engine, value):
     engine.backward((engine(x)[0, 0] * value).float(), scale_wrt_gas=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_is_skipped_leaves_no_trace(tmp_path, stage, dtype):
@@ -82,6 +83,7 @@ def rank_of(kind, stage, dtype):
     return rank, ({"actor": [list(rank.exporters["actor"].tensors)]},)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, stage", [*((TrainerRank, stage) for stage in range(4)), (PipelineRank, 1)])
 async def test_lost_weights_push_out_no_checkpoint(tmp_path, kind, stage):
     rank, more = rank_of(kind, stage, "bfloat16")

@@ -91,6 +91,7 @@ def test_a_slot_is_drained_and_restored_while_the_run_goes_on(desk, capsys):
     assert left == [disk.STATE], "nothing is left of requests and answers"
 
 
+@pytest.mark.slow
 def test_what_can_not_be_done_is_refused_with_what_is_valid(desk):
     assert asked(
         desk, ["drain", "4"], ["drain", "-1"], ["restore", "2"], ["drain", "0"], ["drain", "0"], ["drain", "2"],
@@ -159,6 +160,7 @@ def test_a_folder_that_can_not_be_written_to_costs_the_run_nothing(desk):
     assert len(desk.log.said) == 1 and "can't be used" in desk.log.said[0]
 
 
+@pytest.mark.slow
 def test_whatever_fails_in_a_request_is_answered_and_those_behind_it_are_carried_out(desk, monkeypatch):
     monkeypatch.setattr(placement, "spare_nodes", lambda slots: 1 / 0)
     assert asked(desk, ["leave", "2"], ["drain", "2"]) == [

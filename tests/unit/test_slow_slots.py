@@ -83,6 +83,7 @@ def test_the_last_slot_that_is_not_drained_being_lost_the_others_go_on():
     assert simulate(workload, "adaptive", rates=rates).result.samples_finished == workload.samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [1, 3])
 def test_slots_that_are_slow_for_a_while_cost_at_most_a_tenth_more_than_the_bound(slow):
     row = measure(seed=slow, slow=slow, steps=2, policy="adaptive", slots=24)

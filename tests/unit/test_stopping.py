@@ -107,6 +107,7 @@ async def test_after_ctrl_c_a_schedulers_grace_counts_and_the_first_signal_is_na
     assert left.value.by == SIGINT
 
 
+@pytest.mark.slow
 def test_work_that_does_not_heed_its_end_is_interrupted_where_it_is():
     async def deaf(_):
         with pytest.raises(asyncio.CancelledError):

@@ -75,6 +75,7 @@ def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
     assert sent["trainer"]["metrics"] == ["mine/figures.py:longest"]
 
 
+@pytest.mark.slow
 def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (here / "model").mkdir()
@@ -87,6 +88,7 @@ def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     assert there.model.path == f"{here}/model" and there.reward.functions == ["mine/reward.py:score"]
 
 
+@pytest.mark.slow
 def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     outside = tmp_path / "other.py"
@@ -105,6 +107,7 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
         pack(config_of(), tmp_path / "package", here)
 
 
+@pytest.mark.slow
 def test_the_code_travels_on_request(here, tmp_path):
     (tmp_path / "package").mkdir()
     package = pack(config_of(), tmp_path / "package", here, with_code=True)
@@ -113,6 +116,7 @@ def test_the_code_travels_on_request(here, tmp_path):
     assert package.notes[0].endswith("job.yaml, mine/reward.py and rlfuse")
 
 
+@pytest.mark.slow
 def test_mistakes_show_before_anything_is_sent(here, capsys, monkeypatch):
     monkeypatch.setattr(submission, "_connect", lambda arguments: pytest.fail("nothing is to be sent"))
     for words, part in (

@@ -90,6 +90,7 @@ def test_a_sweep_over_lists_of_one_entry():
     assert one == ["data.val_files=${x.y}"] and other == ["data.val_files=[${oc.env:HOME}/a.jsonl]"]
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran, monkeypatch, capsys):
     monkeypatch.chdir(job.parent)
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
@@ -111,6 +112,7 @@ def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran,
     assert table[-1] == "side by side  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
     (job.parent / "lengths").mkdir()
     (job.parent / "lengths" / "long.yaml").write_text("# @package _global_\ndata:\n  max_response_length: 32\n")
@@ -131,6 +133,7 @@ def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
         load(["--config-dir", str(job.parent), str(job), "lengths=lang"])
 
 
+@pytest.mark.slow
 def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
     started = []
 
@@ -142,6 +145,7 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.PREEMPTED and len(started) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
     monkeypatch.setattr(train, "stop_signal", lambda: signal.SIGINT)
     assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1

@@ -56,6 +56,7 @@ def row_of(visual):
     return Row(np.zeros(80, np.int32), np.zeros(2, np.int32), visual=(visual,))
 
 
+@pytest.mark.slow
 def test_parts_give_the_gradient_of_the_whole(shown):
     trained, pool, visual = shown
     count = visual.source.tokens
@@ -83,6 +84,7 @@ def test_parts_give_the_gradient_of_the_whole(shown):
     assert len(pool.asked) <= 2 * trained.present.shape.cut  # only what a slice needs
 
 
+@pytest.mark.slow
 def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(shown):
     trained, pool, visual = shown
     count, rows = visual.source.tokens, [row_of(visual)]
@@ -108,6 +110,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"].float())
 
 
+@pytest.mark.slow
 def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, tmp_path):
     trained, _, visual = shown
     for weight in trained.present.module.parameters():

@@ -115,6 +115,7 @@ def of(text, folder, name="run.sh"):
     return printed, to_config(compose_job([str(folder / "job.yaml")]), lambda _: Facts())
 
 
+@pytest.mark.slow
 def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
     printed, job = of(GRPO, tmp_path)
@@ -176,6 +177,7 @@ def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
     assert "trainer.project_name=${absent}: what stands in ${...} is not in the file" in printed
 
 
+@pytest.mark.slow
 def test_every_key_of_verl_is_in_the_file_or_told(tmp_path):
     given = {name: value for name, value in VERLS.items() if value is not None} | {"trainer.save_freq": 5}
     printed, job = of(yaml.safe_dump(given), tmp_path, "all.yaml")

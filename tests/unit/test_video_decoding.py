@@ -191,6 +191,7 @@ def test_portrait(folder):
     assert plan.height > plan.width and decode(path, plan).shape == (1, plan.height, plan.width, 3)
 
 
+@pytest.mark.slow
 def test_8k(folder):
     path = write_blank(folder / "8k.mp4", (4320, 7680))
     plan = plan_video(probe(path), SeedSampling())

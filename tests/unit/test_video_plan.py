@@ -111,6 +111,7 @@ def test_fixed_sampling_takes_as_many_frames_of_any_clip():
     assert plan_video(clip(0.25, fps=24.0), FixedSampling(frames=16)).frames == 6
 
 
+@pytest.mark.slow
 @given(
     duration=st.floats(0.01, 20_000),
     fps=st.floats(0.1, 240),
@@ -134,6 +135,7 @@ def test_any_clip_fits_its_budget(duration, fps, height, width, frames, kind, sa
     assert sum(piece.tokens for piece in plan.pieces) == plan.tokens
 
 
+@pytest.mark.slow
 @given(
     stays=st.lists(st.floats(0.02, 1) | st.floats(1, 40), min_size=2, max_size=60),
     kind=st.sampled_from(list(TaskKind)),
@@ -285,6 +287,7 @@ def test_placeholder_text_never_becomes_a_visual_token(tokenizer, text):
     assert np.array_equal(np.flatnonzero(prompt.token_ids == pad), prompt.positions[0])
 
 
+@pytest.mark.slow
 @given(st.text(st.sampled_from("<|>_videopad"), max_size=40))
 def test_no_text_becomes_a_visual_token(tokenizer, text):
     spelled = text.replace("v", "<|video_pad|>").replace("i", "<|image_pad|>")

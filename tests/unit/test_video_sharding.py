@@ -11,6 +11,7 @@ from rlfuse.video.sharding import CostModel, Load, Run, cost, shard
 LOADS = st.lists(st.builds(Load, st.integers(1, 60), st.integers(1, 10**12)), max_size=12)
 
 
+@pytest.mark.slow
 @given(LOADS, st.integers(1, 40), st.integers(1, 7))
 def test_every_unit_once_in_order_cut_only_at_steps(loads, ranks, step):
     shards = shard(loads, ranks, step)
@@ -24,6 +25,7 @@ def test_every_unit_once_in_order_cut_only_at_steps(loads, ranks, step):
         assert all(one.clip < other.clip for one, other in pairwise(runs))
 
 
+@pytest.mark.slow
 @given(LOADS.filter(bool), st.integers(1, 40), st.integers(1, 7))
 def test_heaviest_shard_is_within_a_step_of_the_mean(loads, ranks, step):
     heaviest_step = max(min(step, load.units) * load.unit_cost for load in loads)
@@ -31,6 +33,7 @@ def test_heaviest_shard_is_within_a_step_of_the_mean(loads, ranks, step):
     assert max(cost(runs, loads) for runs in shard(loads, ranks, step)) <= total / ranks + heaviest_step
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.builds(Load, st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=3),
     st.integers(1, 4),

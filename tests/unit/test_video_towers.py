@@ -49,6 +49,7 @@ def largest(difference: torch.Tensor) -> float:
     return difference.abs().max().item()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_video_llama3_features_and_pixels_are_the_models(video_llama3):
     from transformers import VideoLlama3VideoProcessor
@@ -100,6 +101,7 @@ def test_frozen_unless_trainable(video_llama3):
     assert all(weight.grad is not None for weight in trained.module.projector.parameters())
 
 
+@pytest.mark.slow
 def test_version_follows_weights_precision_and_updates(video_llama3, tmp_path):
     other = write_small_video_llama3(tmp_path / "other", SmallModel(seed=1))
     versions = [Tower(video_llama3).version, Tower(other).version, Tower(video_llama3, dtype="bfloat16").version]
@@ -112,6 +114,7 @@ def test_version_follows_weights_precision_and_updates(video_llama3, tmp_path):
     assert torch.equal(tower.encode(frames(1)), new.encode(frames(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SmallModel(tied=True), SmallModel(heads=8)])
 @torch.no_grad()
 def test_exported_text_part_is_the_models(sizes, tmp_path):

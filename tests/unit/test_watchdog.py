@@ -43,6 +43,7 @@ def hung(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
     _, process, said = hung
     with watchdog.waiting("trainer/7", "step", 0.1):

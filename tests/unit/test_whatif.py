@@ -23,6 +23,7 @@ def test_an_unmodified_replay_takes_what_the_steps_took(job):
     np.testing.assert_allclose(seconds, rows.attrs["step_seconds"], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_found_among_interleaved_chunks():
     whole, slow = Job(ranks=8, chunks=2), Job(ranks=8, chunks=2, slow={(1, 6): 2.0})
     truth = np.mean(table(slow).attrs["step_seconds"]) / np.mean(table(whole).attrs["step_seconds"])

@@ -57,6 +57,7 @@ def analysed(run):
 # Replay --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_an_unmodified_replay_takes_what_the_steps_took(name):
     found = examined(name).found
@@ -64,6 +65,7 @@ def test_an_unmodified_replay_takes_what_the_steps_took(name):
     assert pytest.approx(found.S_machine * found.S_skew) == found.S and found.S_skew >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_nothing_waits_for_what_had_not_ended(name):
     pieces = examined(name).analysis.recorded.pieces
@@ -92,6 +94,7 @@ def test_stages_wait_for_one_another_and_ranks_step_together():
 # Slow machines -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower, slot", [(1.5, 0), (2.0, 2), (3.0, 3)])
 def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
     slowed = replace(workload, slot_speed=tuple(1 / slower if number == slot else 1.0 for number in range(4)))
@@ -103,6 +106,7 @@ def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
     assert found.M_W > 0.9 and found.cause.name == "machine" and f"slot {slot}" in found.cause.evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["serial", "stream"])
 def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(workload, policy):
     run = simulate(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
@@ -111,12 +115,14 @@ def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(worklo
     assert found.S_machine == pytest.approx(truth, rel=0.05) and found.rates["slot 2"] == pytest.approx(2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_of_a_machine_that_is_fast_throughout_nobody_is_blamed(workload):
     found = analysed(simulate(workload, "adaptive")).found()
     assert found.S < 1.03 and (found.cause, found.S_t, found.M_W, found.M_S) == (None,) * 4
     assert found.rates == pytest.approx(dict.fromkeys(found.rates, 1.0), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_long_tail_is_no_slow_machine(workload):
     lengths = list(workload.lengths())
     lengths[-1] = 2000
@@ -161,6 +167,7 @@ def test_lengths_pauses_and_noise_are_told_apart():
 # Questions, the command, the report ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_questions_are_answered_by_what_the_simulator_would_do(workload):
     analysis = analysed(simulate(workload, "stream"))
     asked = {each.question: each for each in answers(analysis, Simulated([workload], "stream"), ["ref"], ["serial"])}
@@ -172,6 +179,7 @@ def test_questions_are_answered_by_what_the_simulator_would_do(workload):
     assert max(faster) < -0.01 and asked["rewards take no time"].change == pytest.approx(0.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_command_tells_writes_and_draws(tmp_path, capsys):
     out, timeline = tmp_path / "found.json", tmp_path / "ideal.json"
     arguments = ["whatif", str(RECORDED["text"]), "--without", "reward", "--out", str(out), "--timeline", str(timeline)]
@@ -185,6 +193,7 @@ def test_the_command_tells_writes_and_draws(tmp_path, capsys):
     assert {"slot 0", "slot 0, ideal", "slot 1", "slot 1, ideal"} <= names
 
 
+@pytest.mark.slow
 def test_what_the_run_told_itself_is_told_with_when_it_began(tmp_path, capsys):
     for name in ("config.yaml", "events.jsonl"):
         (tmp_path / name).write_text((RECORDED["video"] / name).read_text())
@@ -219,6 +228,7 @@ def test_a_run_without_a_whole_step_is_told(tmp_path, capsys):
     assert "no step that went undisturbed to its end; let the run finish one" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
     rows = [json.loads(line) for line in (RECORDED["text"] / "events.jsonl").read_text().splitlines()]
     last = max(row["step"] for row in rows if row["kind"] == "step")
@@ -234,12 +244,14 @@ def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
         assert len(list(answers(run.analysis, run.simulated))) == (4 if known else 2)
 
 
+@pytest.mark.slow
 def test_the_report_says_who_is_slow(tmp_path):
     assert main(["report", str(RECORDED["text"]), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert 'id="slow"' in page and "slot 1" in page and "rewards take no time" in page
 
 
+@pytest.mark.slow
 def test_a_report_of_a_run_whose_policy_is_elsewhere_has_all_the_rest(tmp_path):
     for file in RECORDED["text"].glob("*.json*"):
         (tmp_path / file.name).write_text(file.read_text())

@@ -1,0 +1,76 @@
+"""What a device and its links do: the numbers from which costs of any model follow.
+
+Role: read from a cluster file (`cluster_file`), measured (`calibrate`), or given on the command line; `costs` turns them
+and a model's shape into seconds. Pure. Collective operations are rings, within nodes and between them apart, as in
+Megatron and Pipette (arXiv 2405.18093).
+Invariant: a rate of infinity and a latency of 0 cost nothing; nothing is guessed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+KINDS = ("generating", "scoring", "training")
+"""Kinds of work whose forecasts have errors of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes per second that a device sends while it receives as many, and seconds until the first arrives."""
+
+    within_bytes_per_s: float = inf
+    between_bytes_per_s: float = inf
+    """Of one device, while all devices of its node send to others."""
+    within_s: float = 0.0
+    between_s: float = 0.0
+    per_node: int = 1 << 30
+    """Devices of a node."""
+
+    def send(self, size: float, far: bool) -> float:
+        """Seconds from a device to its neighbour, in this node or (`far`) in another."""
+        if far:
+            return self.between_s + size / self.between_bytes_per_s
+        return self.within_s + size / self.within_bytes_per_s
+
+    def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each of `ranks` has all `size` bytes, of which each began with a part; so for reduce-scatter.
+
+        `stride`: devices from one rank to the next, which is how many such rings share a node's links.
+        """
+        here = min(ranks, max(1, self.per_node // stride))
+        nodes = -(-ranks // here)
+        within = (here - 1) * (self.within_s + size / ranks * nodes / self.within_bytes_per_s)
+        return within + (nodes - 1) * (self.between_s + size / ranks / self.between_bytes_per_s)
+
+    def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of a reduce-scatter and an all-gather."""
+        return 2 * self.all_gather(size, ranks, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of device, as far as models make use of it."""
+
+    pass_flops: float
+    """Per second, in passes without gradients and in prefills."""
+    train_flops: float
+    """Per second, forward and backward."""
+    decode_flops: float
+    bytes_per_s: float
+    """From the device's memory, while decoding and in optimizer steps."""
+    pass_call_s: float = 0.0
+    """Of each call to score, beside its tokens."""
+    train_call_s: float = 0.0
+    decode_step_s: float = 0.0
+    """Of each decoding step, beside what it reads and computes: scheduling, sampling."""
+    decode_sequence_s: float = 0.0
+    """Of each sequence of a decoding step, likewise."""
+    layer_s: float = 0.0
+    """Of each layer of a micro-batch's forward pass: what it takes until its kernels run. Twice that backward."""
+    host_bytes_per_s: float = inf
+    """Between a device and its host's memory, where models wait while the engine generates."""
+    links: Links = Links()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""

@@ -11,6 +11,7 @@ that go together share it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from rlfuse.config.schema import Config
@@ -132,6 +133,7 @@ def stage_of(shape: Shape, role: str, position: int, stages: int):
     return stage_parts(shape, stages)[stages - 1 - position if role == "critic" else position]
 
 
+@functools.cache
 def stage_parts(shape: Shape, stages: int):
     """Which layers make each stage, as ranks cut the model."""
     layers = [float(size) for size in shape.layers]

@@ -19,7 +19,7 @@ from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.activations import in_lockstep, stage_parts
-from rlfuse.planning.memory import ITEM
+from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
@@ -36,16 +36,6 @@ class ForecastError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device does, as far as models make use of it."""
-
-    flops: float
-    """Per second, in passes and in training."""
-    bytes_per_s: float
-    """From the device's memory, while decoding."""
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """Seconds of a step's stages: of the job's policy, and under `serial` for comparison."""
 
@@ -55,39 +45,6 @@ class Forecast:
     step_s: float
     schedule: Problem | None = None
     """Of one mini-batch, where the job has pipelines."""
-
-
-def costs_of(config: Config, shapes: Mapping[str, Shape], rates: Rates, mean_context: float) -> Costs:
-    """Costs per slot of engine, which spans `rollout.tensor_model_parallel_size` devices."""
-    shape, width, item = shapes["actor"], config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
-    flops, speed, cached = rates.flops * width, rates.bytes_per_s * width, shape.cache.bytes_of(1, item)
-    token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
-    read = (sum(shape.layers) + shape.head) * item / speed
-    trained = [each for role, each in shapes.items() if role != "reference"]
-    pass_flops = max(_flops(config, each, mean_context) for each in trained)
-    again = 4 if config.model.enable_gradient_checkpointing else 3
-    states = sum(each.parameters for each in trained) * (16 if config.actor.zero_stage == 0 else 16 / config.slots)
-    return Costs(
-        step_base_s=read,
-        step_per_sequence_s=token / flops,
-        step_per_context_token_s=cached / speed,
-        flat_batch=max(1, int(read * flops / token)),
-        max_sequences=config.rollout.max_num_seqs,
-        max_tokens=config.data.max_response_length,
-        prefill_tokens_per_s=flops / (2 * shape.passed),
-        score_tokens_per_s=flops / pass_flops,
-        train_tokens_per_s=flops / (again * pass_flops),
-        optimizer_s=2 * states / rates.bytes_per_s,  # read and written
-        kv_bytes_per_token=cached,
-    )
-
-
-def _flops(config: Config, shape: Shape, context: float) -> float:
-    """Of a forward pass per token; only tokens that predict a response pass the head."""
-    data = config.data
-    kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
-    scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2
-    return 2 * (shape.passed + shape.head * kept) + scores
 
 
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
@@ -126,17 +83,18 @@ def forecast(
     mine = results[0]
     if config.training.pipeline_parallel_size == 1:
         return Forecast(tuple(results), mine.step_s - mine.generation_and_scoring_s - costs.step_s, mine.step_s)
-    planner, counts = _planned(config, shapes, costs, lengths, prompt_tokens)
+    planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
     steps = workload.training.mini_batches * workload.training.epochs
     training = steps * (planner.plan(counts).seconds + costs.optimizer_s)
     step = mine.generation_and_scoring_s + training + costs.step_s
     return Forecast(tuple(results), training, step, planner.problem(counts))
 
 
-def _planned(
+def planned(
     config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
-) -> tuple[Planner, dict[str, int]]:
-    """A planner that knows each operation's duration, and how many micro-batches a mini-batch has in a pipeline."""
+) -> tuple[Planner, dict[str, int], float]:
+    """A planner that knows each operation's duration, how many micro-batches a mini-batch has in a pipeline, and the
+    seconds of one's forward pass through all stages."""
     training, width = config.training, config.rollout.tensor_model_parallel_size
     stages = training.pipeline_parallel_size
     planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
@@ -156,17 +114,18 @@ def _planned(
             for kind, times in kinds.items():
                 planner.learn(Operation(role, 0, stage, 0, kind), forward * times * size / sum(sizes))
         counts[role] = count
-    return planner, counts
+    return planner, counts, forward
 
 
-def assumptions(config: Config, rates: Rates | None, lengths: Sequence[int], prompt_tokens: int) -> list[str]:
+def assumptions(config: Config, hardware: Hardware | None, lengths: Sequence[int], prompt_tokens: int) -> list[str]:
     """What the forecast rests on, a line each."""
     known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
     found = [known + f"prompts of {prompt_tokens}"]
-    if rates is not None:
+    if hardware is not None:
         found.append(
-            f"{rates.flops / 1e12:g} TFLOP/s of a device in passes and training, {rates.bytes_per_s / 1e9:g} GB/s of "
-            "its memory while decoding; 2 FLOP per parameter and token forward, twice that backward"
+            f"{hardware.train_flops / 1e12:g} TFLOP/s of a device in passes and training, "
+            f"{hardware.bytes_per_s / 1e9:g} GB/s of its memory while decoding; 2 FLOP per parameter and token "
+            "forward, twice that backward"
         )
         found.append("not counted: ZeRO's communication, rewards, pushing weights, changes of role, calls of Ray")
     if Experience(config).kinds and config.fusion.data != "exact":

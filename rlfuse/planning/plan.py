@@ -14,27 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.cluster.cuda import gpu_settings
-from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.prepared import command_for
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
 from rlfuse.planning.model_sizes import Shape, read_shape
-from rlfuse.planning.placing import placements
 from rlfuse.planning.remedies import remedies
+from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 
 DOES_NOT_FIT = 3
 BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
@@ -44,6 +40,10 @@ PICTURES = (".png", ".html")
 
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
+    if "--search" in argv:
+        from rlfuse.planning import search_command
+
+        return search_command.main(argv)
     arguments, words = _parser().parse_known_args(argv)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
+    parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
     parser.add_argument(
         "--settings", action="store_true", help="what is set for GPUs: variables, vLLM's arguments, why"
     )
@@ -190,45 +191,7 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     return Budget(device, torch.cuda.get_device_properties(0).total_memory)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
-def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for name in (*columns, *numbers):
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
-    return table
-
-
-def settings_table(config: Config) -> Table:
-    """Keys that differ from their defaults."""
-    table = _table("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
-    for key in keys():
-        value = value_of(config, key.name)
-        if key.required or value != key.default:
-            table.add_row(key.name, escape(as_typed(value)))
-    return table
-
-
-def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
-    """The slots of the first node; the others are filled alike."""
-    found = placements(config, shapes)
-    video = shapes["actor"].tower > 0
-    title = f"Placement: {config.slots} slots on {config.trainer.nnodes} node{'s' * (config.trainer.nnodes > 1)}"
-    table = _table(title, "node", "slot", "rollout engine", "trainer rank", *(["encoder ranks"] if video else []))
-    for place in found:
-        if place.node and config.training.pipeline_parallel_size <= config.trainer.n_gpus_per_node:
-            continue
-        more = [str(place.encoders)] if video else []
-        table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
-    if found[-1].node and len(found) > table.row_count:
-        table.add_row(f"1-{found[-1].node}", "...", "alike", "alike")
-    reward = config.reward
-    models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
-    rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
-    table.caption = f"beside them: the driver and {rewards} reward processes"
-    table.caption_justify = "left"
-    return table
+# Words ---------------------------------------------------------------------------------------------------------------
 
 
 def not_looked_at(config: Config, device: str) -> list[str]:
@@ -263,39 +226,6 @@ def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
         console.print()
 
 
-def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:
-    """Parts in GiB, phases beside each other."""
-    sizes = ", ".join(f"{role} {shape.parameters / 1e6:,.1f} M" for role, shape in shapes.items())
-    limit = f"{memory.budget.bytes / GIB:.1f} GiB"
-    device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
-    phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
-    table = _table(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
-    table.pad_edge, table.padding = False, (0, 1, 0, 0)
-    for column in table.columns:  # whole in 80 columns
-        column.no_wrap = True
-    for part in memory.parts:
-        cells = [f"{part.size / GIB:.2f}" if part in memory.of(phase) else "" for phase in memory.phases]
-        table.add_row(part.role, part.what, *cells)
-    table.add_section()
-    totals = [memory.total(phase) for phase in memory.phases]
-    colours = ["red" if total > memory.budget.bytes else "green" for total in totals]
-    row = [f"[{colour}]{total / GIB:.2f}[/]" for total, colour in zip(totals, colours, strict=True)]
-    table.add_row("all", "", *row)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    tightest = memory.tightest
-    notes = [
-        f"the tightest is {tightest}: {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
-        f"micro-batches of {micro_batch_tokens(config)} tokens",
-        f"an engine's KV cache holds {max(0, memory.kv_tokens):,} tokens: {max(0, memory.kv_tokens) // longest:,} of "
-        f"the longest samples ({longest})",
-    ]
-    if memory.host:
-        per_node = memory.host * config.trainer.n_gpus_per_node / GIB
-        notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
-    table.caption, table.caption_justify = "; ".join(notes), "left"
-    return table
-
-
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
@@ -306,10 +236,12 @@ def _forecast(
     if arguments.run is None and arguments.tflops is None:
         console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
         return
-    from rlfuse.planning.forecast import Rates, assumptions, costs_of, forecast, lengths_of, recorded_costs
+    from rlfuse.planning.costs import costs_of
+    from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
+    from rlfuse.planning.hardware import Hardware
     from rlfuse.simulate.recorded import read_run
 
-    recording, rates = None, None
+    recording, hardware = None, None
     if arguments.run is not None:
         recording = read_run(arguments.run)
     lengths = lengths_of(config, arguments.response_tokens, recording)
@@ -319,11 +251,12 @@ def _forecast(
         costs = recorded_costs(config, recording, str(arguments.run))
     else:
         bandwidth = arguments.bandwidth or BANDWIDTH[memory.budget.device]
-        rates = Rates(arguments.tflops * 1e12, bandwidth * 1e9)
-        costs = costs_of(config, shapes, rates, prompt + sum(lengths) / len(lengths))
+        flops = arguments.tflops * 1e12
+        hardware = Hardware(flops, flops, flops, bandwidth * 1e9)
+        costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths))
     found = forecast(config, shapes, replace(costs, kv_tokens=max(1, memory.kv_tokens)), lengths, prompt)
     console.print(time_table(found))
-    for line in assumptions(config, rates, lengths, prompt):
+    for line in assumptions(config, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
@@ -336,7 +269,7 @@ def _forecast(
 def time_table(found) -> Table:
     """The step's stages under the job's policy."""
     mine, serial = found.results[0], found.results[-1]
-    table = _table(f"Forecast of a step, fusion.policy={mine.policy}", "stage", numbers=("seconds",))
+    table = table_of(f"Forecast of a step, fusion.policy={mine.policy}", "stage", numbers=("seconds",))
     table.add_row("generation", f"{mine.generation_s:.2f}")
     table.add_row("scoring after it", f"{mine.generation_and_scoring_s - mine.generation_s:.2f}")
     table.add_row("training after that", f"{found.training_s:.2f}")

@@ -6,8 +6,8 @@ Invariant: what is named fits as it is named, on the same devices unless it says
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from rlfuse.config.checks import check
@@ -54,22 +54,23 @@ class _Plan:
 
     def valid(self, settings: Sequence[Setting]) -> bool:
         """Whether nothing speaks against it that does not speak against the job as it is."""
-        return set(check(_changed(self._config, settings), self._facts)) <= self._known
+        return set(check(changed(self._config, settings), self._facts)) <= self._known
 
     def fits(self, settings: Sequence[Setting]) -> bool:
         """Whether that is all it takes."""
         if not self.valid(settings):
             return False
-        config = _changed(self._config, settings)
+        config = changed(self._config, settings)
         return not problems(config, memory_of(config, *self._given))
 
 
-def _changed(config: Config, settings: Sequence[Setting]) -> Config:
-    changed = copy.deepcopy(config)
+def changed(config: Config, settings: Iterable[Setting]) -> Config:
+    """The configuration with other values of these keys."""
+    groups: dict[str, dict[str, object]] = {}
     for key, value in settings:
         group, name = key.split(".")
-        setattr(getattr(changed, group), name, value)
-    return changed
+        groups.setdefault(group, {})[name] = value
+    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
 
 
 def _words(setting: Setting) -> str:

@@ -21,6 +21,7 @@ One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,6 +165,7 @@ def _listed(items: Collection[Item]) -> str:
     return ", ".join(item for item in Item if item in items)
 
 
+@functools.cache
 def contents() -> dict[str, frozenset[Item]]:
     """What may lie on a device in each phase."""
     ledger = ResidencyReplay(1)

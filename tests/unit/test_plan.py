@@ -11,7 +11,9 @@ from test_plan_models import FAMILIES, NARROW, job
 from rlfuse import cli
 from rlfuse.errors import ConfigError
 from rlfuse.planning.activations import activations, micro_batch_tokens, stage_parts, worst
-from rlfuse.planning.forecast import Rates, costs_of, forecast, lengths_of
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.forecast import forecast, lengths_of
+from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import (
     GIB,
     Budget,
@@ -290,7 +292,7 @@ def test_faster_devices_shorten_the_forecast(large):
     lengths = lengths_of(config, 200.0)
     assert len(lengths) == 64 and max(lengths) <= 512 and sum(lengths) / 64 == pytest.approx(200, rel=0.25)
     slow, fast = (
-        forecast(config, shapes, costs_of(config, shapes, Rates(f * 1e12, b * 1e9), 300), lengths, 100)
+        forecast(config, shapes, costs_of(config, shapes, Hardware(*3 * [f * 1e12], b * 1e9), 300), lengths, 100)
         for f, b in ((100, 1000), (400, 4000))
     )
     assert slow.step_s == pytest.approx(4 * fast.step_s, rel=0.05), "costs of calls are not counted"

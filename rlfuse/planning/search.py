@@ -1,0 +1,194 @@
+"""The fastest plan that fits: best first by a bound that no schedule beats, simulated where that may still win.
+
+Role: `search` is called by `rlfuse plan --search`. Pure but for simulating and tracing; waits for nothing.
+How: a structure (degrees, ZeRO stage, machines) enters with the bound of its fastest filling, is then replaced by its
+fillings with bounds of their own, and a filling that fits by the step that the simulator takes. The bound is
+`simulate.bound`, on the same samples; so when a simulated plan comes first, no plan that was not looked at is faster.
+Where time runs out before, `Found.bound_s` tells what could still be gained.
+Invariants: what does not fit is no plan; memory without activations, which takes no trace, is asked first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.planning.memory import Memory, problems
+from rlfuse.planning.remedies import Setting
+from rlfuse.planning.space import STRUCTURE, fillings, structures
+from rlfuse.planning.step_time import Job, Seconds, StepTimes
+
+SECONDS = 60.0
+"""Of a search, after which the best plan so far is told with what could still be gained."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan that fits."""
+
+    settings: tuple[Setting, ...]
+    memory: Memory
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Plans, the fastest first, one for each structure that was simulated."""
+
+    plans: tuple[Plan, ...]
+    bound_s: float
+    """No plan of the space takes less; the first plan's own step where the search came to its end."""
+    structures: int
+    simulated: int
+    not_fitting: int
+    nearest: tuple[float, tuple[str, ...]] | None = None
+    """Where nothing fits: bytes that are missing at the least, and why."""
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    seconds: float
+    number: int
+    settings: tuple[Setting, ...] = field(compare=False)
+    kind: str = field(compare=False)
+    """`structure`, `filling` or `simulated`."""
+    plan: Plan | None = field(default=None, compare=False)
+
+
+def search(job: Job, facts: Facts, seconds: float = SECONDS, tell: Progress = lambda _: None) -> Found:
+    """Look for the fastest plan. `tell` is called with a line of progress now and then."""
+    return _Search(job, tell).run(facts, seconds)
+
+
+class _Search:
+    def __init__(self, job: Job, tell: Progress):
+        self._job, self._tell = job, tell
+        self._times, self._fillings = StepTimes(job), fillings(job.axes)
+        self._heap: list[_Entry] = []
+        self._numbers = count()
+        self._plans: list[Plan] = []
+        self._refused, self._nearest = 0, None
+        self._structures = 0
+
+    def run(self, facts: Facts, seconds: float) -> Found:
+        began = told = time.monotonic()
+        for settings in structures(self._job.config, facts, self._job.axes):
+            self._structures += 1
+            self._enter_structure(settings)
+        while self._heap and self._heap[0].kind != "simulated":
+            now = time.monotonic()
+            if now > began + seconds and self._plans:
+                break
+            if now > told + 1:
+                self._tell(self._progress())
+                told = now
+            self._open(heapq.heappop(self._heap))
+        bound = self._heap[0].seconds if self._heap else float("inf")
+        return Found(
+            tuple(ranked(self._plans)), bound, self._structures, len(self._plans), self._refused, self._nearest
+        )
+
+    def _progress(self) -> str:
+        best = f", the best so far {min(p.seconds.step for p in self._plans):.2f} s" if self._plans else ""
+        return (
+            f"{self._structures} structures, {len(self._plans)} plans simulated, {self._refused} do not fit{best}; "
+            f"none can take less than {self._heap[0].seconds:.2f} s"
+        )
+
+    def _open(self, entry: _Entry) -> None:
+        if entry.kind == "structure":
+            for filling in self._fillings:
+                self._enter_filling(entry.settings + filling)
+            return
+        config, memory = self._job.sized(entry.settings)
+        if wrong := problems(config, memory):
+            self._refuse(memory, wrong)
+            return
+        settings = self._job.settings_of(config, entry.settings)
+        plan = Plan(settings, memory, self._times.simulated(config, memory))
+        self._plans.append(plan)
+        self._push(plan.seconds.step, settings, "simulated", plan)
+
+    def _enter_structure(self, settings: tuple[Setting, ...]) -> None:
+        """With its fastest filling and a cache as if nothing else were on the device."""
+        config, memory = self._job.lean(settings + self._fillings[0])
+        self._push(self._times.bound(config, memory, roomy=True), settings, "structure")
+
+    def _enter_filling(self, settings: tuple[Setting, ...]) -> None:
+        config, memory = self._job.lean(settings)
+        if wrong := problems(config, memory):
+            self._refuse(memory, wrong)
+        else:
+            self._push(self._times.bound(config, memory), settings, "filling")
+
+    def _refuse(self, memory: Memory, wrong: Sequence[str]) -> None:
+        self._refused += 1
+        missing = max(memory.total(phase) for phase in memory.phases) - memory.budget.bytes
+        if not self._plans and (self._nearest is None or missing < self._nearest[0]):
+            self._nearest = missing, tuple(wrong)
+
+    def _push(self, seconds: float, settings: tuple[Setting, ...], kind: str, plan: Plan | None = None) -> None:
+        heapq.heappush(self._heap, _Entry(seconds, next(self._numbers), settings, kind, plan))
+
+
+def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """The fastest first, one for each structure."""
+    seen = set()
+    for plan in sorted(plans, key=lambda plan: plan.seconds.step):
+        structure = tuple(setting for setting in plan.settings if setting[0] in STRUCTURE)
+        if structure not in seen:
+            seen.add(structure)
+            yield plan
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A plan that differs in one key, and what becomes of it."""
+
+    setting: Setting
+    plan: Plan | None
+    why_not: str = ""
+
+
+def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour]]:
+    """The plans with the best one's neighbours, and theirs, until none is faster; and those of the one that it is."""
+    times, plans = StepTimes(job), list(found.plans)
+    while True:
+        best = min(plans, key=lambda plan: plan.seconds.step)
+        around = list(_neighbours(job, best, facts, times))
+        faster = [each.plan for each in around if each.plan and each.plan.seconds.step < best.seconds.step]
+        if not faster:
+            return replace(found, plans=tuple(ranked(plans))), around
+        plans += faster
+
+
+def _neighbours(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Iterator[Neighbour]:
+    """For each axis the values beside the best plan's, simulated, or why they can't be."""
+    given, known = dict(best.settings), set(check(job.config, facts))
+    for key, values in job.axes.items():
+        at = values.index(given[key])
+        for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
+            there = tuple((given | {key: value}).items())
+            config, memory = job.with_settings(there)
+            if wrong := [line for line in check(config, facts) if line not in known] or problems(config, memory):
+                yield Neighbour((key, value), None, wrong[0])
+            else:
+                yield Neighbour((key, value), Plan(there, memory, times.simulated(config, memory)))
+
+
+def surely_slower(plan: Plan, other: Plan, errors: Mapping[str, float]) -> bool:
+    """Whether `other` is, whatever the errors of each kind of work, which two plans on one machine have in common."""
+    mine, others = plan.seconds.kinds, other.seconds.kinds
+    unsure = sum(errors.get(kind, 0.0) * abs(others[kind] - mine[kind]) for kind in mine)
+    return other.seconds.step - plan.seconds.step > unsure
+
+
+def error_of(seconds: Seconds, errors: Mapping[str, float]) -> float:
+    """Seconds by which a step may be off, were all kinds of work off in the same direction."""
+    return sum(errors.get(kind, 0.0) * each for kind, each in seconds.kinds.items())

@@ -1,0 +1,285 @@
+"""`rlfuse plan --search job.yaml --cluster cluster.yaml`: the fastest configuration that fits, and its job file.
+
+Role: the command line of `search`; `plan.main` hands over where `--search` stands. Needs the model's config.json, no
+data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+
+from rlfuse.config.checks import value_of
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.documentation import as_typed, keys
+from rlfuse.config.facts import Facts, facts_of_a_plan
+from rlfuse.config.keys import did_you_mean
+from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
+from rlfuse.fusion.own_policies import load_policy
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.planning.cluster_file import Cluster, read_cluster
+from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.memory import GIB
+from rlfuse.planning.remedies import changed
+from rlfuse.planning.search import SECONDS, Found, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.space import CACHE, axes_of
+from rlfuse.planning.step_time import Job, StepTimes
+from rlfuse.planning.tables import memory_table, table_of
+
+DOES_NOT_FIT = 3
+SHOWN = 8
+"""Plans in the table."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where no plan fits."""
+    from rlfuse.engines.trainer.families import untrainable  # imports transformers
+
+    arguments, words = _parser().parse_known_args(argv)
+    _check(arguments)
+    console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
+    config = to_config(compose_job([*words, *_machines(cluster)]), _facts)
+    load_policy(config.fusion.policy)
+    if wrong := untrainable(config):
+        raise ConfigError(wrong)
+    job, facts = _job(config, cluster, arguments)
+    with console.status("") as status:
+        found = search(job, facts, arguments.seconds, lambda line: status.update(escape(line)))
+    if not found.plans:
+        _nothing_fits(found, console)
+        raise SystemExit(DOES_NOT_FIT)
+    _show(job, found, facts, arguments, console)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlfuse plan --search",
+        usage="rlfuse plan --search [options] --cluster cluster.yaml [my_job.yaml] key=value ...",
+        description="The fastest configuration that fits. Status 0: found, 2: wrong configuration, 3: none fits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--search", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
+    parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
+    parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="N", help="to search; default: %(default)g")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: half the limit")
+    parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    wrong = [
+        f"--{name.replace('_', '-')} {value:g}: needs a number above 0"
+        for name in ("seconds", "response_tokens", "prompt_tokens")
+        if (value := getattr(arguments, name)) is not None and not value > 0
+    ]
+    for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
+        if path is not None and path.suffix != ending:
+            wrong.append(f"{option} {path}: needs a name that ends in {ending}")
+        elif path is not None and not path.absolute().parent.is_dir():
+            wrong.append(f"{option} {path}: the folder does not exist; make it first")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _machines(cluster: Cluster) -> list[str]:
+    """As words of a command line."""
+    return [
+        f"trainer.nnodes={cluster.nodes}",
+        f"trainer.n_gpus_per_node={cluster.devices_per_node}",
+        f"cluster.device={cluster.device}",
+    ]
+
+
+def _facts(config: Config) -> Facts:
+    """What config.json tells; machines and files may be elsewhere."""
+    found = facts_of_a_plan(config)
+    enough = "a plan needs no more of a model than a folder with its config.json"
+    return replace(
+        found,
+        model_problems={key: f"{why}; {enough}" for key, why in found.model_problems.items()},
+        cuda=config.cluster.device == "cuda",
+    )
+
+
+def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tuple[Job, Facts]:
+    from rlfuse.planning.plan import served_shapes, shapes_of
+
+    shapes = shapes_of(config)
+    axes = axes_of(config, shapes["actor"], cluster, arguments.keep)
+    if unknown := [key for key in arguments.keep if key not in axes]:
+        known = f"; these are: {', '.join(axes)}"
+        raise ConfigError(
+            [f"--keep {key}: is not searched{did_you_mean(key, tuple(axes)) or known}" for key in unknown]
+        )
+    prompt = arguments.prompt_tokens or -(-config.data.max_prompt_length // 2)
+    job = Job(
+        config,
+        shapes,
+        served_shapes(config, cluster.device),
+        cluster,
+        cluster.hardware(),
+        lengths_of(config, arguments.response_tokens),
+        min(prompt, config.data.max_prompt_length),
+        axes,
+    )
+    actor = shapes["actor"]
+    facts = replace(
+        facts_of_a_plan(config),
+        attention_heads=actor.heads,
+        layers=len(actor.layers),
+        video=actor.tower > 0,
+        cuda=cluster.device == "cuda",
+    )
+    return job, facts
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def _nothing_fits(found: Found, console: Console) -> None:
+    _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
+    console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
+    for line in wrong:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+    console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
+
+
+def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console) -> None:
+    with console.status("neighbours of the best plan, and it under each policy"):
+        found, around = settled(job, found, facts)
+        best, errors = found.plans[0], job.hardware.errors
+        policies = _policies(job, best)
+    console.print(_plans_table(job, found), _neighbours_table(job, best, around), _policies_table(policies))
+    config, memory = job.with_settings(best.settings)
+    console.print(memory_table(config, job.shapes, memory))
+    policy = min(policies, key=lambda name: policies[name].step)
+    for line in _told(job, found, errors):
+        console.print(escape(line), soft_wrap=True)
+    if arguments.picture is not None:
+        from rlfuse.planning.search_picture import draw
+
+        draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
+        console.print(f"picture: {arguments.picture}", soft_wrap=True)
+    settings = (*best.settings, ("fusion.policy", policy))
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(job.config, settings))
+    console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
+    if arguments.out is not None:
+        _write(arguments.out, changed(job.config, settings), console)
+
+
+def name_of(job: Job, plan: Plan) -> str:
+    """A plan in a few words."""
+    config = changed(job.config, plan.settings)
+    actor, training = config.actor, config.training
+    words = [
+        f"{config.trainer.nnodes} x {config.trainer.n_gpus_per_node}",
+        f"TP {config.rollout.tensor_model_parallel_size}",
+        f"PP {training.pipeline_parallel_size}",
+        f"Ulysses {training.ulysses_sequence_parallel_size}",
+        f"ZeRO {actor.zero_stage}" + (" offloaded" if actor.offload_optimizer else ""),
+    ]
+    return ", ".join(words)
+
+
+def _plans_table(job: Job, found: Found):
+    numbers = ("tokens", "recompute", "seqs", "cache", "peak GiB", "generate", "score", "train", "step", "+-")
+    table = table_of("Plans: seconds of a step, the fastest first", "plan", numbers=numbers)
+    best = found.plans[0]
+    for plan in found.plans[:SHOWN]:
+        config, seconds = changed(job.config, plan.settings), plan.seconds
+        same = plan is not best and not surely_slower(best, plan, job.hardware.errors)
+        table.add_row(
+            name_of(job, plan) + (" (equal)" if same else ""),
+            f"{config.actor.ppo_max_token_len_per_gpu}",
+            "yes" if config.model.enable_gradient_checkpointing else "no",
+            f"{config.rollout.max_num_seqs}",
+            f"{value_of(config, CACHE[job.cluster.device]):g}",
+            f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
+            *(f"{each:.1f}" for each in seconds.kinds.values()),
+            f"{seconds.step:.1f}",
+            f"{error_of(seconds, job.hardware.errors):.1f}",
+        )
+    table.caption_justify = "left"
+    table.caption = "equal: the difference is less than what errors of generating, scoring and training may make of it"
+    return table
+
+
+def _neighbours_table(job: Job, best: Plan, around):
+    table = table_of("Why not its neighbours", "instead", "what becomes of it")
+    for each in around:
+        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
+    return table
+
+
+def _why(best: Plan, each) -> str:
+    if each.plan is None:
+        return each.why_not
+    more = each.plan.seconds.step - best.seconds.step
+    mine, others = best.seconds.kinds, each.plan.seconds.kinds
+    kinds = [(kind, others[kind] - mine[kind]) for kind in mine]
+    told = ", ".join(f"{kind} {by:+.1f}" for kind, by in sorted(kinds, key=lambda k: -abs(k[1])) if abs(by) >= 0.05)
+    return f"{more:+.1f} s" + (f": {told}" if told else "")
+
+
+def _policies(job: Job, best: Plan):
+    times = StepTimes(job)
+    config = changed(job.config, best.settings)
+    return {policy: times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
+
+
+def _policies_table(policies):
+    table = table_of(
+        "The best plan under each policy, thresholds as a run tunes them", "fusion.policy", numbers=("step",)
+    )
+    fastest = min(policies, key=lambda name: policies[name].step)
+    for name, seconds in policies.items():
+        table.add_row(name + (" (fastest)" if name == fastest else ""), f"{seconds.step:.2f}")
+    return table
+
+
+def _told(job: Job, found: Found, errors) -> list[str]:
+    best = found.plans[0].seconds.step
+    looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
+    if found.bound_s >= best:
+        proof = "no plan of this space is faster in the simulator"
+    else:
+        proof = (
+            f"the search was cut: none is more than {1 - found.bound_s / best:.0%} faster; --seconds searches longer"
+        )
+    lengths = job.lengths
+    return [
+        f"{looked}; {proof}",
+        f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
+        "(--response-tokens, --prompt-tokens)",
+        "errors: "
+        + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
+        + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
+    ]
+
+
+# The job file --------------------------------------------------------------------------------------------------------
+
+
+def _differing(config: Config, settings) -> list[tuple[str, object]]:
+    """What the plan changes in the job."""
+    return [(key, value) for key, value in settings if value_of(config, key) != value]
+
+
+def _write(path: Path, config: Config, console: Console) -> None:
+    """Every key that differs from its default, as a job file."""
+    written = OmegaConf.create()
+    for key in keys():
+        if key.required or value_of(config, key.name) != key.default:
+            OmegaConf.update(written, key.name, value_of(config, key.name), force_add=True)
+    path.write_text("# Written by `rlfuse plan --search`.\n" + OmegaConf.to_yaml(written))
+    console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)

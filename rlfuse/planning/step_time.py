@@ -1,0 +1,192 @@
+"""How long a step of a plan takes, and what it takes at the least: on a few of its engines, as all are alike.
+
+Role: `search` asks for the bound of many plans and the simulated step of few. Pure but for simulating and tracing.
+Invariants: bound and simulation are of the same samples on the same engines; a pipeline's training is the schedule
+that a run would start with; equal steps are simulated once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.planning.activations import in_lockstep
+from rlfuse.planning.cluster_file import Cluster
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.forecast import planned
+from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.memory import Memory, memory_of, problems
+from rlfuse.planning.model_sizes import Shape
+from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.residency import MODELS, Item
+from rlfuse.planning.space import CACHE, Axes
+from rlfuse.planning.tracing import Work
+from rlfuse.simulate.bound import lower_bound
+from rlfuse.simulate.recorded import workload_of
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.tuning import resample, tune
+from rlfuse.simulate.workload import Workload
+
+MOST_ENGINES, MOST_SAMPLES = 8, 384
+"""That are simulated of a plan's, at the same number of samples for each."""
+NOTHING_TO_TRAIN = 1e15
+"""Tokens per second, where training is a schedule of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of a step."""
+
+    generating: float
+    scoring: float
+    """After the last sample was whole."""
+    training: float
+    """After that, with changes of role and weights to the engines."""
+
+    @property
+    def step(self) -> float:
+        return self.generating + self.scoring + self.training
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """By the names of `hardware.KINDS`."""
+        return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What plans are looked for."""
+
+    config: Config
+    shapes: Mapping[str, Shape]
+    served: Mapping[str, Shape]
+    cluster: Cluster
+    hardware: Hardware
+    lengths: tuple[int, ...]
+    prompt_tokens: int
+    axes: Axes
+    _lean: dict[str, Shape] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_lean", _without_passes(self.shapes))
+
+    def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
+        """With the largest cache that fits, and memory without activations: no plan needs less."""
+        return self._sized(settings, self._lean)
+
+    def sized(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
+        """With the largest cache that fits, and all of its memory."""
+        return self._sized(settings, self.shapes)
+
+    def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
+        """As the settings say, and all of its memory."""
+        config = changed(self.config, settings)
+        return config, memory_of(config, self.shapes, self.cluster.budget(), self.served)
+
+    def _sized(self, settings: Iterable[Setting], shapes: Mapping[str, Shape]) -> tuple[Config, Memory]:
+        key, found = CACHE[self.cluster.device], []
+        for size in self.axes[key]:
+            config = changed(self.config, (*settings, (key, size)))
+            found.append((config, memory_of(config, shapes, self.cluster.budget(), self.served)))
+            if not problems(*found[-1]):
+                return found[-1]
+        return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))
+
+    def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+        """With that of the cache."""
+        key = CACHE[self.cluster.device]
+        group, name = key.split(".")
+        return *settings, (key, getattr(getattr(config, group), name))
+
+
+def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Models whose passes leave nothing."""
+
+    @functools.cache
+    def lean(shape: Shape) -> Shape:
+        nothing = Work(0, (0,) * len(shape.layers), 0, 0)
+        return replace(shape, model=SimpleNamespace(model=shape.model.model, work=lambda *_: nothing))
+
+    return {role: lean(shape) for role, shape in shapes.items()}
+
+
+class StepTimes:
+    """Of the plans of one job."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._simulated: dict[tuple, Seconds] = {}
+        self._schedules: dict[tuple, float] = {}
+        """How many times as long as without bubbles."""
+        self._bounds: dict[Workload, float] = {}
+        self._context = job.prompt_tokens + sum(job.lengths) / len(job.lengths)
+
+    def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
+        """No schedule takes less. `roomy`: were the engine's cache as large as it likes."""
+        workload, training = self._workload(config, memory, roomy, schedule=False)
+        if workload not in self._bounds:
+            self._bounds[workload] = lower_bound(workload).seconds
+        return self._bounds[workload] + training
+
+    def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
+        """A step under a policy or the job's, with the settings that a run starts with, or (`tuned`) those it finds."""
+        policy = policy or config.fusion.policy
+        workload, training = self._workload(config, memory)
+        given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
+        key = (workload, training, policy, given, tuned)
+        if key not in self._simulated:
+            settings = tune(workload, policy, given) if tuned else given
+            result = simulate(workload, policy, settings).result
+            scored = result.generation_and_scoring_s
+            self._simulated[key] = Seconds(
+                result.generation_s, scored - result.generation_s, result.step_s - scored + training
+            )
+        return self._simulated[key]
+
+    def _workload(
+        self, config: Config, memory: Memory, roomy: bool = False, schedule: bool = True
+    ) -> tuple[Workload, float]:
+        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
+        job, width = self._job, config.rollout.tensor_model_parallel_size
+        moved = sum(part.size for part in memory.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
+        costs = costs_of(config, job.shapes, job.hardware, self._context, moved if job.cluster.device == "cuda" else 0)
+        tokens = 1 << 40 if roomy else max(1, memory.kv_tokens)
+        costs = replace(costs, kv_tokens=tokens)
+        workload = workload_of(config, costs, config.slots // width, job.lengths, job.prompt_tokens)
+        training = 0.0
+        if config.training.pipeline_parallel_size > 1:
+            training = self._pipeline_s(config, workload, costs, schedule)
+            free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
+            workload = replace(workload, training=free)
+        return self._part(config, workload), training
+
+    def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool) -> float:
+        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once."""
+        job, stages = self._job, config.training.pipeline_parallel_size
+        planner, counts, forward = planned(config, job.shapes, costs, job.lengths, job.prompt_tokens)
+        seconds = 3 * forward * sum(counts.values()) / stages
+        if schedule:
+            key = (stages, config.fusion.training, tuple(counts.items()))
+            if key not in self._schedules:
+                self._schedules[key] = planner.plan(counts).seconds / seconds
+            seconds *= self._schedules[key]
+        elif len(counts) == 1 and not config.training.split_backward:  # one model's bubbles have nothing to fill them
+            seconds *= (counts["actor"] + stages - 1) / counts["actor"]
+        steps, models = workload.training.mini_batches * workload.training.epochs, len(workload.training.models)
+        slowest = min(job.cluster.speeds(config.trainer.nnodes), default=1.0)
+        return steps * (seconds / slowest + models * costs.optimizer_s)
+
+    def _part(self, config: Config, whole: Workload) -> Workload:
+        """Fewer engines and samples; of uneven machines some of each."""
+        load, least = whole.samples / whole.slots, -(-2 * whole.training.mini_batches * whole.group)
+        engines = min(whole.slots, MOST_ENGINES, max(2, int(MOST_SAMPLES / load), int(-(-least // max(load, 1e-9)))))
+        lengths = resample(self._job.lengths, whole.group, round(load * engines), seed=1)
+        per_node = max(1, config.trainer.n_gpus_per_node // config.rollout.tensor_model_parallel_size)
+        speeds = [speed for speed in self._job.cluster.speeds(config.trainer.nnodes) for _ in range(per_node)]
+        some = tuple(speeds[i * len(speeds) // engines] for i in range(engines)) if speeds else ()
+        return replace(whole, slots=engines, response_tokens=lengths, slot_speed=some)

@@ -1,0 +1,93 @@
+"""Tables of `rlfuse plan`: settings, placement, memory.
+
+Role: pure; `plan` and `search_command` print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from rlfuse.config.checks import value_of
+from rlfuse.config.documentation import as_typed, keys
+from rlfuse.config.rewards import JUDGE
+from rlfuse.config.schema import Config
+from rlfuse.planning.activations import micro_batch_tokens
+from rlfuse.planning.memory import GIB, Memory
+from rlfuse.planning.model_sizes import Shape
+from rlfuse.planning.placing import placements
+
+
+def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty one; `numbers` are columns to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for name in (*columns, *numbers):
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return table
+
+
+def settings_table(config: Config) -> Table:
+    """Keys that differ from their defaults."""
+    table = table_of("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
+    for key in keys():
+        value = value_of(config, key.name)
+        if key.required or value != key.default:
+            table.add_row(key.name, escape(as_typed(value)))
+    return table
+
+
+def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
+    """The slots of the first node; the others are filled alike."""
+    found = placements(config, shapes)
+    video = shapes["actor"].tower > 0
+    title = f"Placement: {config.slots} slots on {config.trainer.nnodes} node{'s' * (config.trainer.nnodes > 1)}"
+    table = table_of(title, "node", "slot", "rollout engine", "trainer rank", *(["encoder ranks"] if video else []))
+    for place in found:
+        if place.node and config.training.pipeline_parallel_size <= config.trainer.n_gpus_per_node:
+            continue
+        more = [str(place.encoders)] if video else []
+        table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
+    if found[-1].node and len(found) > table.row_count:
+        table.add_row(f"1-{found[-1].node}", "...", "alike", "alike")
+    reward = config.reward
+    models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
+    rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
+    table.caption = f"beside them: the driver and {rewards} reward processes"
+    table.caption_justify = "left"
+    return table
+
+
+def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:
+    """Parts in GiB, phases beside each other."""
+    sizes = ", ".join(f"{role} {shape.parameters / 1e6:,.1f} M" for role, shape in shapes.items())
+    limit = f"{memory.budget.bytes / GIB:.1f} GiB"
+    device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
+    phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
+    table = table_of(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    for column in table.columns:  # whole in 80 columns
+        column.no_wrap = True
+    for part in memory.parts:
+        cells = [f"{part.size / GIB:.2f}" if part in memory.of(phase) else "" for phase in memory.phases]
+        table.add_row(part.role, part.what, *cells)
+    table.add_section()
+    totals = [memory.total(phase) for phase in memory.phases]
+    colours = ["red" if total > memory.budget.bytes else "green" for total in totals]
+    row = [f"[{colour}]{total / GIB:.2f}[/]" for total, colour in zip(totals, colours, strict=True)]
+    table.add_row("all", "", *row)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tightest = memory.tightest
+    notes = [
+        f"the tightest is {tightest}: {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
+        f"micro-batches of {micro_batch_tokens(config)} tokens",
+        f"an engine's KV cache holds {max(0, memory.kv_tokens):,} tokens: {max(0, memory.kv_tokens) // longest:,} of "
+        f"the longest samples ({longest})",
+    ]
+    if memory.host:
+        per_node = memory.host * config.trainer.n_gpus_per_node / GIB
+        notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
+    table.caption, table.caption_justify = "; ".join(notes), "left"
+    return table

@@ -72,6 +72,8 @@ class Cluster:
     """Share of the peak that passes and training reach (MFU)."""
     memory_bandwidth_gbs: Positive = 2000.0
     """GB/s that a device reads from its memory."""
+    memory_margin: Annotated[float, number(most=0.5)] = 0.05
+    """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinksGiven = field(default_factory=LinksGiven)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
@@ -97,9 +99,9 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def budget(self) -> Budget:
-        """A device's memory: of the smallest."""
+        """What a plan may take of a device: of the smallest."""
         smallest = min([self.device_memory_gb, *(group.device_memory_gb for group in self.groups)])
-        return Budget(self.device, int(smallest * GIB))
+        return Budget(self.device, int(smallest * (1 - self.memory_margin) * GIB))
 
     def speeds(self, nodes: int) -> tuple[float, ...]:
         """Of each node that is used, the fastest first, relative to the cluster's own; empty where all are alike."""

@@ -138,12 +138,12 @@ class _Search:
 
 
 def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """The fastest first, one for each structure."""
-    seen = set()
+    """The fastest first, one for each structure; of those that take the very same, the first."""
+    seen: set[object] = set()
     for plan in sorted(plans, key=lambda plan: plan.seconds.step):
         structure = tuple(setting for setting in plan.settings if setting[0] in STRUCTURE)
-        if structure not in seen:
-            seen.add(structure)
+        if not seen & {structure, plan.seconds}:
+            seen |= {structure, plan.seconds}
             yield plan
 
 

@@ -7,13 +7,14 @@ data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fit
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
@@ -27,10 +28,10 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
-from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import SECONDS, Found, Plan, error_of, search, settled, surely_slower
-from rlfuse.planning.space import CACHE, axes_of
-from rlfuse.planning.step_time import Job, StepTimes
+from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.search import SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.space import axes_of
+from rlfuse.planning.step_time import Job, Seconds, StepTimes
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
@@ -159,7 +160,7 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
         found, around = settled(job, found, facts)
         best, errors = found.plans[0], job.hardware.errors
         policies = _policies(job, best)
-    console.print(_plans_table(job, found), _neighbours_table(job, best, around), _policies_table(policies))
+    console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies))
     config, memory = job.with_settings(best.settings)
     console.print(memory_table(config, job.shapes, memory))
     policy = min(policies, key=lambda name: policies[name].step)
@@ -178,50 +179,53 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
 
 
 def name_of(job: Job, plan: Plan) -> str:
-    """A plan in a few words."""
+    """A plan's machines, degrees and ZeRO stage."""
     config = changed(job.config, plan.settings)
-    actor, training = config.actor, config.training
-    words = [
-        f"{config.trainer.nnodes} x {config.trainer.n_gpus_per_node}",
-        f"TP {config.rollout.tensor_model_parallel_size}",
-        f"PP {training.pipeline_parallel_size}",
-        f"Ulysses {training.ulysses_sequence_parallel_size}",
-        f"ZeRO {actor.zero_stage}" + (" offloaded" if actor.offload_optimizer else ""),
-    ]
-    return ", ".join(words)
+    nodes, each, training = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.training
+    degrees = {
+        "TP": config.rollout.tensor_model_parallel_size,
+        "PP": training.pipeline_parallel_size,
+        "SP": training.ulysses_sequence_parallel_size,
+    }
+    words = [f"{nodes}x{each}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    return " ".join(words) + f" ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer
 
 
-def _plans_table(job: Job, found: Found):
-    numbers = ("tokens", "recompute", "seqs", "cache", "peak GiB", "generate", "score", "train", "step", "+-")
+def _plans_table(job: Job, found: Found) -> Table:
+    numbers = ("tokens", "again", "seqs", "GiB", "generate", "score", "train", "step", "+-")
     table = table_of("Plans: seconds of a step, the fastest first", "plan", numbers=numbers)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
     best = found.plans[0]
     for plan in found.plans[:SHOWN]:
         config, seconds = changed(job.config, plan.settings), plan.seconds
         same = plan is not best and not surely_slower(best, plan, job.hardware.errors)
         table.add_row(
-            name_of(job, plan) + (" (equal)" if same else ""),
+            ("= " if same else "  ") + name_of(job, plan),
             f"{config.actor.ppo_max_token_len_per_gpu}",
             "yes" if config.model.enable_gradient_checkpointing else "no",
             f"{config.rollout.max_num_seqs}",
-            f"{value_of(config, CACHE[job.cluster.device]):g}",
             f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
             *(f"{each:.1f}" for each in seconds.kinds.values()),
             f"{seconds.step:.1f}",
             f"{error_of(seconds, job.hardware.errors):.1f}",
         )
     table.caption_justify = "left"
-    table.caption = "equal: the difference is less than what errors of generating, scoring and training may make of it"
+    table.caption = (
+        "nodes x devices; TP: of an engine, PP: stages, SP: Ulysses, where above 1; +off: optimizer in host memory; "
+        "tokens of a micro-batch; again: activations recomputed; seqs: rollout.max_num_seqs; GiB: of the fullest "
+        "phase; =: equal to the first, as far as the errors of generating, scoring and training tell"
+    )
     return table
 
 
-def _neighbours_table(job: Job, best: Plan, around):
+def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
     table = table_of("Why not its neighbours", "instead", "what becomes of it")
     for each in around:
         table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
     return table
 
 
-def _why(best: Plan, each) -> str:
+def _why(best: Plan, each: Neighbour) -> str:
     if each.plan is None:
         return each.why_not
     more = each.plan.seconds.step - best.seconds.step
@@ -231,13 +235,13 @@ def _why(best: Plan, each) -> str:
     return f"{more:+.1f} s" + (f": {told}" if told else "")
 
 
-def _policies(job: Job, best: Plan):
+def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
     times = StepTimes(job)
     config = changed(job.config, best.settings)
     return {policy: times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
 
 
-def _policies_table(policies):
+def _policies_table(policies: Mapping[str, Seconds]) -> Table:
     table = table_of(
         "The best plan under each policy, thresholds as a run tunes them", "fusion.policy", numbers=("step",)
     )
@@ -247,7 +251,7 @@ def _policies_table(policies):
     return table
 
 
-def _told(job: Job, found: Found, errors) -> list[str]:
+def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
     if found.bound_s >= best:
@@ -256,9 +260,11 @@ def _told(job: Job, found: Found, errors) -> list[str]:
         proof = (
             f"the search was cut: none is more than {1 - found.bound_s / best:.0%} faster; --seconds searches longer"
         )
-    lengths = job.lengths
+    lengths, cluster = job.lengths, job.cluster
     return [
         f"{looked}; {proof}",
+        f"memory: {cluster.memory_margin:.0%} of a device's {cluster.device_memory_gb:g} GiB are left free "
+        "(memory_margin)",
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
         "(--response-tokens, --prompt-tokens)",
         "errors: "
@@ -270,7 +276,7 @@ def _told(job: Job, found: Found, errors) -> list[str]:
 # The job file --------------------------------------------------------------------------------------------------------
 
 
-def _differing(config: Config, settings) -> list[tuple[str, object]]:
+def _differing(config: Config, settings: Sequence[Setting]) -> list[tuple[str, object]]:
     """What the plan changes in the job."""
     return [(key, value) for key, value in settings if value_of(config, key) != value]
 

@@ -20,7 +20,7 @@ def draw(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str, float
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.45 * len(plans)), layout="constrained")
     left = [0.0] * len(plans)
     for kind, colour in COLOURS.items():
         widths = [plan.seconds.kinds[kind] for plan in plans]
@@ -29,7 +29,7 @@ def draw(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str, float
     axes.errorbar(left, names, xerr=[error_of(plan.seconds, errors) for plan in plans], fmt="none", color="black")
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step, and how far they may be off")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

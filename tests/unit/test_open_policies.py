@@ -139,8 +139,8 @@ def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):
     arguments = [str(tmp_path / "workload.json"), "--policy", "serial", own, "--out", str(tmp_path / "out.json")]
     assert main(["simulate", *arguments]) == 0
     assert [result["policy"] for result in json.loads((tmp_path / "out.json").read_text())] == ["serial", own]
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index(next(line for line in lines if line.startswith("policy ")))  # an import may tell something first
+    lines = capsys.readouterr().out.splitlines()  # an import may tell something first
+    start = lines.index(next(line for line in lines if line.startswith("policy ")))
     head, *rows = lines[start : start + 3]
     assert len(rows) == 2 and all(len(row) == len(head) for row in rows) and rows[1].startswith(f"{own}  ")
 

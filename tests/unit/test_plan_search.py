@@ -1,0 +1,267 @@
+"""The search for the fastest plan: equal to brute force, monotone in memory and devices, plausible, a job file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+import yaml
+from test_plan import SEVEN_B
+
+from rlfuse.cli import main
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven, read_cluster
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.hardware import Hardware, Links
+from rlfuse.planning.memory import problems
+from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.remedies import changed
+from rlfuse.planning.search import search, settled, surely_slower
+from rlfuse.planning.space import axes_of, structures
+from rlfuse.planning.step_time import Job, Seconds, StepTimes
+
+SMALL = {
+    "trainer.nnodes": (1, 2),
+    "trainer.n_gpus_per_node": (2,),
+    "rollout.tensor_model_parallel_size": (1, 2),
+    "training.pipeline_parallel_size": (1, 2),
+    "training.ulysses_sequence_parallel_size": (1,),
+    "actor.zero_stage": (1, 3),
+    "actor.offload_optimizer": (False, True),
+    "model.enable_gradient_checkpointing": (False, True),
+    "actor.ppo_max_token_len_per_gpu": (1024, 4096),
+    "rollout.max_num_seqs": (16, 64),
+    "rollout.gpu_memory_utilization": (0.8, 0.5),
+}
+"""A space that brute force goes through."""
+CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "tflops": 10, "memory_bandwidth_gbs": 300}
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
+    (folder / "config.json").write_text(json.dumps(SEVEN_B | sizes | {"vocab_size": 32000}))
+    return read_shape(str(folder), "model.path")
+
+
+def job_of(shape, cluster=None, axes=None, **more):
+    cluster = cluster or Cluster(**CLUSTER | more)
+    config = Config()
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 16, 8, 4
+    config.algorithm.adv_estimator, config.data.max_response_length = "grpo", 256
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = cluster.nodes, cluster.devices_per_node
+    config.cluster.device = cluster.device
+    return Job(config, {"actor": shape}, {}, cluster, cluster.hardware(), lengths_of(config, 120), 64, axes or SMALL)
+
+
+def facts_of(shape):
+    return Facts(attention_heads=shape.heads, layers=len(shape.layers), cuda=True)
+
+
+def brute_force(job, facts):
+    """Seconds of every plan that fits, whatever the bound says of it."""
+    times, found = StepTimes(job), []
+    names = list(job.axes)[7:]
+    for structure in structures(job.config, facts, job.axes):
+        for values in product(*(job.axes[name] for name in names)):
+            config, memory = job.with_settings((*structure, *zip(names, values, strict=True)))
+            if not problems(config, memory):
+                seconds = times.simulated(config, memory).step
+                assert times.bound(config, memory) <= seconds * (1 + 1e-9)
+                found.append(seconds)
+    return found
+
+
+# Links and costs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_within_a_node_sends_all_but_ones_own_part():
+    links = Links(within_bytes_per_s=100.0, between_bytes_per_s=10.0, per_node=4)
+    assert links.all_gather(400, 1) == 0
+    assert links.all_gather(400, 4) == pytest.approx(3 * 100 / 100)
+    assert links.all_reduce(400, 4) == 2 * links.all_gather(400, 4)
+
+
+def test_between_nodes_the_slower_link_counts_and_devices_of_a_node_share_the_work():
+    links = Links(within_bytes_per_s=inf, between_bytes_per_s=10.0, per_node=4)
+    assert links.all_gather(800, 8) == pytest.approx(800 / 8 / 10)
+    assert links.all_gather(800, 2, stride=4) == pytest.approx(800 / 2 / 10)
+
+
+def test_latency_counts_once_for_each_hop():
+    links = Links(within_s=1.0, between_s=5.0, per_node=2)
+    assert links.all_gather(0, 4) == 1 + 5
+
+
+def costs(shape, **keys):
+    config = changed(job_of(shape).config, [(name.replace("__", "."), value) for name, value in keys.items()])
+    links = Links(1e9, 1e8, 1e-5, 1e-4, 2)
+    return costs_of(config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10, links=links), 200)
+
+
+def test_each_zero_stage_sends_what_it_divides(shape):
+    whole, states, sums, all_of_it = (costs(shape, actor__zero_stage=stage) for stage in range(4))
+    assert whole.train_tokens_per_s == states.train_tokens_per_s > sums.train_tokens_per_s
+    assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
+    assert whole.score_tokens_per_s == sums.score_tokens_per_s > all_of_it.score_tokens_per_s
+    assert whole.optimizer_s > states.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
+
+
+def test_recomputation_costs_a_third_more_and_larger_micro_batches_gather_less_often(shape):
+    kept, again = (costs(shape, model__enable_gradient_checkpointing=value) for value in (False, True))
+    assert kept.train_tokens_per_s == pytest.approx(4 / 3 * again.train_tokens_per_s)
+    few, many = (costs(shape, actor__zero_stage=3, actor__ppo_max_token_len_per_gpu=n) for n in (256, 2048))
+    assert many.train_tokens_per_s > few.train_tokens_per_s
+
+
+def test_engines_over_several_devices_read_faster_and_wait_for_each_other(shape):
+    one, two = (costs(shape, rollout__tensor_model_parallel_size=width) for width in (1, 2))
+    assert two.step_per_context_token_s == pytest.approx(one.step_per_context_token_s / 2)
+    assert two.step_base_s > one.step_base_s, "a small model's weights are read faster than its devices agree"
+
+
+# The search ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [24, 14])
+def test_it_is_brute_force(shape, memory):
+    job, facts = job_of(shape, device_memory_gb=memory), facts_of(shape)
+    found = search(job, facts, seconds=inf)
+    assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
+    assert found.bound_s == found.plans[0].seconds.step, "it came to its end"
+
+
+def test_a_cut_search_says_what_is_still_open(shape):
+    job, facts = job_of(shape), facts_of(shape)
+    cut, whole = search(job, facts, seconds=0), search(job, facts, seconds=inf)
+    assert cut.simulated == 1 and cut.bound_s <= whole.plans[0].seconds.step <= cut.plans[0].seconds.step
+
+
+def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
+    job, facts = job_of(shape), facts_of(shape)
+    found, around = settled(job, search(job, facts, seconds=0), facts)
+    best = found.plans[0].seconds.step
+    assert {each.setting[0] for each in around} <= set(job.axes) and len(around) >= 7
+    assert all(each.plan.seconds.step >= best if each.plan else each.why_not for each in around)
+
+
+@pytest.mark.slow
+def test_more_memory_never_makes_a_plan_infeasible_or_slower(shape):
+    facts, before = facts_of(shape), inf
+    for memory in (6, 10, 12, 14, 24):
+        found = search(job_of(shape, device_memory_gb=memory), facts, seconds=inf)
+        now = found.plans[0].seconds.step if found.plans else inf
+        assert now <= before
+        before = now
+    assert before < inf
+
+
+@pytest.mark.slow
+def test_more_devices_never_slow_the_best_plan(shape):
+    facts, steps = facts_of(shape), []
+    for nodes in (1, 2, 3, 4):
+        cluster = Cluster(**CLUSTER | {"nodes": nodes}, links=LinksGiven(between_gbs=0.1))
+        axes = SMALL | {"trainer.nnodes": axes_of(Config(), shape, cluster)["trainer.nnodes"]}
+        steps.append(search(job_of(shape, cluster, axes), facts, seconds=inf).plans[0].seconds.step)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_no_forecast_is_better_than_what_anybody_measured(shape):
+    job = job_of(shape, utilization=MOST_UTILIZATION)
+    best = search(job, facts_of(shape), seconds=0).plans[0]
+    flops = 6 * shape.passed * (sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
+    assert flops / best.seconds.training / job.cluster.devices / (job.cluster.tflops * 1e12) <= MOST_UTILIZATION
+    with pytest.raises(ClusterError, match=r"utilization=0.6: needs a number above 0, at most 0.547"):
+        read_of({**CLUSTER, "utilization": 0.6})
+
+
+def test_a_plan_leaves_the_margin_free(shape):
+    best = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
+    assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
+
+
+def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
+    uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, tflops=5, device_memory_gb=20),))
+    assert uneven.budget().bytes < Cluster(**CLUSTER).budget().bytes
+    assert uneven.speeds(2) == (1.0, 0.5) and uneven.speeds(1) == (1.0,)
+    axes = SMALL | {"trainer.nnodes": (2,)}
+    even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
+    slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
+    assert slower.seconds.step > even.seconds.step
+
+
+def test_errors_that_plans_have_in_common_do_not_make_them_equal(shape):
+    plan = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
+    errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
+    mine, slower = (replace(plan, seconds=Seconds(*each)) for each in ((10, 5, 20), (10, 5, 21)))
+    assert surely_slower(mine, slower, errors)
+    traded = replace(plan, seconds=Seconds(18, 5, 13))
+    assert not surely_slower(mine, traded, errors)
+
+
+# Files and the command -----------------------------------------------------------------------------------------------
+
+
+def read_of(data):
+    from rlfuse.config.input_files import read
+
+    return read(Cluster, data, ClusterError)
+
+
+def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: 0\ndevice_per_node: 8\ntflops: x\ndevice_memory_gb: 80\n")
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(path)
+    told = str(caught.value)
+    assert "nodes=0: needs a whole number of at least 1" in told and "did you mean devices_per_node?" in told
+    assert "tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
+    with pytest.raises(ClusterError, match="neither is given"):
+        read_of({key: value for key, value in CLUSTER.items() if key != "tflops"})
+    with pytest.raises(ClusterError, match="there is no such file"):
+        read_cluster(tmp_path / "none.yaml")
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B | {"num_hidden_layers": 4}))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "tflops": 300}))
+    words = ["algorithm=grpo", f"model.path={tmp_path / 'model'}", "data.train_files=[nowhere.parquet]"]
+    words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=4", "data.train_batch_size=16"]
+    words += ["actor.ppo_mini_batch_size=16"]
+    return tmp_path, ["plan", "--search", "--cluster", str(tmp_path / "cluster.yaml"), *words]
+
+
+@pytest.mark.slow
+def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, monkeypatch):
+    folder, words = files
+    monkeypatch.setenv("COLUMNS", "100")
+    out, picture = folder / "best.yaml", folder / "plans.png"
+    assert main([*words, "--seconds", "2", "--out", str(out), "--picture", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert "Why not its neighbours" in told and "(fastest)" in told and picture.stat().st_size > 5000
+    assert "an allowance: nothing was measured" in told and "data.train_files" not in told
+    assert main(["plan", str(out), "--device-memory", "48"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
+    folder, words = files
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
+    assert main(words) == 3
+    assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
+
+
+def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
+    _, words = files
+    assert main([*words, "--keep", "actor.zero_stag"]) == 2
+    assert "did you mean" in (told := capsys.readouterr().err) and "actor.zero_stage" in told

@@ -15,6 +15,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import UserError
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
@@ -37,14 +38,21 @@ class ForecastError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of a step's stages: of the job's policy, and under `serial` for comparison."""
+    """A step under the job's policy, and how long it takes under each."""
 
-    results: tuple[Result, ...]
+    result: Result
+    """Of the job's policy, whole models trained."""
     training_s: float
     """Of the job's policy, after what it scored: part of its step."""
-    step_s: float
+    steps: Mapping[str, float]
+    """Policy -> seconds; the job's comes first."""
     schedule: Problem | None = None
     """Of one mini-batch, where the job has pipelines."""
+
+    @property
+    def step_s(self) -> float:
+        """Under the job's policy."""
+        return next(iter(self.steps.values()))
 
 
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
@@ -76,18 +84,19 @@ def forecast(
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
     given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
-    results = []
-    for policy in dict.fromkeys((config.fusion.policy, "serial")):
+    results = {}
+    for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
         settings = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
-        results.append(simulate(workload, policy, settings).result)
-    mine = results[0]
+        results[policy] = simulate(workload, policy, settings).result
+    mine = results[config.fusion.policy]
     if config.training.pipeline_parallel_size == 1:
-        return Forecast(tuple(results), mine.step_s - mine.generation_and_scoring_s - costs.step_s, mine.step_s)
+        training = mine.step_s - mine.generation_and_scoring_s - costs.step_s
+        return Forecast(mine, training, {policy: each.step_s for policy, each in results.items()})
     planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
-    steps = workload.training.mini_batches * workload.training.epochs
-    training = steps * (planner.plan(counts).seconds + costs.optimizer_s)
-    step = mine.generation_and_scoring_s + training + costs.step_s
-    return Forecast(tuple(results), training, step, planner.problem(counts))
+    mini_batches = workload.training.mini_batches * workload.training.epochs
+    training = mini_batches * (planner.plan(counts).seconds + costs.optimizer_s)
+    steps = {policy: each.generation_and_scoring_s + training + costs.step_s for policy, each in results.items()}
+    return Forecast(mine, training, steps, planner.problem(counts))
 
 
 def planned(

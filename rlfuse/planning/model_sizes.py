@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.config.rewards import JUDGE
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +104,6 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
     """The policy at `path`, or the value model made of it. Raises ConfigError, naming `key`."""
     from transformers import AutoConfig
 
-    from rlfuse.config.schema import ModelConfig
     from rlfuse.engines.trainer.models import trainer_ready
     from rlfuse.errors import VideoError
     from rlfuse.planning.tracing import MetaModel, first_line
@@ -119,6 +120,31 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
     except Exception as error:  # whatever a family's own code raises for a configuration that it can't take
         family = f" of a {type(config).__name__}" if config is not None else ""
         raise ConfigError([f"{key}={path}: the sizes{family} can't be told: {first_line(error)}"]) from error
+
+
+def shapes_of(config: Config) -> dict[str, Shape]:
+    """`actor`, and `critic` and `reference` where the job has them."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    shapes = {"actor": read_shape(path, "model.path", trust)}
+    if config.uses_critic:
+        shapes["critic"] = read_shape(config.critic.path or path, "critic.path", trust, value=True)
+    if config.uses_reference:
+        other = config.ref.path not in (None, path)
+        shapes["reference"] = read_shape(config.ref.path, "ref.path", trust) if other else shapes["actor"]
+    return shapes
+
+
+def served_shapes(config: Config, device: str) -> dict[str, Shape]:
+    """Of reward models and judges, where they are on the slots' GPUs."""
+    if device == "cpu" or config.reward.device == "cpu":
+        return {}
+    paths, trust = {}, config.model.trust_remote_code
+    if config.reward.model_path:
+        paths["reward.model_path"] = config.reward.model_path
+    for number, entry in enumerate(config.reward.functions):
+        if isinstance(entry, dict) and entry.get("path") == JUDGE:
+            paths[f"reward.functions[{number}].kwargs.model"] = entry["kwargs"]["model"]
+    return {key: read_shape(path, key, trust, value=key == "reward.model_path") for key, path in paths.items()}
 
 
 def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) -> PreTrainedModel:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,16 +24,18 @@ from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.prepared import command_for
-from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
+from rlfuse.planning import search_command
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
-from rlfuse.planning.model_sizes import Shape, read_shape
+from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 
-DOES_NOT_FIT = 3
+if TYPE_CHECKING:
+    from rlfuse.planning.forecast import Forecast
+
 BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
 """GB/s where --bandwidth does not say."""
 PICTURES = (".png", ".html")
@@ -41,8 +44,6 @@ PICTURES = (".png", ".html")
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
     if "--search" in argv:
-        from rlfuse.planning import search_command
-
         return search_command.main(argv)
     arguments, words = _parser().parse_known_args(argv)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         console.print(f"[bold red]does not fit[/]  {escape(line)}", soft_wrap=True)
     if wrong:
         console.print(escape(remedies(config, shapes, budget, served)), soft_wrap=True)
-        raise SystemExit(DOES_NOT_FIT)
+        raise SystemExit(search_command.DOES_NOT_FIT)
     console.print("[bold green]fits[/]")
 
 
@@ -146,31 +147,6 @@ def _wrong_file(option: str, path: Path | None, endings: Sequence[str]) -> list[
     if not path.absolute().parent.is_dir():
         return [f"{option} {path}: the folder does not exist; make it first"]
     return []
-
-
-def shapes_of(config: Config) -> dict[str, Shape]:
-    """`actor`, and `critic` and `reference` where the job has them."""
-    path, trust = config.model.path, config.model.trust_remote_code
-    shapes = {"actor": read_shape(path, "model.path", trust)}
-    if config.uses_critic:
-        shapes["critic"] = read_shape(config.critic.path or path, "critic.path", trust, value=True)
-    if config.uses_reference:
-        other = config.ref.path not in (None, path)
-        shapes["reference"] = read_shape(config.ref.path, "ref.path", trust) if other else shapes["actor"]
-    return shapes
-
-
-def served_shapes(config: Config, device: str) -> dict[str, Shape]:
-    """Of reward models and judges, where they are on the slots' GPUs."""
-    if device == "cpu" or config.reward.device == "cpu":
-        return {}
-    paths, trust = {}, config.model.trust_remote_code
-    if config.reward.model_path:
-        paths["reward.model_path"] = config.reward.model_path
-    for number, entry in enumerate(config.reward.functions):
-        if isinstance(entry, dict) and entry.get("path") == JUDGE:
-            paths[f"reward.functions[{number}].kwargs.model"] = entry["kwargs"]["model"]
-    return {key: read_shape(path, key, trust, value=key == "reward.model_path") for key, path in paths.items()}
 
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
@@ -266,18 +242,21 @@ def _forecast(
         _draw(found.schedule, arguments.picture, console)
 
 
-def time_table(found) -> Table:
-    """The step's stages under the job's policy."""
-    mine, serial = found.results[0], found.results[-1]
-    table = table_of(f"Forecast of a step, fusion.policy={mine.policy}", "stage", numbers=("seconds",))
-    table.add_row("generation", f"{mine.generation_s:.2f}")
-    table.add_row("scoring after it", f"{mine.generation_and_scoring_s - mine.generation_s:.2f}")
+def time_table(found: Forecast) -> Table:
+    """The step's stages under the job's policy, and the step under the others."""
+    result, (mine, *others) = found.result, found.steps
+    table = table_of(f"Forecast of a step, fusion.policy={mine}", "stage", numbers=("seconds",))
+    table.add_row("generation", f"{result.generation_s:.2f}")
+    table.add_row("scoring after it", f"{result.generation_and_scoring_s - result.generation_s:.2f}")
     table.add_row("training after that", f"{found.training_s:.2f}")
     table.add_section()
-    table.add_row("step", f"{found.step_s:.2f}")
+    fastest = min(found.steps.values())
+    for policy in (mine, *others):
+        seconds = found.steps[policy]
+        words = "step" if policy == mine else f"step under {policy} ({seconds / found.step_s:.2f} times as long)"
+        table.add_row(words + (", the fastest" if seconds == fastest else ""), f"{seconds:.2f}")
     if found.schedule is None:
-        table.add_row(f"step under serial ({serial.step_s / mine.step_s:.2f} times as long)", f"{serial.step_s:.2f}")
-        table.add_row(f"no schedule takes less ({mine.bound_by})", f"{mine.oracle_s:.2f}")
+        table.add_row(f"no schedule takes less ({result.bound_by})", f"{result.oracle_s:.2f}")
     return table
 
 

@@ -28,6 +28,7 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
+from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.search import SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
 from rlfuse.planning.space import axes_of
@@ -113,8 +114,6 @@ def _facts(config: Config) -> Facts:
 
 
 def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tuple[Job, Facts]:
-    from rlfuse.planning.plan import served_shapes, shapes_of
-
     shapes = shapes_of(config)
     axes = axes_of(config, shapes["actor"], cluster, arguments.keep)
     if unknown := [key for key in arguments.keep if key not in axes]:

@@ -152,18 +152,17 @@ class StepTimes:
         self, config: Config, memory: Memory, roomy: bool = False, schedule: bool = True
     ) -> tuple[Workload, float]:
         """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
-        job, width = self._job, config.rollout.tensor_model_parallel_size
+        job = self._job
         moved = sum(part.size for part in memory.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
         costs = costs_of(config, job.shapes, job.hardware, self._context, moved if job.cluster.device == "cuda" else 0)
         tokens = 1 << 40 if roomy else max(1, memory.kv_tokens)
-        costs = replace(costs, kv_tokens=tokens)
-        workload = workload_of(config, costs, config.slots // width, job.lengths, job.prompt_tokens)
+        workload = self._some_engines(config, replace(costs, kv_tokens=tokens))
         training = 0.0
         if config.training.pipeline_parallel_size > 1:
             training = self._pipeline_s(config, workload, costs, schedule)
             free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
             workload = replace(workload, training=free)
-        return self._part(config, workload), training
+        return workload, training
 
     def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool) -> float:
         """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once."""
@@ -181,12 +180,24 @@ class StepTimes:
         slowest = min(job.cluster.speeds(config.trainer.nnodes), default=1.0)
         return steps * (seconds / slowest + models * costs.optimizer_s)
 
-    def _part(self, config: Config, whole: Workload) -> Workload:
-        """Fewer engines and samples; of uneven machines some of each."""
-        load, least = whole.samples / whole.slots, -(-2 * whole.training.mini_batches * whole.group)
-        engines = min(whole.slots, MOST_ENGINES, max(2, int(MOST_SAMPLES / load), int(-(-least // max(load, 1e-9)))))
-        lengths = resample(self._job.lengths, whole.group, round(load * engines), seed=1)
-        per_node = max(1, config.trainer.n_gpus_per_node // config.rollout.tensor_model_parallel_size)
+    def _some_engines(self, config: Config, costs: Costs) -> Workload:
+        """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
+        width, data, mini_batch = (
+            config.rollout.tensor_model_parallel_size,
+            config.data,
+            config.actor.ppo_mini_batch_size,
+        )
+        all_engines, mini_batches = config.slots // width, -(-data.train_batch_size // config.actor.ppo_mini_batch_size)
+        load = data.train_batch_size * config.rollout.n / all_engines
+        enough = -(-2 * mini_batches * config.rollout.n // load)
+        engines = int(min(all_engines, MOST_ENGINES, max(2, MOST_SAMPLES // load, enough)))
+        lengths = self._lengths(config.rollout.n, round(load * engines))
+        workload = workload_of(config, costs, engines, lengths, self._job.prompt_tokens)
+        per_node = max(1, config.trainer.n_gpus_per_node // width)
         speeds = [speed for speed in self._job.cluster.speeds(config.trainer.nnodes) for _ in range(per_node)]
         some = tuple(speeds[i * len(speeds) // engines] for i in range(engines)) if speeds else ()
-        return replace(whole, slots=engines, response_tokens=lengths, slot_speed=some)
+        return replace(workload, training=replace(workload.training, mini_batches=mini_batches), slot_speed=some)
+
+    @functools.cache  # noqa: B019, as long as the search
+    def _lengths(self, group: int, samples: int) -> tuple[int, ...]:
+        return resample(self._job.lengths, group, samples, seed=1)

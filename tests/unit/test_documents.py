@@ -276,7 +276,6 @@ def test_commands_in_job_files_and_help_compose(beside, parsers_stop):
         try_command(shlex.split(line))
 
 
-@pytest.mark.slow
 def test_wrong_commands_are_found(beside, parsers_stop):
     text = "```bash\nrlfuse runs && rlfuse train a.yaml \\\n  n=8   # a comment\nA=1 bash jobs/x.sh > b\n```\n"
     assert [*typed(text)] == [["rlfuse", "runs"], ["rlfuse", "train", "a.yaml", "n=8"], ["bash", "jobs/x.sh"]]
@@ -355,7 +354,6 @@ def test_names_of_verl_exist_and_become_what_the_table_says():
             assert dict(VERL_PREFIXES)[there.removesuffix("X")] == here.removesuffix("X")
 
 
-@pytest.mark.slow
 def test_names_of_trl_are_those_of_the_installed_one():
     theirs = fields_of("trl/trainer/grpo_config.py", "trl/trainer/rloo_config.py", "trl/trainer/base_config.py",
                        "transformers/training_args.py")  # fmt: skip
@@ -376,9 +374,6 @@ def test_keys_of_the_openrlhf_table_exist():
 def test_entries_have_the_keys_that_the_table_says():
     named = [word for row in rows(text_of("jobs/rewards.md"), "key of an entry") for word in row[0]]
     assert set(named) == set(KEYS)
-
-
-# Messages -------------------------------------------------------------------------------------------------------------
 
 
 def templates():

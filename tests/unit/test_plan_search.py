@@ -138,6 +138,7 @@ def test_it_is_brute_force(shape, memory):
     assert found.bound_s == found.plans[0].seconds.step, "it came to its end"
 
 
+@pytest.mark.slow
 def test_a_cut_search_says_what_is_still_open(shape):
     job, facts = job_of(shape), facts_of(shape)
     cut, whole = search(job, facts, seconds=0), search(job, facts, seconds=inf)

@@ -22,7 +22,7 @@ COMMANDS = {
     "watch": "the live view of a run that goes on elsewhere: rlfuse watch RUN_DIR",
     "translate": "a job file from a verl command line or YAML file",
     "prepare": "the rows and the model of a task: rlfuse prepare quickstart; alone, it lists them",
-    "plan": "what a job would take, before anything starts: placement, memory, time; status 3 if it does not fit",
+    "plan": "what a job would take, before it starts: memory, time; plan --search: the fastest configuration that fits",
     "doctor": "whether this machine can run jobs, and what to do where it can't",
     "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",

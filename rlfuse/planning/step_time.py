@@ -182,11 +182,7 @@ class StepTimes:
 
     def _some_engines(self, config: Config, costs: Costs) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
-        width, data, mini_batch = (
-            config.rollout.tensor_model_parallel_size,
-            config.data,
-            config.actor.ppo_mini_batch_size,
-        )
+        width, data = config.rollout.tensor_model_parallel_size, config.data
         all_engines, mini_batches = config.slots // width, -(-data.train_batch_size // config.actor.ppo_mini_batch_size)
         load = data.train_batch_size * config.rollout.n / all_engines
         enough = -(-2 * mini_batches * config.rollout.n // load)

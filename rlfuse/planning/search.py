@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from rlfuse.config.checks import check
+from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.remedies import Setting
@@ -25,6 +25,8 @@ from rlfuse.planning.step_time import Job, Seconds, StepTimes
 
 SECONDS = 60.0
 """Of a search, after which the best plan so far is told with what could still be gained."""
+NOTHING = 0.002
+"""Share of a step for which no key is worth changing."""
 Progress = Callable[[str], None]
 
 
@@ -157,29 +159,53 @@ class Neighbour:
 
 
 def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour]]:
-    """The plans with the best one's neighbours, and theirs, until none is faster; and those of the one that it is."""
+    """The plans with the best one's neighbours, and theirs, until none is faster; and the neighbours of that plan.
+
+    Keys whose change gains next to nothing stay as the job has them.
+    """
     times, plans = StepTimes(job), list(found.plans)
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
         around = list(_neighbours(job, best, facts, times))
         faster = [each.plan for each in around if each.plan and each.plan.seconds.step < best.seconds.step]
         if not faster:
-            return replace(found, plans=tuple(ranked(plans))), around
+            break
         plans += faster
+    if (plain := _nearer_the_job(job, best, facts, times)) is not best:
+        best, around = plain, list(_neighbours(job, plain, facts, times))
+    others = [plan for plan in ranked(plans) if plan.seconds.step > best.seconds.step]
+    return replace(found, plans=tuple(ranked([best, *others]))), around
+
+
+def _nearer_the_job(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Plan:
+    """The plan with as many of the job's own values as cost next to nothing."""
+    most = best.seconds.step * (1 + NOTHING)
+    for key, value in best.settings:
+        given = value_of(job.config, key)
+        if given != value and given in job.axes[key]:
+            tried = _tried(job, tuple((dict(best.settings) | {key: given}).items()), facts, times)
+            if isinstance(tried, Plan) and tried.seconds.step <= most:
+                best = tried
+    return best
+
+
+def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts, times: StepTimes) -> Plan | str:
+    """The plan, or why it can't be."""
+    config, memory = job.with_settings(settings)
+    known = set(check(job.config, facts))
+    if wrong := [line for line in check(config, facts) if line not in known] or problems(config, memory):
+        return wrong[0]
+    return Plan(settings, memory, times.simulated(config, memory))
 
 
 def _neighbours(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Iterator[Neighbour]:
     """For each axis the values beside the best plan's, simulated, or why they can't be."""
-    given, known = dict(best.settings), set(check(job.config, facts))
+    given = dict(best.settings)
     for key, values in job.axes.items():
         at = values.index(given[key])
         for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
-            there = tuple((given | {key: value}).items())
-            config, memory = job.with_settings(there)
-            if wrong := [line for line in check(config, facts) if line not in known] or problems(config, memory):
-                yield Neighbour((key, value), None, wrong[0])
-            else:
-                yield Neighbour((key, value), Plan(there, memory, times.simulated(config, memory)))
+            tried = _tried(job, tuple((given | {key: value}).items()), facts, times)
+            yield Neighbour((key, value), *((tried,) if isinstance(tried, Plan) else (None, tried)))
 
 
 def surely_slower(plan: Plan, other: Plan, errors: Mapping[str, float]) -> bool:

@@ -46,10 +46,15 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         "actor.offload_optimizer": (False, True) if gpu else (False,),
         "model.enable_gradient_checkpointing": (False, True),
         "actor.ppo_max_token_len_per_gpu": _tokens(config),
-        "rollout.max_num_seqs": (64, 128, 256, 512, 1024),
+        "rollout.max_num_seqs": _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
         CACHE[cluster.device]: (0.9, 0.8, 0.7, 0.6, 0.5, 0.4) if gpu else (4096, 2048, 1024, 512, 256),
     }
     return {key: (value_of(config, key),) if key in keep else values for key, values in axes.items()}
+
+
+def _with(given: int, values: tuple[int, ...]) -> tuple[int, ...]:
+    """And what the job has."""
+    return tuple(sorted({given, *values}))
 
 
 def _powers(most: int) -> tuple[int, ...]:

@@ -150,7 +150,14 @@ def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(s
     found, around = settled(job, search(job, facts, seconds=0), facts)
     best = found.plans[0].seconds.step
     assert {each.setting[0] for each in around} <= set(job.axes) and len(around) >= 7
-    assert all(each.plan.seconds.step >= best if each.plan else each.why_not for each in around)
+    assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.why_not for each in around)
+
+
+def test_a_key_is_not_changed_for_nothing(shape):
+    job, facts = job_of(shape), facts_of(shape)
+    job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
+    found, _ = settled(job, search(job, facts, seconds=0), facts)
+    assert dict(found.plans[0].settings)["rollout.max_num_seqs"] == 64
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from itertools import count
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import Memory, problems
-from rlfuse.planning.remedies import Setting
+from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.space import STRUCTURE, fillings, structures
 from rlfuse.planning.step_time import Job, Seconds, StepTimes
 
@@ -191,9 +191,11 @@ def _nearer_the_job(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Pla
 
 def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts, times: StepTimes) -> Plan | str:
     """The plan, or why it can't be."""
-    config, memory = job.with_settings(settings)
     known = set(check(job.config, facts))
-    if wrong := [line for line in check(config, facts) if line not in known] or problems(config, memory):
+    if refused := [line for line in check(changed(job.config, settings), facts) if line not in known]:
+        return refused[0]
+    config, memory = job.with_settings(settings)
+    if wrong := problems(config, memory):
         return wrong[0]
     return Plan(settings, memory, times.simulated(config, memory))
 

@@ -153,6 +153,13 @@ def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(s
     assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.why_not for each in around)
 
 
+def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
+    job, facts = job_of(shape, axes=SMALL | {"training.pipeline_parallel_size": (4, 8)}), facts_of(shape)
+    _, around = settled(job, search(job, facts, seconds=0), facts)
+    why = next(each.why_not for each in around if each.setting == ("training.pipeline_parallel_size", 8))
+    assert "must divide the 4 slots" in why
+
+
 def test_a_key_is_not_changed_for_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster

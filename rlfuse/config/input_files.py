@@ -238,12 +238,12 @@ def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[Inpu
         raise error(f"{path}: brackets are nested too deep to be read; a {kind} needs four levels") from None
     except error as cause:
         lines = lines_of(text)
-        raise error(*(f"{path}{_line(problem, lines)}: {problem}" for problem in cause.problems)) from cause
+        raise error(*(f"{path}{line_of(problem, lines)}: {problem}" for problem in cause.problems)) from cause
     except ValueError as cause:
         raise error(f"{path}: {cause}; a {kind} is one JSON object") from cause
 
 
-def _line(problem: str, lines: dict[str, int]) -> str:
+def line_of(problem: str, lines: dict[str, int]) -> str:
     """`:12`, the line of the field that the problem begins with, or of what it should be in; else nothing."""
     name = re.match(r"[\w.\[\]$]*", problem)[0]
     while name and name not in lines:

@@ -59,7 +59,7 @@ class Hardware:
     """Per second, forward and backward."""
     decode_flops: float
     bytes_per_s: float
-    """From the device's memory, while decoding and in optimizer steps."""
+    """From the device's memory, while decoding."""
     pass_call_s: float = 0.0
     """Of each call to score, beside its tokens."""
     train_call_s: float = 0.0
@@ -69,6 +69,16 @@ class Hardware:
     """Of each sequence of a decoding step, likewise."""
     layer_s: float = 0.0
     """Of each layer of a micro-batch's forward pass: what it takes until its kernels run. Twice that backward."""
+    micro_batch_s: float = 0.0
+    """Of each micro-batch's forward pass, beside its layers and tokens. Twice that backward."""
+    hidden_bytes_per_s: float = inf
+    """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
+    optimizer_s: float = 0.0
+    """Of each optimizer step, beside the states that it reads and writes."""
+    step_s: float = 0.0
+    """Of each step of the job, beside its work and the bytes of new weights: data, messages, what waits for nothing."""
+    optimizer_bytes_per_s: float | None = None
+    """Of weights and moments, in optimizer steps with what ranks exchange in them; None: as `bytes_per_s`."""
     host_bytes_per_s: float = inf
     """Between a device and its host's memory, where models wait while the engine generates."""
     links: Links = Links()

@@ -62,11 +62,11 @@ def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
     passes = calls(spans, PASSES, PASSES)
     call_s, rate = _fit_calls("scoring", passes, accuracy) or (costs.score_call_s, costs.score_tokens_per_s)
     costs = replace(costs, score_call_s=call_s, score_tokens_per_s=rate)
-    updates = calls([span for span in spans if not _is_step(span)], _updates(spans), ("backward",))
-    call_s, rate = _fit_calls("training", updates, accuracy) or (costs.train_call_s, costs.train_tokens_per_s)
+    gradients = calls([span for span in spans if not is_optimizer_step(span)], updates(spans), ("backward",))
+    call_s, rate = _fit_calls("training", gradients, accuracy) or (costs.train_call_s, costs.train_tokens_per_s)
     costs = replace(costs, train_call_s=call_s, train_tokens_per_s=rate)
     single = {
-        "optimizer_s": [span.seconds for span in spans if _is_step(span)],
+        "optimizer_s": [span.seconds for span in spans if is_optimizer_step(span)],
         "switch_s": [span.seconds for span in _driver(spans, ("switch",))],
         "move_s": [span.seconds for span in _driver(spans, ("move",))],
     }
@@ -75,7 +75,7 @@ def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
         if seconds:
             means[name] = mean = _mean(np.array(seconds))
             accuracy[name.removesuffix("_s")] = _accuracy(np.full(len(seconds), mean), np.array(seconds))
-    costs, rest = replace(costs, **means), list(_unexplained(spans))
+    costs, rest = replace(costs, **means), list(unexplained(spans))
     if rest:  # with the way back to generating, which the simulated ranks take for themselves
         costs = replace(costs, step_s=max(0.0, _mean(np.array(rest)) - costs.switch_s))
     return Fit(costs, accuracy)
@@ -114,7 +114,12 @@ def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accur
 
 
 def calls(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> list[tuple[float, int]]:
-    """(seconds as the driver saw them, tokens of its busiest rank) of each of the driver's calls of these kinds.
+    """(seconds as the driver saw them, tokens of its busiest rank) of each of the driver's calls of these kinds."""
+    return [(call.seconds, sum(span.tokens for span in each)) for call, each in busiest(spans, kinds, inner)]
+
+
+def busiest(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> list[tuple[Span, list[Span]]]:
+    """Each of the driver's calls of these kinds, and what the rank did for it that had the most tokens.
 
     `inner`: kinds of the ranks' spans that tell the tokens; for a pass, those of the same name.
     """
@@ -127,14 +132,16 @@ def calls(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> 
     starts = {key: [span.start for span in each] for key, each in ranks.items()}
     found = []
     for call in _driver(spans, kinds):
-        slot, busiest = call.attributes.get("slot"), 0
+        slot, most, done = call.attributes.get("slot"), 0, []
         for (where, kind), each in ranks.items():
             named = call.kind == kind or kind not in PASSES
             if named and (slot is None or where == f"trainer/{slot}"):
                 first, last = bisect_left(starts[where, kind], call.start), bisect_left(starts[where, kind], call.end)
-                busiest = max(busiest, sum(span.tokens for span in each[first:last]))
-        if busiest:
-            found.append((call.seconds, busiest))
+                tokens = sum(span.tokens for span in each[first:last])
+                if tokens > most:
+                    most, done = tokens, each[first:last]
+        if done:
+            found.append((call, done))
     return found
 
 
@@ -151,11 +158,13 @@ def _fit_calls(
     return float(call_s), float(1 / token_s) if token_s > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S
 
 
-def _updates(spans: Iterable[Span]) -> set[str]:
+def updates(spans: Iterable[Span]) -> set[str]:
+    """Kinds of the driver's spans in which models learn."""
     return {span.kind for span in spans if span.kind.startswith("update_")} - {"update_weights"}
 
 
-def _is_step(span: Span) -> bool:
+def is_optimizer_step(span: Span) -> bool:
+    """Whether the driver waits in it for an optimizer step, not for gradients."""
     return span.where == "driver" and span.kind.startswith("update_") and bool(span.attributes.get("step"))
 
 
@@ -164,10 +173,10 @@ def _driver(spans: Iterable[Span], kinds: Iterable[str]) -> list[Span]:
     return [span for span in spans if span.where == "driver" and span.kind in kinds and span.cause != "testing"]
 
 
-def _unexplained(spans: Sequence[Span]) -> Iterable[float]:
+def unexplained(spans: Sequence[Span]) -> Iterable[float]:
     """For each step its seconds in which no slot did anything that is told of above."""
     work = [span for span in spans if span.kind == "decode"]
-    work += _driver(spans, {*PASSES, "switch", *_updates(spans)})
+    work += _driver(spans, {*PASSES, "switch", *updates(spans)})
     for step in _driver(spans, ("step",)):
         inside = [
             Span(span.kind, span.where, max(span.start, step.start), min(span.end, step.end))
@@ -201,7 +210,8 @@ def _mean(seconds: np.ndarray) -> float:
 def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Least squares with factors of at least 0: the best of all subsets of the (few) columns."""
     count, best, least = columns.shape[1], np.zeros(columns.shape[1]), float((seconds**2).sum())
-    scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
+    scale = np.abs(columns).max(axis=0)
+    scale[scale == 0] = 1.0
     for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
         factors = np.linalg.lstsq(columns[:, chosen] / scale[chosen], seconds, rcond=None)[0]
         left = float(((seconds - columns[:, chosen] / scale[chosen] @ factors) ** 2).sum())

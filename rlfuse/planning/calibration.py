@@ -1,0 +1,342 @@
+"""A device's `Hardware` out of measured work, with how far it was off on work that it was not fitted to; as a file.
+
+Role: `calibrate` fits and writes, `read_calibration` gives plans their hardware. Pure but for reading and writing.
+Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
+roof: reading weights or computing, whichever takes longer; the ratio of the two rates is searched, the rest is linear.
+Held out: whole runs, each in turn, where there are several, else each fifth of a run's steps (of a probe: of its
+sizes); the error of a kind is the mean over what was held out of |predicted - measured| / measured of a step's total.
+Invariants: a rate that the work did not show is told in `not_measured`; links are never measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import yaml
+
+from rlfuse.config.input_files import (
+    AtLeastZero,
+    Count,
+    Index,
+    InputError,
+    Positive,
+    Schema,
+    line_of,
+    lines_of,
+    one_of,
+    read,
+)
+from rlfuse.planning.features import Work, seconds_of
+from rlfuse.planning.hardware import KINDS, Hardware
+from rlfuse.simulate.fitting import MIN_SPANS, robust
+
+UNSEEN = 1e18
+"""A rate so high that nothing of it could be seen."""
+ROOFS = tuple(2.0**power for power in range(13))
+"""FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
+FOLDS = 5
+ACROSS_DEVICES = 0.1085
+"""Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
+
+Text = Annotated[str, Schema(type="string", minLength=1)]
+Fields = dict[str, float]
+
+
+class CalibrationError(InputError):
+    """Nothing to calibrate by, or a file that is no calibration. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The fields of `Hardware` of the same names."""
+
+    pass_flops: Positive
+    train_flops: Positive
+    decode_flops: Positive
+    bytes_per_s: Positive
+    pass_call_s: AtLeastZero = 0.0
+    train_call_s: AtLeastZero = 0.0
+    decode_step_s: AtLeastZero = 0.0
+    decode_sequence_s: AtLeastZero = 0.0
+    layer_s: AtLeastZero = 0.0
+    micro_batch_s: AtLeastZero = 0.0
+    optimizer_s: AtLeastZero = 0.0
+    step_s: AtLeastZero = 0.0
+    hidden_bytes_per_s: Positive | None = None
+    optimizer_bytes_per_s: Positive | None = None
+    host_bytes_per_s: Positive | None = None
+    """None of these where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of the totals of steps that were held out, as shares; None where too little of a kind was seen."""
+
+    generating: AtLeastZero | None = None
+    scoring: AtLeastZero | None = None
+    training: AtLeastZero | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was measured: a run, or the part of a probe with one model."""
+
+    name: Text
+    parameters: Index
+    layers: Index
+    hidden: Index
+    prompt_tokens: AtLeastZero
+    """In the mean."""
+    response_tokens: AtLeastZero
+    longest: Index
+    """Tokens of the longest sample."""
+    slots: Count
+    generating: Index = 0
+    """Pieces of work of a run, as of the kinds below."""
+    scoring: Index = 0
+    training: Index = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What `calibration.yaml` holds."""
+
+    measured: Annotated[str, one_of("runs", "probe")]
+    device: Text
+    count: Count
+    """Devices that were at work at the same time; cores of a machine without GPUs."""
+    rlfuse: Text
+    hardware: Coefficients
+    errors: Errors
+    held_out: Text
+    fitted_on: tuple[Source, ...]
+    not_measured: tuple[Text, ...] = ()
+    product_flops: Positive | None = None
+    """Of matrix products alone, and of copies alone below: by whose ratios to another device's `scaled` goes."""
+    copy_bytes_per_s: Positive | None = None
+
+    def as_hardware(self) -> Hardware:
+        """With links that cost nothing: the caller knows them."""
+        given = {name: value for name, value in asdict(self.hardware).items() if value is not None}
+        errors = {kind: error for kind, error in asdict(self.errors).items() if error is not None}
+        return Hardware(**given, errors=errors)
+
+
+# Fitting -------------------------------------------------------------------------------------------------------------
+
+
+def fitted(works: Sequence[Work]) -> Hardware:
+    """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
+    of = {kind: [work for work in works if work.kind == kind] for kind in (*KINDS, "step")}
+    if missing := [f"{kind} ({len(of[kind])})" for kind in ("generating", "training") if len(of[kind]) < MIN_SPANS]:
+        raise CalibrationError(
+            f"too few pieces of work after the first step, {MIN_SPANS} of each kind are needed: {', '.join(missing)}; "
+            "give a run of more steps"
+        )
+    models = {round(work.read / work.steps) for work in of["generating"]}
+    passes = [work for work in (*of["scoring"], *of["training"]) if not work.optimizer_steps]
+    known = _fit_passes(passes, len(models) > 1)
+    known |= _fit_decoding(of["generating"], known["pass_flops"])
+    known |= _fit_optimizer([work for work in of["training"] if work.optimizer_steps])
+    hardware = Hardware(**known)
+    left = [work.seconds - seconds_of(work, hardware) for work in of["step"]]
+    return replace(hardware, step_s=max(0.0, float(np.median(left))) if left else 0.0)
+
+
+def _fit_passes(works: Sequence[Work], widths: bool) -> Fields:
+    """Passes and gradients together, as a layer begins alike in both.
+
+    Without several `widths` all that tokens take is computing: hidden states grow with them alike.
+    """
+    weights = _weights(works)
+    rows = []
+    for work in works:
+        scores = work.kind == "scoring"
+        rows.append([scores * work.calls, (not scores) * work.calls, work.micro_batches, work.layers])
+        rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops]
+    factors, _ = robust(np.array(rows, float) * weights[:, None], _seconds(works) * weights)
+    pass_call, train_call, micro_batch, layer, hidden, passed, trained = map(float, factors)
+    train_flops = _rate(trained)
+    pass_flops = _rate(passed) if any(work.kind == "scoring" for work in works) else train_flops
+    return {
+        "pass_call_s": pass_call,
+        "train_call_s": train_call,
+        "micro_batch_s": micro_batch,
+        "layer_s": layer,
+        "hidden_bytes_per_s": _rate(hidden),
+        "pass_flops": pass_flops,
+        "train_flops": train_flops,
+    }
+
+
+def _fit_optimizer(works: Sequence[Work]) -> Fields:
+    """By the bytes alone where all steps are of one size, as nothing tells them from what each step takes beside."""
+    if not works:
+        return {}
+    weights = _weights(works)
+    columns = np.array([[work.moved, 1] for work in works], float) * weights[:, None]
+    sizes = len({work.moved for work in works})
+    factors, _ = robust(columns[:, : min(2, sizes)], _seconds(works) * weights)
+    return {"optimizer_bytes_per_s": _rate(float(factors[0])), "optimizer_s": float(sum(factors[1:]))}
+
+
+def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
+    weights = _weights(works)
+    steps, batch, read, computed, cached, prefill = np.array(
+        [[w.steps, w.batch, w.read, w.computed, w.moved, w.flops] for w in works], float
+    ).T
+    seconds = np.maximum(_seconds(works) - prefill / pass_flops, 0.0)
+    fits = []
+    for ratio in ROOFS:
+        roof = np.maximum(read, computed / ratio) + cached
+        columns = np.stack([steps, steps * batch, roof], axis=1) * weights[:, None]
+        factors, loss = robust(columns, seconds * weights)
+        fits.append((loss, -ratio, factors))
+    _, ratio, (step, sequence, byte) = min(fits, key=lambda each: each[:2])
+    bytes_per_s = _rate(float(byte))
+    seen = bytes_per_s * min(-ratio, float((computed / read).max()))  # less would slow work that did not show it
+    return {
+        "decode_step_s": float(step),
+        "decode_sequence_s": float(sequence),
+        "bytes_per_s": bytes_per_s,
+        "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNSEEN),
+    }
+
+
+def _weights(works: Sequence[Work]) -> np.ndarray:
+    """Of each piece of work, such that each kind weighs alike in every step."""
+    total: dict[tuple[str, int, str], list[float]] = {}
+    for work in works:
+        total.setdefault((work.source, work.part, work.kind), []).append(work.seconds)
+    return np.array([1 / np.mean(total[work.source, work.part, work.kind]) for work in works])
+
+
+def _seconds(works: Iterable[Work]) -> np.ndarray:
+    return np.array([work.seconds for work in works], float)
+
+
+def _rate(factor: float) -> float:
+    return min(1 / factor, UNSEEN) if factor > 0 else UNSEEN
+
+
+# Holding out ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Seconds of one kind of work in a step that a fit did not see."""
+
+    kind: str
+    source: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted - self.measured) / self.measured
+
+
+def held_out(works: Sequence[Work]) -> tuple[list[Total], str]:
+    """Totals of all steps, each predicted by a fit to others; and in words, to which."""
+    sources = list(dict.fromkeys(work.source for work in works))
+    parts = list(dict.fromkeys((work.source, work.part) for work in works))
+    if len(sources) > 1:
+        places = {part: sources.index(part[0]) for part in parts}
+        words = f"each of {len(sources)} in turn, predicted from the others"
+    else:
+        if len(parts) < 2:
+            raise CalibrationError(
+                "one step after the first: nothing can be held out; give a run of three steps or more"
+            )
+        places = {part: place % FOLDS for place, part in enumerate(parts)}
+        words = f"each of {min(FOLDS, len(parts))} shares of the steps in turn, predicted from the others"
+    found = []
+    for fold in sorted(set(places.values())):
+        inside = [work for work in works if places[work.source, work.part] != fold]
+        outside = [work for work in works if places[work.source, work.part] == fold]
+        found += totals(outside, fitted(inside))
+    return found, words
+
+
+def totals(works: Iterable[Work], hardware: Hardware) -> list[Total]:
+    """Of each kind in each step."""
+    sums: dict[tuple[str, str, int], np.ndarray] = {}
+    for work in works:
+        if work.kind in KINDS:
+            both = np.array([work.seconds, seconds_of(work, hardware)])
+            sums[work.kind, work.source, work.part] = sums.get((work.kind, work.source, work.part), 0.0) + both
+    return [Total(kind, source, *map(float, both)) for (kind, source, _), both in sums.items()]
+
+
+def errors_of(found: Sequence[Total]) -> Errors:
+    """The mean of each kind's."""
+    each = {kind: [total.error for total in found if total.kind == kind] for kind in KINDS}
+    return Errors(**{kind: float(np.mean(shares)) for kind, shares in each.items() if shares})
+
+
+def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
+    """Another device, so many times as fast at matrix products and at copies as the one that was measured.
+
+    What a host does between kernels stays; errors grow by CDMPP's for unseen devices, in quadrature.
+    """
+    for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
+        if not (ratio > 0 and math.isfinite(ratio)):
+            raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
+    faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
+    errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
+    return replace(hardware, **faster, bytes_per_s=hardware.bytes_per_s * bandwidth_ratio, errors=errors)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def coefficients_of(hardware: Hardware) -> Coefficients:
+    """Numbers for a file, to six digits; None for what was not measured."""
+    given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
+    known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None and math.isfinite(each)}
+    return Coefficients(**known)
+
+
+def write(calibration: Calibration, path: Path) -> None:
+    """As YAML. Raises CalibrationError if the file can't be written."""
+    try:
+        path.write_text(yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
+    except OSError as error:
+        raise CalibrationError(
+            f"{path}: {error.strerror}; give --out a file in a folder that can be written"
+        ) from error
+
+
+def _plain(value: object) -> object:
+    """Lists for tuples."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def read_file(path: Path) -> Calibration:
+    """Raises CalibrationError, naming file, line, field, value and what it may be."""
+    try:
+        text = path.read_text()
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise CalibrationError(f"{path}: no YAML: {error}") from error
+    try:
+        return read(Calibration, data, CalibrationError)
+    except CalibrationError as error:
+        lines = lines_of(text)
+        raise CalibrationError(
+            *(f"{path}{line_of(problem, lines)}: {problem}" for problem in error.problems)
+        ) from error
+
+
+def read_calibration(path: Path) -> Hardware:
+    """The device, whose links cost nothing until the caller sets them."""
+    return read_file(path).as_hardware()

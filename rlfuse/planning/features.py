@@ -1,0 +1,172 @@
+"""What the work of a recorded run had to do, in units that carry over to other models: FLOP, bytes, layers, calls.
+
+Role: `calibration` fits a device's `Hardware` to such pieces of work; `probe` makes them by measuring. Pure.
+Invariants: `seconds_of` has the form that `costs` gives to a plan; only work of steps that generated counts, validation
+does not, nor does a run's first step, in which everything warms up. Lengths are those of the samples that a span names;
+of samples that no span tells, the mean of their micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.scoring import PASSES, model_of
+from rlfuse.events import Span
+from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.memory import ITEM
+from rlfuse.planning.model_sizes import Shape
+from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
+from rlfuse.simulate.recorded import spans_within
+
+ADAM = 32
+"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
+ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
+"""A model's name in spans -> in shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of work of one device; amounts of all that it did, of which most are 0."""
+
+    kind: str
+    """`generating scoring training`, or `step`: what a step takes beside these."""
+    source: str
+    """The run, or the part of a probe."""
+    part: int
+    """Step of the run, or place in the probe: what is held out together."""
+    seconds: float
+    calls: int = 0
+    micro_batches: int = 0
+    """Forward passes, backward counted as two."""
+    layers: int = 0
+    """Of all of these."""
+    hidden: float = 0.0
+    """Bytes of hidden states, of every layer, forward."""
+    flops: float = 0.0
+    """Of passes, prefills, updates."""
+    steps: int = 0
+    """Of decoding."""
+    batch: int = 0
+    """Sequences in each of them."""
+    read: float = 0.0
+    """Bytes of weights that decoding reads."""
+    computed: float = 0.0
+    """FLOP of decoding."""
+    moved: float = 0.0
+    """Bytes of caches that decoding reads; of states in an optimizer step; of weights that are pushed."""
+    optimizer_steps: int = 0
+
+
+def seconds_of(work: Work, hardware: Hardware) -> float:
+    """What a device takes for it."""
+    if work.kind == "step":
+        return hardware.step_s + work.moved / hardware.bytes_per_s
+    if work.kind == "generating":
+        own = hardware.decode_step_s + work.batch * hardware.decode_sequence_s
+        read = max(work.read / hardware.bytes_per_s, work.computed / hardware.decode_flops)
+        return work.steps * own + read + work.moved / hardware.bytes_per_s + work.flops / hardware.pass_flops
+    scoring = work.kind == "scoring"
+    call_s = hardware.pass_call_s if scoring else hardware.train_call_s
+    rate = hardware.pass_flops if scoring else hardware.train_flops
+    started = work.calls * call_s + work.micro_batches * hardware.micro_batch_s + work.layers * hardware.layer_s
+    states = work.moved / (hardware.optimizer_bytes_per_s or hardware.bytes_per_s)
+    computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
+    return started + computed + states + work.optimizer_steps * hardware.optimizer_s
+
+
+def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[float]) -> float:
+    """Of a pass over samples of these lengths; only tokens that predict a response pass the head."""
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    attention = 2 * len(shape.layers) * shape.heads * shape.head_width * sum(length**2 for length in whole)
+    return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
+
+
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
+    """All work of a run's steps but the first; nothing where it has no second one."""
+    lengths = lengths_of(spans)
+    steps = [span for span in spans if span.kind == "step" and spans_within(spans, span)][1:]
+    found = []
+    for number, step in enumerate(steps):
+        inside, part = spans_within(spans, step), (source, number)
+        found += [_decoding(part, span, config, shapes["actor"]) for span in inside if span.kind == "decode"]
+        found += _calls(part, config, shapes, inside, lengths)
+        pushed = 2 * shapes["actor"].parameters * ITEM[config.model.dtype]
+        found += [Work("step", *part, rest, moved=pushed) for rest in unexplained(inside)]
+    return [work for work in found if work.seconds > 0]
+
+
+def lengths_of(spans: Sequence[Span]) -> dict[str, tuple[int, int]]:
+    """Sample -> (prompt, response) tokens; the last span of one that moved tells all of them."""
+    return {
+        span.samples[0]: (
+            span.attributes.get("prompt_tokens", 1),
+            span.tokens + span.attributes.get("carried_tokens", 0),
+        )
+        for span in spans
+        if span.kind == "generate" and span.samples
+    }
+
+
+def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -> Work:
+    seen, width, item = span.attributes, config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
+    steps, batch = seen["steps"], seen["batch"]
+    return Work(
+        "generating",
+        *part,
+        span.seconds,
+        flops=2 * shape.passed * seen["prefill_tokens"] / width,
+        steps=steps,
+        batch=batch,
+        read=steps * (sum(shape.layers) + shape.head) * item / width,
+        computed=2 * steps * batch * (shape.passed + shape.head) / width,
+        moved=steps * seen["context"] * shape.cache.bytes_of(1, item) / width,
+    )
+
+
+def _calls(
+    part: tuple[str, int],
+    config: Config,
+    shapes: Mapping[str, Shape],
+    spans: Sequence[Span],
+    lengths: Mapping[str, tuple[int, int]],
+) -> Iterator[Work]:
+    """Passes, gradients and optimizer steps, as the driver waited for them."""
+    learn = 4 if config.model.enable_gradient_checkpointing else 3
+    gradients = [span for span in spans if not is_optimizer_step(span)]
+    for kind, passes, model, found in (
+        ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
+        ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
+    ):
+        for call, done in found:
+            shape = shapes[ROLES[model(call.kind)]]
+            layers, begun = len(shape.layers), passes * len(done)
+            hidden = passes * layers * shape.hidden * ITEM[config.model.dtype] * sum(span.tokens for span in done)
+            flops = passes * sum(_flops(config, shape, span, lengths) for span in done)
+            yield Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops)
+    for span in filter(is_optimizer_step, spans):
+        held = shapes[ROLES[_learning(span.kind)]].parameters
+        moved = ADAM * held / (config.slots if config.actor.zero_stage else 1)
+        yield Work("training", *part, span.seconds, moved=moved, optimizer_steps=1)
+
+
+def _learning(kind: str) -> str:
+    """The model of such an update."""
+    return kind.removeprefix("update_")
+
+
+def _flops(config: Config, shape: Shape, span: Span, lengths: Mapping[str, tuple[int, int]]) -> float:
+    """Of a forward pass over a micro-batch, this rank's share of it."""
+    known = [lengths[name] for name in span.samples if name in lengths]
+    whole = sum(map(sum, known))
+    if not known:
+        count, limits = max(1, len(span.samples)), config.data
+        kept = limits.max_response_length / (limits.max_prompt_length + limits.max_response_length)
+        each, whole = span.tokens / count, span.tokens
+        known = [((1 - kept) * each, kept * each)] * count
+    prompts, responses = zip(*known, strict=True)
+    return forward_flops(shape, prompts, responses) * span.tokens / max(whole, 1)

@@ -1,0 +1,281 @@
+"""A device's costs out of measured work: what it was given comes out again, and how far a forecast is off is told."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import Qwen2Config
+
+from rlfuse.cli import main
+from rlfuse.events import Span
+from rlfuse.planning.calibrate import read_works
+from rlfuse.planning.calibration import (
+    ACROSS_DEVICES,
+    Calibration,
+    CalibrationError,
+    Errors,
+    Source,
+    coefficients_of,
+    errors_of,
+    fitted,
+    held_out,
+    read_calibration,
+    read_file,
+    scaled,
+    write,
+)
+from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of
+from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.probe import Probe
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import parse
+
+RECORDED = Path(__file__).parent / "recorded_runs"
+TRUE = Hardware(
+    pass_flops=70e9,
+    train_flops=50e9,
+    decode_flops=32e9,
+    bytes_per_s=4e9,
+    pass_call_s=0.012,
+    train_call_s=0.02,
+    decode_step_s=0.008,
+    decode_sequence_s=2e-4,
+    layer_s=0.001,
+    micro_batch_s=0.006,
+    hidden_bytes_per_s=6e7,
+    optimizer_s=0.02,
+    step_s=0.3,
+    optimizer_bytes_per_s=5e8,
+)
+
+
+def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0):
+    """Work of runs with models of these depths and widths, as long as such a device takes."""
+    draw, works = np.random.default_rng(seed), []
+    for layers, hidden in sizes:
+        weights = 12 * layers * hidden**2
+        for part in range(5):
+            common = (f"{layers}x{hidden}", part, 0.0)
+            works.append(Work("step", *common, moved=8 * weights))
+            works += [Work("training", *common, moved=16 * weights, optimizer_steps=1)] * 4
+            for _ in range(40):
+                steps, batch, context = map(int, draw.integers((1, 1, 10), (30, 64, 300)))
+                read, computed = steps * weights * 4, 2 * steps * batch * weights
+                moved, prompts = steps * batch * context * layers * hidden * 8, 2 * weights * int(draw.integers(0, 50))
+                works.append(Work("generating", *common, 0, 0, 0, 0.0, prompts, steps, batch, read, computed, moved))
+            for kind, times in (("scoring", 1), ("training", 3)):
+                for _ in range(12):
+                    batches, tokens = map(int, draw.integers((1, 100), (8, 3000)))
+                    begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
+                    hid = times * layers * hidden * tokens * 4
+                    works.append(Work(kind, *common, 1, begun, begun * layers, hid, flops))
+    timed = [replace(work, seconds=seconds_of(work, hardware)) for work in works]
+    return [replace(work, seconds=work.seconds * max(0.2, 1 + noise * draw.standard_normal())) for work in timed]
+
+
+# Fitting -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_devices_numbers_come_out_of_its_work_again():
+    found = fitted(made())
+    for name, true in asdict(TRUE).items():
+        if name not in ("errors", "links", "host_bytes_per_s"):
+            assert getattr(found, name) == pytest.approx(true, rel=0.01), name
+
+
+@pytest.mark.slow
+def test_noise_is_told_as_such_and_does_not_bend_what_is_predicted():
+    """Coefficients may trade places; what they predict of other work may not."""
+    errors = errors_of(held_out(made(noise=0.1))[0])
+    assert all(0.01 < error < 0.2 for error in asdict(errors).values()), errors
+    found = fitted(made(noise=0.1))
+    other = made(sizes=((4, 384),), seed=1)
+    for kind in ("generating", "scoring", "training"):
+        mine = [work for work in other if work.kind == kind]
+        measured, predicted = sum(w.seconds for w in mine), sum(seconds_of(w, found) for w in mine)
+        assert predicted == pytest.approx(measured, rel=0.08), kind
+
+
+@pytest.mark.slow
+def test_work_that_the_form_does_not_tell_has_a_large_error():
+    """Seconds that depend on nothing known: each run is twice as slow as the one before."""
+    works = made()
+    sources = list(dict.fromkeys(work.source for work in works))
+    odd = [replace(work, seconds=work.seconds * 3.0 ** sources.index(work.source)) for work in works]
+    errors, words = errors_of(held_out(odd)[0]), held_out(odd)[1]
+    assert all(error > 0.3 for error in asdict(errors).values()), errors
+    assert words == "each of 3 in turn, predicted from the others"
+
+
+@pytest.mark.slow
+def test_steps_of_one_run_are_held_out_in_shares():
+    works = made(sizes=((6, 256),))
+    found, words = held_out(works)
+    assert words == "each of 5 shares of the steps in turn, predicted from the others"
+    assert len(found) == 15 and max(total.error for total in found) < 0.05
+    with pytest.raises(CalibrationError, match="one step after the first: nothing can be held out"):
+        held_out([work for work in works if work.part == 0])
+    with pytest.raises(CalibrationError, match=r"too few pieces .*: generating \(0\); give a run of more steps"):
+        fitted([work for work in works if work.kind != "generating"])
+
+
+def test_scoring_that_was_never_seen_is_as_fast_as_training():
+    found = fitted([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
+    assert found.pass_flops == found.train_flops == pytest.approx(TRUE.train_flops, rel=0.05)
+
+
+def test_another_device_scales_and_is_less_certain():
+    near = replace(TRUE, errors={"training": 0.08})
+    far = scaled(near, 10.0, 4.0)
+    assert far.train_flops == 10 * TRUE.train_flops and far.bytes_per_s == 4 * TRUE.bytes_per_s
+    assert far.decode_step_s == TRUE.decode_step_s, "what the host does is as it was"
+    assert far.errors["training"] == pytest.approx((0.08**2 + ACROSS_DEVICES**2) ** 0.5)
+    with pytest.raises(CalibrationError, match="flops_ratio=0: needs a number above 0"):
+        scaled(near, 0.0, 1.0)
+
+
+def test_flops_of_a_pass_count_layers_attention_and_the_head_of_responses():
+    class Small:
+        passed, head, layers, heads, head_width = 1000.0, 50, (500, 500), 2, 8
+
+    expected = 2 * (1000 * 30 + 50 * 18) + 2 * 2 * 2 * 8 * (10**2 + 20**2)
+    assert forward_flops(Small, [4, 8], [6, 12]) == expected
+
+
+def test_a_sample_that_moved_is_as_long_as_its_last_span_says():
+    at = {"prompt_tokens": 7}
+    spans = [
+        Span("generate", "rollout/0", 0, 1, samples=("1/2/0",), tokens=5, attributes=at),
+        Span("generate", "rollout/1", 1, 2, samples=("1/2/0",), tokens=4, attributes=at | {"carried_tokens": 5}),
+    ]
+    assert lengths_of(spans) == {"1/2/0": (7, 9)}
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibration():
+    return Calibration(
+        "runs", "a core", 2, "0.1", coefficients_of(TRUE), Errors(0.1, None, 0.2), "each in turn",
+        (Source("one", 1000, 2, 8, 4.0, 80.5, 164, 2, 10, 0, 20),), ("links",),
+    )  # fmt: skip
+
+
+def test_a_file_comes_back_as_it_was(calibration, tmp_path):
+    path = tmp_path / "calibration.yaml"
+    write(calibration, path)
+    assert read_file(path) == calibration
+    assert read_calibration(path) == replace(TRUE, errors={"generating": 0.1, "training": 0.2})
+
+
+def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration, tmp_path):
+    path = tmp_path / "calibration.yaml"
+    write(calibration, path)
+    data = yaml.safe_load(path.read_text())
+    data["hardware"]["pass_flops"], data["errors"]["scorn"] = -3, 0.1
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    with pytest.raises(CalibrationError) as told:
+        read_calibration(path)
+    assert f"{path}:6: hardware.pass_flops=-3: needs a number above 0" in str(told.value)
+    assert "errors.scorn: unknown field; did you mean errors.scoring?" in str(told.value)
+    with pytest.raises(CalibrationError, match=r"nowhere\.yaml: No such file"):
+        read_calibration(tmp_path / "nowhere.yaml")
+    path.write_text("a: [")
+    with pytest.raises(CalibrationError, match="no YAML"):
+        read_calibration(path)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
+    def told(*arguments):
+        assert main(["calibrate", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    assert "needs RUN_DIRs or --probe, one of them" in told()
+    assert "needs RUN_DIRs or --probe, one of them" in told("--probe", "some")
+    assert "No such file" in told(tmp_path / "none") and "none/config.yaml" in told(tmp_path / "none")
+    assert "training.pipeline_parallel_size=2" in told(RECORDED / "pipelines")
+    assert "named twice" in told(tmp_path, tmp_path)
+    assert "--picture a.pdf: needs a name that ends in .png" in told("--probe", "--picture", "a.pdf")
+    assert "the folder does not exist" in told("--probe", "--out", tmp_path / "no/c.yaml")
+    assert "no config.json there" in told("--probe", "--model", tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder of a run of four equal steps, as the simulator's two slots would take them."""
+    Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    told = {
+        "data": {"train_files": ["a"], "val_files": ["b"]},
+        "model": {"path": str(tmp_path / "model")},
+        "trainer": {"n_gpus_per_node": 2},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(told))
+    spans = simulate(parse(WORKLOAD), "stream").spans
+    lasts = max(span.end for span in spans)
+    steps = [replace(span, start=span.start + n * lasts, end=span.end + n * lasts) for n in range(4) for span in spans]
+    steps += [Span("step", "driver", n * lasts, (n + 1) * lasts, n + 1) for n in range(4)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(asdict(span)) + "\n" for span in steps))
+    return tmp_path
+
+
+WORKLOAD = {
+    "slots": 2,
+    "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 400, "count": 64},
+    "prompt_tokens": 20,
+    "engine": {"step_base_s": 0.01, "step_per_sequence_s": 4e-4, "flat_batch": 16, "prefill_tokens_per_s": 3300},
+    "scoring": {"tokens_per_s": 3000, "call_s": 0.03},
+    "training": {"tokens_per_s": 2000, "call_s": 0.05, "mini_batches": 4, "optimizer_s": 0.07},
+    "step_s": 0.4,
+}
+
+
+@pytest.mark.slow
+def test_a_run_becomes_a_file_that_plans_read(run, capsys):
+    out, picture = run / "c.yaml", run / "c.png"
+    assert main(["calibrate", str(run), "--out", str(out), "--picture", str(picture), "--device", "a slot"]) == 0
+    hardware, calibration = read_calibration(out), read_file(out)
+    assert calibration.device == "a slot" and calibration.count == 2
+    assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
+    assert any("models of other sizes" in line for line in calibration.not_measured)
+    moved = 32 * calibration.fitted_on[0].parameters / calibration.count
+    assert moved / hardware.optimizer_bytes_per_s == pytest.approx(0.07, rel=0.1)
+    assert max(hardware.errors.values()) < 0.15, "equal steps predict one another"
+    assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_without_a_second_step_is_refused(run):
+    kept = [line for line in (run / "events.jsonl").read_text().splitlines() if json.loads(line)["kind"] != "step"]
+    (run / "events.jsonl").write_text("\n".join(kept) + "\n")
+    with pytest.raises(CalibrationError, match="no complete step after the first; let the run finish three"):
+        read_works(run, "one")
+
+
+@pytest.mark.slow
+def test_a_probe_measures_a_model_here_and_leaves_the_threads_alone(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        probe = Probe(lines.append, enough_s=0.0, tokens=(16, 64))
+        probe.measure(str(run / "model"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    hardware = fitted(probe.works)
+    assert hardware.pass_flops > 1e6 and hardware.decode_step_s < 1
+    assert {work.kind for work in probe.works} == {"generating", "scoring", "training"}
+    assert [len(shape.layers) for shape in probe.shapes.values()] == [2, 4]
+    assert probe.copy_bytes_per_s > 1e8 and probe.product_flops > 1e8 and lines[0].startswith("matrix products")
+    assert set(asdict(errors_of(held_out(probe.works)[0])).values()).isdisjoint({None})

@@ -14,12 +14,9 @@ from collections.abc import Mapping
 
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM, STATES
 from rlfuse.planning.model_sizes import Shape
-
-ADAM = 16
-"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
 
 
 def costs_of(
@@ -40,7 +37,7 @@ def costs_of(
         optimizer_s=ranks.optimizer_s(),
         switch_s=moved / waits,
         link_bytes_per_s=0.0 if waits == float("inf") else waits / 2,  # a cache is carried through the host's memory
-        step_s=ranks.push_s(),
+        step_s=ranks.push_s() + hardware.step_s,
     )
 
 
@@ -81,8 +78,8 @@ class _Ranks:
         """Of a pass without gradients."""
         shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
         gathered = self._stages * self._gather(shape.parameters * self._item) if self._zero == 3 else 0.0
-        layers = len(shape.layers) * self._hardware.layer_s
-        return flops / self._hardware.pass_flops + (gathered + layers) / self._micro_batch + self._exchanged(shape)
+        computed = flops / self._hardware.pass_flops + self._hidden_s(shape)
+        return computed + (gathered + self._begun_s(shape)) / self._micro_batch + self._exchanged(shape)
 
     def train_token_s(self) -> float:
         """Of forward and backward of the larger model."""
@@ -90,10 +87,18 @@ class _Ranks:
         return max(self._train_token_s(shape, 4 if again else 3) for shape in self._trained)
 
     def _train_token_s(self, shape: Shape, passes: int) -> float:
-        layers = passes * len(shape.layers) * self._hardware.layer_s
-        computed = passes * _flops(self._config, shape, self._context) / self._hardware.train_flops
-        once = (layers + self._sums(shape)) / self._micro_batch
+        flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
+        once = (passes * self._begun_s(shape) + self._sums(shape)) / self._micro_batch
+        computed = passes * (flops + self._hidden_s(shape))
         return computed + once + 2 * self._exchanged(shape) + self._handed_on(shape)
+
+    def _begun_s(self, shape: Shape) -> float:
+        """Of a micro-batch's forward pass, beside its tokens."""
+        return self._hardware.micro_batch_s + len(shape.layers) * self._hardware.layer_s
+
+    def _hidden_s(self, shape: Shape) -> float:
+        """Of a token's hidden states in a forward pass."""
+        return len(shape.layers) * shape.hidden * self._item / self._hardware.hidden_bytes_per_s
 
     def _sums(self, shape: Shape) -> float:
         """Of a micro-batch's gradients and weights, where ZeRO divides these."""
@@ -132,7 +137,7 @@ class _Ranks:
 
     def optimizer_s(self) -> float:
         """Of a model's step, in the mean of those that are trained."""
-        return sum(map(self._step_s, self._trained)) / len(self._trained)
+        return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
 
     def _step_s(self, shape: Shape) -> float:
         held = shape.parameters / self._stages
@@ -142,7 +147,8 @@ class _Ranks:
         sent = sums + (weights if self._zero < 3 else 0.0)
         if self._config.actor.offload_optimizer:  # computed where the states are, at the rate at which they travel
             return sent + share * (2 * (4 + STATES) + self._gradient + self._item) / self._hardware.host_bytes_per_s
-        return sent + 2 * ADAM * share / self._hardware.bytes_per_s
+        speed = self._hardware.optimizer_bytes_per_s or self._hardware.bytes_per_s
+        return sent + ADAM * share / speed
 
     def push_s(self) -> float:
         """Of new weights to an engine: gathered where they lie in parts, then copied."""

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES, model_of
 from rlfuse.events import Span
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
 from rlfuse.simulate.recorded import spans_within
 
-ADAM = 32
-"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
 ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
 """A model's name in spans -> in shapes."""
 

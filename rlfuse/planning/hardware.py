@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+ADAM = 32
+"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
 KINDS = ("generating", "scoring", "training")
 """Kinds of work whose forecasts have errors of their own."""
 

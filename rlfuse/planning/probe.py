@@ -22,7 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.engines.trainer.optimizer import matmul_rate
-from rlfuse.planning.features import ADAM, Work, forward_flops
+from rlfuse.planning.features import Work, forward_flops
+from rlfuse.planning.hardware import ADAM
 from rlfuse.planning.model_sizes import Shape, read_shape
 
 ENOUGH_S, FEWEST = 0.12, 3

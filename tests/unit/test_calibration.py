@@ -1,7 +1,7 @@
 """A device's costs out of measured work: what it was given comes out again, and how far a forecast is off is told."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from rlfuse.planning.calibration import (
     ACROSS_DEVICES,
     Calibration,
     CalibrationError,
+    Coefficients,
     Errors,
     Source,
     coefficients_of,
@@ -28,9 +29,12 @@ from rlfuse.planning.calibration import (
     scaled,
     write,
 )
+from rlfuse.planning.costs import costs_of
 from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of
 from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
+from rlfuse.simulate.recorded import config_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
 
@@ -252,6 +256,18 @@ def test_a_run_becomes_a_file_that_plans_read(run, capsys):
     assert moved / hardware.optimizer_bytes_per_s == pytest.approx(0.07, rel=0.1)
     assert max(hardware.errors.values()) < 0.15, "equal steps predict one another"
     assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [entry.name for entry in fields(Coefficients) if entry.name != "host_bytes_per_s"])
+def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
+    config, shorter = config_of(run / "config.yaml"), name.endswith("_s") and not name.endswith("per_s")
+    slow = replace(TRUE, **{name: getattr(TRUE, name) * (5 if shorter else 0.2)})
+    before, after = (costs_of(config, shapes_of(config), hardware, 200.0) for hardware in (TRUE, slow))
+    rates = [entry.name for entry in fields(before) if entry.name.endswith("per_s")]
+    seconds = [entry.name for entry in fields(before) if entry.name.endswith("_s") and entry.name not in rates]
+    worse = [each for each in rates if getattr(after, each) < getattr(before, each)]
+    assert worse + [each for each in seconds if getattr(after, each) > getattr(before, each)]
 
 
 @pytest.mark.slow

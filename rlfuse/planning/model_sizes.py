@@ -81,10 +81,18 @@ class Shape:
     cache: Cache
     model: MetaModel | None = field(repr=False)
     """Runs its passes without memory; None of a model that only serves."""
+    experts: int = 0
+    """In each layer of a mixture, and how many of them a token passes."""
+    experts_used: int = 0
     tower: int = 0
     """Of a video model's tower and projector."""
     sight: tuple[int, int, int] = (0, 0, 0)
     """The tower's layers, hidden size and intermediate size."""
+
+    @property
+    def of_experts(self) -> float:
+        """Share of the layers' parameters that are experts'."""
+        return (1 - self.active) / (1 - self.experts_used / self.experts) if self.active < 1 else 0.0
 
     def tower_kept(self, tokens: int, item: int) -> int:
         """Bytes that a tower that learns leaves for its backward pass, of a unit of so many tokens of four patches.
@@ -204,6 +212,8 @@ def _shape_of(traced: MetaModel, value: bool) -> Shape:
         embedding=model.get_input_embeddings().weight.numel(),
         head=text.hidden_size * outputs,
         active=1 - (experts * (1 - used / count) / sum(layers) if experts and used and count else 0.0),
+        experts=count if experts and used and count else 0,
+        experts_used=used if experts and used and count else 0,
         hidden=text.hidden_size,
         intermediate=_widest(text, used if experts else None),
         heads=heads,

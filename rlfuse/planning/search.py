@@ -20,7 +20,7 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.space import STRUCTURE, fillings, structures
+from rlfuse.planning.space import fillings, structural, structures
 from rlfuse.planning.step_time import Job, Seconds, StepTimes
 
 SECONDS = 60.0
@@ -80,7 +80,7 @@ class _Search:
 
     def run(self, facts: Facts, seconds: float) -> Found:
         began = told = time.monotonic()
-        for settings in structures(self._job.config, facts, self._job.axes):
+        for settings in structures(self._job.config, facts, self._job.axes, self._job.shapes["actor"]):
             self._structures += 1
             self._enter_structure(settings)
         while self._heap and self._heap[0].kind != "simulated":
@@ -143,7 +143,7 @@ def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     """The fastest first, one for each structure; of those that take the very same, the first."""
     seen: set[object] = set()
     for plan in sorted(plans, key=lambda plan: plan.seconds.step):
-        structure = tuple(setting for setting in plan.settings if setting[0] in STRUCTURE)
+        structure = tuple(setting for setting in plan.settings if structural(setting[0]))
         if not seen & {structure, plan.seconds}:
             seen |= {structure, plan.seconds}
             yield plan

@@ -25,6 +25,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
@@ -56,8 +57,14 @@ def main(argv: Sequence[str]) -> None:
         found = search(job, facts, arguments.seconds, lambda line: status.update(escape(line)))
     if not found.plans:
         _nothing_fits(found, console)
+    else:
+        _show(job, found, facts, arguments, console)
+    if arguments.hypothetical:
+        with console.status("what can't be run yet"):
+            beyond = search(_beyond(job), facts, arguments.seconds)
+        _show_hypothetical(_beyond(job), beyond, console)
+    if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
-    _show(job, found, facts, arguments, console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
     parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="N", help="to search; default: %(default)g")
+    parser.add_argument("--hypothetical", action="store_true", help="also what this project can't run yet, apart")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
@@ -143,6 +151,12 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     return job, facts
 
 
+def _beyond(job: Job) -> Job:
+    """The job with axes that can't be run yet."""
+    more = hypothetical.axes(job.config, job.shapes["actor"], job.cluster.devices_per_node)
+    return replace(job, config=hypothetical.hypothetical(job.config), axes={**job.axes, **more})
+
+
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +201,8 @@ def name_of(job: Job, plan: Plan) -> str:
         "SP": training.ulysses_sequence_parallel_size,
     }
     words = [f"{nodes}x{each}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
-    return " ".join(words) + f" ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer
+    words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer)
+    return " ".join([*words, *hypothetical.words(config)])
 
 
 def _plans_table(job: Job, found: Found) -> Table:
@@ -215,6 +230,19 @@ def _plans_table(job: Job, found: Found) -> Table:
         "phase; =: equal to the first, as far as the errors of generating, scoring and training tell"
     )
     return table
+
+
+def _show_hypothetical(job: Job, found: Found, console: Console) -> None:
+    """The fastest of what can't be run, apart from what can, so that nobody takes one for the other."""
+    table = table_of(
+        "Hypothetical: were it there (this project can't run it yet)", "plan", numbers=("GiB", "step", "+-")
+    )
+    plans = [plan for plan in found.plans if any(hypothetical.words(changed(job.config, plan.settings)))]
+    for plan in plans[:SHOWN]:
+        memory, seconds = max(map(plan.memory.total, plan.memory.phases)) / GIB, plan.seconds
+        numbers = (memory, seconds.step, error_of(seconds, job.hardware.errors))
+        table.add_row(name_of(job, plan), *(f"{each:.1f}" for each in numbers))
+    console.print(table if plans else "hypothetical: nothing that this project can't run yet would be faster")
 
 
 def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:

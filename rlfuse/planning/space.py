@@ -12,6 +12,7 @@ from itertools import product
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
@@ -25,7 +26,6 @@ STRUCTURE = (
     "actor.zero_stage",
     "actor.offload_optimizer",
 )
-"""Axes that others have to go with; plans that differ in them are plans of their own to a reader."""
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
 FEW_NODES = 8
 """Up to here every number of nodes is tried, above it powers of two and all."""
@@ -68,13 +68,18 @@ def _tokens(config: Config) -> tuple[int, ...]:
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
 
 
-def structures(config: Config, facts: Facts, axes: Axes) -> Iterator[tuple[Setting, ...]]:
+def structural(key: str) -> bool:
+    """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
+    return key in STRUCTURE or key.startswith(hypothetical.GROUP)
+
+
+def structures(config: Config, facts: Facts, axes: Axes, shape: Shape) -> Iterator[tuple[Setting, ...]]:
     """Settings of the axes that have to go together, and do."""
-    known = set(check(config, facts))
-    for values in product(*(axes[key] for key in STRUCTURE)):
-        settings = tuple(zip(STRUCTURE, values, strict=True))
+    known, keys = set(check(config, facts)), [key for key in axes if structural(key)]
+    for values in product(*(axes[key] for key in keys)):
+        settings = tuple(zip(keys, values, strict=True))
         there = changed(config, settings)
-        if _divide(there) and not set(check(there, facts)) - known:
+        if _divide(there) and not any(hypothetical.problems(there, shape)) and not set(check(there, facts)) - known:
             yield settings
 
 

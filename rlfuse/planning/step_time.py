@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
+from rlfuse.planning import hypothetical
 from rlfuse.planning.activations import in_lockstep
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.costs import costs_of
 from rlfuse.planning.forecast import planned
 from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.memory import Memory, memory_of, problems
+from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.residency import MODELS, Item
@@ -86,16 +86,19 @@ class Job:
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """As the settings say, and all of its memory."""
         config = changed(self.config, settings)
-        return config, memory_of(config, self.shapes, self.cluster.budget(), self.served)
+        return config, self._memory(config, self.shapes)
 
     def _sized(self, settings: Iterable[Setting], shapes: Mapping[str, Shape]) -> tuple[Config, Memory]:
         key, found = CACHE[self.cluster.device], []
         for size in self.axes[key]:
             config = changed(self.config, (*settings, (key, size)))
-            found.append((config, memory_of(config, shapes, self.cluster.budget(), self.served)))
+            found.append((config, self._memory(config, shapes)))
             if not problems(*found[-1]):
                 return found[-1]
         return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))
+
+    def _memory(self, config: Config, shapes: Mapping[str, Shape]) -> Memory:
+        return hypothetical.memory(config, shapes, self.cluster.budget(), self.served, self.hardware)
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
         """With that of the cache."""
@@ -154,7 +157,8 @@ class StepTimes:
         """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
         job = self._job
         moved = sum(part.size for part in memory.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
-        costs = costs_of(config, job.shapes, job.hardware, self._context, moved if job.cluster.device == "cuda" else 0)
+        moved = moved if job.cluster.device == "cuda" else 0
+        costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, moved)
         tokens = 1 << 40 if roomy else max(1, memory.kv_tokens)
         workload = self._some_engines(config, replace(costs, kv_tokens=tokens))
         training = 0.0
@@ -167,7 +171,11 @@ class StepTimes:
     def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool) -> float:
         """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once."""
         job, stages = self._job, config.training.pipeline_parallel_size
-        planner, counts, forward = planned(config, job.shapes, costs, job.lengths, job.prompt_tokens)
+        tensor = hypothetical.of(config).tensor_parallel_size
+        group = replace(costs, train_tokens_per_s=costs.train_tokens_per_s * tensor)
+        planner, counts, forward = planned(
+            hypothetical.as_one(config), job.shapes, group, job.lengths, job.prompt_tokens
+        )
         seconds = 3 * forward * sum(counts.values()) / stages
         if schedule:
             key = (stages, config.fusion.training, tuple(counts.items()))

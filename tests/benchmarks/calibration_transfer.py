@@ -50,7 +50,7 @@ def main() -> None:
     runs = arguments.folder / "rlfuse"
     for name, words in JOBS.items():
         if not (runs / name / "summary.json").exists():
-            _make(arguments.folder, name, words, arguments.steps)
+            make(arguments.folder, name, words, arguments.steps)
     works = {name: read_works(runs / name, name)[0] for name in JOBS}
     print(
         f"| predicted from the others | {' | '.join(KINDS)} | step, mean | step, worst |\n|{'---|' * (len(KINDS) + 3)}"
@@ -65,7 +65,7 @@ def main() -> None:
     print(f"\nsteps: {len(every)}, off by {np.mean(every):.1%} in the mean, {max(every):.1%} at worst")
 
 
-def _make(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
+def make(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
     model = folder.absolute() / "models" / name.partition("_")[0]
     if not model.exists():
         hidden, intermediate, layers, heads = MODELS[model.name]

@@ -68,7 +68,7 @@ def brute_force(job, facts):
     """Seconds of every plan that fits, whatever the bound says of it."""
     times, found = StepTimes(job), []
     names = list(job.axes)[7:]
-    for structure in structures(job.config, facts, job.axes):
+    for structure in structures(job.config, facts, job.axes, job.shapes["actor"]):
         for values in product(*(job.axes[name] for name in names)):
             config, memory = job.with_settings((*structure, *zip(names, values, strict=True)))
             if not problems(config, memory):

@@ -21,7 +21,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.space import fillings, structural, structures
-from rlfuse.planning.step_time import Job, Seconds, StepTimes
+from rlfuse.planning.step_time import Job, Seconds
 
 SECONDS = 60.0
 """Of a search, after which the best plan so far is told with what could still be gained."""
@@ -71,7 +71,7 @@ def search(job: Job, facts: Facts, seconds: float = SECONDS, tell: Progress = la
 class _Search:
     def __init__(self, job: Job, tell: Progress):
         self._job, self._tell = job, tell
-        self._times, self._fillings = StepTimes(job), fillings(job.axes)
+        self._fillings = fillings(job.axes)
         self._heap: list[_Entry] = []
         self._numbers = count()
         self._plans: list[Plan] = []
@@ -113,21 +113,21 @@ class _Search:
             self._refuse(memory, wrong)
             return
         settings = self._job.settings_of(config, entry.settings)
-        plan = Plan(settings, memory, self._times.simulated(config, memory))
+        plan = Plan(settings, memory, self._job.times.simulated(config, memory))
         self._plans.append(plan)
         self._push(plan.seconds.step, settings, "simulated", plan)
 
     def _enter_structure(self, settings: tuple[Setting, ...]) -> None:
         """With its fastest filling and a cache as if nothing else were on the device."""
         config, memory = self._job.lean(settings + self._fillings[0])
-        self._push(self._times.bound(config, memory, roomy=True), settings, "structure")
+        self._push(self._job.times.bound(config, memory, roomy=True), settings, "structure")
 
     def _enter_filling(self, settings: tuple[Setting, ...]) -> None:
         config, memory = self._job.lean(settings)
         if wrong := problems(config, memory):
             self._refuse(memory, wrong)
         else:
-            self._push(self._times.bound(config, memory), settings, "filling")
+            self._push(self._job.times.bound(config, memory), settings, "filling")
 
     def _refuse(self, memory: Memory, wrong: Sequence[str]) -> None:
         self._refused += 1
@@ -163,33 +163,33 @@ def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour
 
     Keys whose change gains next to nothing stay as the job has them.
     """
-    times, plans = StepTimes(job), list(found.plans)
+    plans = list(found.plans)
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
-        around = list(_neighbours(job, best, facts, times))
+        around = list(_neighbours(job, best, facts))
         faster = [each.plan for each in around if each.plan and each.plan.seconds.step < best.seconds.step]
         if not faster:
             break
         plans += faster
-    if (plain := _nearer_the_job(job, best, facts, times)) is not best:
-        best, around = plain, list(_neighbours(job, plain, facts, times))
+    if (plain := _nearer_the_job(job, best, facts)) is not best:
+        best, around = plain, list(_neighbours(job, plain, facts))
     others = [plan for plan in ranked(plans) if plan.seconds.step > best.seconds.step]
     return replace(found, plans=tuple(ranked([best, *others]))), around
 
 
-def _nearer_the_job(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Plan:
+def _nearer_the_job(job: Job, best: Plan, facts: Facts) -> Plan:
     """The plan with as many of the job's own values as cost next to nothing."""
     most = best.seconds.step * (1 + NOTHING)
     for key, value in best.settings:
         given = value_of(job.config, key)
         if given != value and given in job.axes[key]:
-            tried = _tried(job, tuple((dict(best.settings) | {key: given}).items()), facts, times)
+            tried = _tried(job, tuple((dict(best.settings) | {key: given}).items()), facts)
             if isinstance(tried, Plan) and tried.seconds.step <= most:
                 best = tried
     return best
 
 
-def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts, times: StepTimes) -> Plan | str:
+def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts) -> Plan | str:
     """The plan, or why it can't be."""
     known = set(check(job.config, facts))
     if refused := [line for line in check(changed(job.config, settings), facts) if line not in known]:
@@ -197,16 +197,16 @@ def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts, times: StepTim
     config, memory = job.with_settings(settings)
     if wrong := problems(config, memory):
         return wrong[0]
-    return Plan(settings, memory, times.simulated(config, memory))
+    return Plan(settings, memory, job.times.simulated(config, memory))
 
 
-def _neighbours(job: Job, best: Plan, facts: Facts, times: StepTimes) -> Iterator[Neighbour]:
+def _neighbours(job: Job, best: Plan, facts: Facts) -> Iterator[Neighbour]:
     """For each axis the values beside the best plan's, simulated, or why they can't be."""
     given = dict(best.settings)
     for key, values in job.axes.items():
         at = values.index(given[key])
         for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
-            tried = _tried(job, tuple((given | {key: value}).items()), facts, times)
+            tried = _tried(job, tuple((given | {key: value}).items()), facts)
             yield Neighbour((key, value), *((tried,) if isinstance(tried, Plan) else (None, tried)))
 
 

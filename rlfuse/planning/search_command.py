@@ -33,7 +33,7 @@ from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.search import SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
 from rlfuse.planning.space import axes_of
-from rlfuse.planning.step_time import Job, Seconds, StepTimes
+from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
@@ -263,9 +263,8 @@ def _why(best: Plan, each: Neighbour) -> str:
 
 
 def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
-    times = StepTimes(job)
     config = changed(job.config, best.settings)
-    return {policy: times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
+    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
 
 
 def _policies_table(policies: Mapping[str, Seconds]) -> Table:

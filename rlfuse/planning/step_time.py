@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
+
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
@@ -29,11 +31,13 @@ from rlfuse.planning.tracing import Work
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.recorded import workload_of
 from rlfuse.simulate.runner import simulate
-from rlfuse.simulate.tuning import resample, tune
+from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 
 MOST_ENGINES, MOST_SAMPLES = 8, 384
-"""That are simulated of a plan's, at the same number of samples for each."""
+"""That are simulated of a plan's, at the same number of samples for each, where that is possible."""
+FEW_PROMPTS, NEAR = 16, 0.02
+"""That are simulated at least, as few are shorter or longer than all; by which share samples for each may be off."""
 NOTHING_TO_TRAIN = 1e15
 """Tokens per second, where training is a schedule of its own."""
 
@@ -74,6 +78,11 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lean", _without_passes(self.shapes))
+
+    @functools.cached_property
+    def times(self) -> StepTimes:
+        """What was simulated is not simulated again."""
+        return StepTimes(self)
 
     def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """With the largest cache that fits, and memory without activations: no plan needs less."""
@@ -130,7 +139,7 @@ class StepTimes:
         self._context = job.prompt_tokens + sum(job.lengths) / len(job.lengths)
 
     def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
-        """No schedule takes less. `roomy`: were the engine's cache as large as it likes."""
+        """No schedule takes less. `roomy`: whatever the engine's cache, and micro-batches in number."""
         workload, training = self._workload(config, memory, roomy, schedule=False)
         if workload not in self._bounds:
             self._bounds[workload] = lower_bound(workload).seconds
@@ -159,17 +168,21 @@ class StepTimes:
         moved = sum(part.size for part in memory.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
         moved = moved if job.cluster.device == "cuda" else 0
         costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, moved)
-        tokens = 1 << 40 if roomy else max(1, memory.kv_tokens)
+        ample = config.rollout.max_num_seqs * (job.prompt_tokens + max(job.lengths))
+        tokens = ample if roomy else max(1, min(memory.kv_tokens, ample))
         workload = self._some_engines(config, replace(costs, kv_tokens=tokens))
         training = 0.0
         if config.training.pipeline_parallel_size > 1:
-            training = self._pipeline_s(config, workload, costs, schedule)
+            training = self._pipeline_s(config, workload, costs, schedule, roomy)
             free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
             workload = replace(workload, training=free)
         return workload, training
 
-    def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool) -> float:
-        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once."""
+    def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool, roomy: bool) -> float:
+        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
+
+        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes.
+        """
         job, stages = self._job, config.training.pipeline_parallel_size
         tensor = hypothetical.of(config).tensor_parallel_size
         group = replace(costs, train_tokens_per_s=costs.train_tokens_per_s * tensor)
@@ -182,7 +195,7 @@ class StepTimes:
             if key not in self._schedules:
                 self._schedules[key] = planner.plan(counts).seconds / seconds
             seconds *= self._schedules[key]
-        elif len(counts) == 1 and not config.training.split_backward:  # one model's bubbles have nothing to fill them
+        elif len(counts) == 1 and not config.training.split_backward and not roomy:  # nothing fills one model's bubbles
             seconds *= (counts["actor"] + stages - 1) / counts["actor"]
         steps, models = workload.training.mini_batches * workload.training.epochs, len(workload.training.models)
         slowest = min(job.cluster.speeds(config.trainer.nnodes), default=1.0)
@@ -190,12 +203,11 @@ class StepTimes:
 
     def _some_engines(self, config: Config, costs: Costs) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
-        width, data = config.rollout.tensor_model_parallel_size, config.data
-        all_engines, mini_batches = config.slots // width, -(-data.train_batch_size // config.actor.ppo_mini_batch_size)
-        load = data.train_batch_size * config.rollout.n / all_engines
-        enough = -(-2 * mini_batches * config.rollout.n // load)
-        engines = int(min(all_engines, MOST_ENGINES, max(2, MOST_SAMPLES // load, enough)))
-        lengths = self._lengths(config.rollout.n, round(load * engines))
+        width, rows = config.rollout.tensor_model_parallel_size, config.rollout.n
+        batch, mini_batch = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+        mini_batches = -(-batch // mini_batch)
+        engines, prompts = cut(config.slots // width, mini_batch, mini_batches, rows)
+        lengths = self._lengths(rows, prompts * mini_batches)
         workload = workload_of(config, costs, engines, lengths, self._job.prompt_tokens)
         per_node = max(1, config.trainer.n_gpus_per_node // width)
         speeds = [speed for speed in self._job.cluster.speeds(config.trainer.nnodes) for _ in range(per_node)]
@@ -203,5 +215,23 @@ class StepTimes:
         return replace(workload, training=replace(workload.training, mini_batches=mini_batches), slot_speed=some)
 
     @functools.cache  # noqa: B019, as long as the search
-    def _lengths(self, group: int, samples: int) -> tuple[int, ...]:
-        return resample(self._job.lengths, group, samples, seed=1)
+    def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
+        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many."""
+        groups = np.array(self._job.lengths).reshape(-1, group)
+        spread = np.linspace(len(groups) - 1, 0, prompts).round().astype(int)
+        some = groups[np.argsort(groups.max(axis=1), kind="stable")[spread]]
+        return tuple(np.random.default_rng(1).permutation(some).ravel().tolist())
+
+
+def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
+    """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
+
+    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion.
+    """
+    each = mini_batch * mini_batches * rows / engines
+    most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
+    for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):
+        some = engines * prompts / mini_batch
+        if some >= most and abs(round(some) - some) <= NEAR * some:
+            return round(some), prompts
+    return engines, mini_batch

@@ -30,7 +30,7 @@ from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.search import search, settled
 from rlfuse.planning.space import axes_of
-from rlfuse.planning.step_time import Job, StepTimes
+from rlfuse.planning.step_time import Job
 from rlfuse.simulate.recorded import config_of, spans_within, whole_samples
 
 TASKS = {
@@ -111,15 +111,14 @@ def _run(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
 def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterator[Tried]:
     """The job as it is, the search's best and others, each under the policy that it names or the search's choice."""
     job, facts = _job(folder, hardware)
-    times = StepTimes(job)
     found, _ = settled(job, search(job, facts), facts)
     best = found.plans[0]
     config = changed(job.config, best.settings)
-    policy = min(POLICIES, key=lambda each: times.simulated(config, best.memory, each, tuned=True).step)
+    policy = min(POLICIES, key=lambda each: job.times.simulated(config, best.memory, each, tuned=True).step)
     best_settings = (*best.settings, ("fusion.policy", policy))
     for name, settings in (("as it is", ()), ("best", best_settings), *((each, OTHERS[each]) for each in others)):
         config, memory = job.with_settings(settings)
-        yield Tried(name, settings, times.simulated(config, memory, tuned=True).step)
+        yield Tried(name, settings, job.times.simulated(config, memory, tuned=True).step)
 
 
 def _job(folder: Path, hardware: Hardware) -> tuple[Job, Facts]:

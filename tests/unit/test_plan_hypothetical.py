@@ -9,7 +9,6 @@ from rlfuse.planning import hypothetical
 from rlfuse.planning.hypothetical import as_one, mapping_problem
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import search
-from rlfuse.planning.step_time import StepTimes
 
 TENSOR, EXPERTS = "hypothetical.tensor_parallel_size", "hypothetical.expert_parallel_size"
 AWAY, SMALL = "hypothetical.offload_activations", "hypothetical.rollout_8bit"
@@ -102,10 +101,9 @@ def test_experts_and_attention_cover_the_same_ranks(ranks, expert, experts, expe
 @pytest.mark.slow
 def test_every_plan_keeps_the_bound_and_the_search_finds_what_is_not_there_yet(job):
     found = search(job, facts_of(job.shapes["actor"]), 20.0)
-    times = StepTimes(job)
     for plan in found.plans:
         config, memory = job.with_settings(plan.settings)
-        assert times.bound(config, memory) <= plan.seconds.step * (1 + 1e-9)
+        assert job.times.bound(config, memory) <= plan.seconds.step * (1 + 1e-9)
         assert not list(hypothetical.problems(config, job.shapes["actor"]))
     plain = search(
         replace(job, axes={k: v[:1] if k.startswith("hyp") else v for k, v in job.axes.items()}),

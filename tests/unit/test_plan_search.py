@@ -23,7 +23,7 @@ from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import search, settled, surely_slower
 from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.step_time import Job, Seconds, StepTimes
+from rlfuse.planning.step_time import Job, Seconds, cut
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -66,7 +66,7 @@ def facts_of(shape):
 
 def brute_force(job, facts):
     """Seconds of every plan that fits, whatever the bound says of it."""
-    times, found = StepTimes(job), []
+    times, found = job.times, []
     names = list(job.axes)[7:]
     for structure in structures(job.config, facts, job.axes, job.shapes["actor"]):
         for values in product(*(job.axes[name] for name in names)):
@@ -219,6 +219,33 @@ def test_errors_that_plans_have_in_common_do_not_make_them_equal(shape):
     assert surely_slower(mine, slower, errors)
     traded = replace(plan, seconds=Seconds(18, 5, 13))
     assert not surely_slower(mine, traded, errors)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages):
+    """Small micro-batches have short bubbles: the largest are not the fastest."""
+    job = job_of(shape)
+    pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
+    first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
+    bound = job.times.bound(*job.lean(first), roomy=True)
+    assert all(bound <= job.times.bound(*job.lean(each)) for each in (first, *others))
+    assert job.times.bound(*job.lean(others[0])) < job.times.bound(*job.lean(first))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 6, 7, 8, 96, 128, 1024])
+@pytest.mark.parametrize("mini_batch, mini_batches, rows", [(64, 1, 8), (64, 8, 8), (1, 32, 1), (75, 4, 2)])
+def test_a_step_is_cut_in_proportion(engines, mini_batch, mini_batches, rows):
+    some, prompts = cut(engines, mini_batch, mini_batches, rows)
+    assert 1 <= some <= engines and 1 <= prompts <= mini_batch
+    assert prompts / some == pytest.approx(mini_batch / engines, rel=0.03)
+    assert prompts * mini_batches >= min(16, mini_batch * mini_batches)
+
+
+def test_few_samples_have_the_longest_of_all(shape):
+    job = job_of(shape)
+    few, everything = job.times._lengths(4, 8), job.times._lengths(4, 16)
+    assert max(few) == max(job.lengths) and sorted(everything) == sorted(job.lengths)
+    assert sum(few) / len(few) == pytest.approx(sum(everything) / len(everything), rel=0.25)
 
 
 # Files and the command -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fit
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +24,13 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.search import SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
-from rlfuse.planning.space import axes_of
+from rlfuse.planning.search import NOTHING, SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.space import POLICY, axes_of
 from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     with console.status("") as status:
         found = search(job, facts, arguments.seconds, lambda line: status.update(escape(line)))
     if not found.plans:
-        _nothing_fits(found, console)
+        _nothing_fits(found, arguments, console)
         raise SystemExit(DOES_NOT_FIT)
     _show(job, found, facts, arguments, console)
 
@@ -146,9 +145,15 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _nothing_fits(found: Found, console: Console) -> None:
+def _nothing_fits(found: Found, arguments: argparse.Namespace, console: Console) -> None:
+    """Of all plans, or of those that were looked at in time."""
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
-    console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
+    if found.left:
+        looked = f"none of {found.not_fitting} combinations that were looked at in {arguments.seconds:g} s"
+        console.print(f"[bold red]no plan was found that fits[/]: {looked}; {found.left} were not.", soft_wrap=True)
+        console.print("--seconds searches longer. The nearest:")
+    else:
+        console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
     for line in wrong:
         console.print(f"  {escape(line)}", soft_wrap=True)
     console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
@@ -162,7 +167,6 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
     console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies))
     config, memory = job.with_settings(best.settings)
     console.print(memory_table(config, job.shapes, memory))
-    policy = min(policies, key=lambda name: policies[name].step)
     for line in _told(job, found, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
@@ -170,11 +174,11 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
 
         draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
-    settings = (*best.settings, ("fusion.policy", policy))
-    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(job.config, settings))
+    settings = dict(best.settings) | {POLICY: _chosen(policies, dict(best.settings)[POLICY])}
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(job.config, settings.items()))
     console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
     if arguments.out is not None:
-        _write(arguments.out, changed(job.config, settings), console)
+        _write(arguments.out, changed(job.config, settings.items()), console)
 
 
 def name_of(job: Job, plan: Plan) -> str:
@@ -236,7 +240,13 @@ def _why(best: Plan, each: Neighbour) -> str:
 
 def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
     config = changed(job.config, best.settings)
-    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
+    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in job.axes[POLICY]}
+
+
+def _chosen(policies: Mapping[str, Seconds], searched: str) -> str:
+    """The fastest; that of the search where it is as fast but for next to nothing."""
+    fastest = min(policies, key=lambda name: policies[name].step)
+    return searched if policies[searched].step <= policies[fastest].step * (1 + NOTHING) else fastest
 
 
 def _policies_table(policies: Mapping[str, Seconds]) -> Table:
@@ -252,15 +262,12 @@ def _policies_table(policies: Mapping[str, Seconds]) -> Table:
 def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
-    if found.bound_s >= best:
-        proof = "no plan of this space is faster in the simulator"
-    else:
-        proof = (
-            f"the search was cut: none is more than {1 - found.bound_s / best:.0%} faster; --seconds searches longer"
-        )
+    more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
+    if found.left:
+        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {more}"
     lengths, cluster = job.lengths, job.cluster
     return [
-        f"{looked}; {proof}",
+        f"{looked}; {more}",
         f"memory: {cluster.memory_margin:.0%} of a device's {cluster.device_memory_gb:g} GiB are left free "
         "(memory_margin)",
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
@@ -274,7 +281,7 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
 # The job file --------------------------------------------------------------------------------------------------------
 
 
-def _differing(config: Config, settings: Sequence[Setting]) -> list[tuple[str, object]]:
+def _differing(config: Config, settings: Iterable[Setting]) -> list[tuple[str, object]]:
     """What the plan changes in the job."""
     return [(key, value) for key, value in settings if value_of(config, key) != value]
 

@@ -12,6 +12,7 @@ from itertools import product
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
@@ -26,6 +27,8 @@ STRUCTURE = (
     "actor.offload_optimizer",
 )
 """Axes that others have to go with; plans that differ in them are plans of their own to a reader."""
+POLICY = "fusion.policy"
+"""The only axis that memory does not depend on: every plan is simulated under all of them."""
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
 FEW_NODES = 8
 """Up to here every number of nodes is tried, above it powers of two and all."""
@@ -48,6 +51,7 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         "actor.ppo_max_token_len_per_gpu": _tokens(config),
         "rollout.max_num_seqs": _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
         CACHE[cluster.device]: (0.9, 0.8, 0.7, 0.6, 0.5, 0.4) if gpu else (4096, 2048, 1024, 512, 256),
+        POLICY: tuple(dict.fromkeys((config.fusion.policy, *POLICIES))),
     }
     return {key: (value_of(config, key),) if key in keep else values for key, values in axes.items()}
 

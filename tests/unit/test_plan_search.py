@@ -23,7 +23,7 @@ from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import search, settled, surely_slower
 from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.step_time import Job, Seconds, cut
+from rlfuse.planning.step_time import Job, Seconds, StepTimes, cut
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -37,6 +37,7 @@ SMALL = {
     "actor.ppo_max_token_len_per_gpu": (1024, 4096),
     "rollout.max_num_seqs": (16, 64),
     "rollout.gpu_memory_utilization": (0.8, 0.5),
+    "fusion.policy": ("adaptive",),
 }
 """A space that brute force goes through."""
 CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "tflops": 10, "memory_bandwidth_gbs": 300}
@@ -135,7 +136,7 @@ def test_it_is_brute_force(shape, memory):
     job, facts = job_of(shape, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    assert found.bound_s == found.plans[0].seconds.step, "it came to its end"
+    assert found.left == 0, "it came to its end"
 
 
 @pytest.mark.slow
@@ -143,6 +144,39 @@ def test_a_cut_search_says_what_is_still_open(shape):
     job, facts = job_of(shape), facts_of(shape)
     cut, whole = search(job, facts, seconds=0), search(job, facts, seconds=inf)
     assert cut.simulated == 1 and cut.bound_s <= whole.plans[0].seconds.step <= cut.plans[0].seconds.step
+
+
+def test_the_first_plans_are_tried_under_every_policy(shape):
+    policies = ("serial", "stream", "rlhfuse", "adaptive")
+    job, facts = job_of(shape, axes=SMALL | {"fusion.policy": policies}), facts_of(shape)
+    job.config.fusion.policy = "serial"
+    first = search(job, facts, seconds=0).plans[0]
+    config, memory = job.with_settings(first.settings)
+    steps = {policy: job.times.simulated(config, memory, policy).step for policy in policies}
+    assert first.seconds.step == min(steps.values()) < steps["serial"]
+    assert steps[dict(first.settings)["fusion.policy"]] == first.seconds.step
+
+
+def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(shape):
+    axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
+    job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
+    found = search(job, facts, seconds=0)
+    assert not found.plans and found.left > 0 and found.nearest[1]
+
+
+def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
+    job, facts, simulated = job_of(shape), facts_of(shape), []
+    really = StepTimes.simulated
+
+    def interrupted(self, *arguments, **more):
+        simulated.append(arguments)
+        if len(simulated) == 2:
+            raise KeyboardInterrupt
+        return really(self, *arguments, **more)
+
+    monkeypatch.setattr(StepTimes, "simulated", interrupted)
+    found = search(job, facts, seconds=inf)
+    assert len(found.plans) == 1 and found.left > 0 and found.bound_s <= found.plans[0].seconds.step
 
 
 def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
@@ -226,7 +260,7 @@ def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages
     """Small micro-batches have short bubbles: the largest are not the fastest."""
     job = job_of(shape)
     pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
-    first, *others = [pipeline + (("actor.ppo_max_token_len_per_gpu", tokens),) for tokens in (4096, 512, 64)]
+    first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
     bound = job.times.bound(*job.lean(first), roomy=True)
     assert all(bound <= job.times.bound(*job.lean(each)) for each in (first, *others))
     assert job.times.bound(*job.lean(others[0])) < job.times.bound(*job.lean(first))

@@ -7,11 +7,17 @@ data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fit
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from math import inf
+from operator import getitem
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -28,7 +34,7 @@ from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
-from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import NOTHING, SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
 from rlfuse.planning.space import POLICY, axes_of
 from rlfuse.planning.step_time import Job, Seconds
@@ -44,11 +50,12 @@ def main(argv: Sequence[str]) -> None:
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
     arguments, words = _parser().parse_known_args(argv)
-    _check(arguments)
+    _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
-    config = to_config(compose_job([*words, *_machines(cluster)]), _facts)
+    given = compose_job(words)
+    config = to_config(_on_these(cluster, given, arguments.keep), _facts)
     load_policy(config.fusion.policy)
-    if wrong := untrainable(config):
+    if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
         raise ConfigError(wrong)
     job, facts = _job(config, cluster, arguments)
     with console.status("") as status:
@@ -56,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     if not found.plans:
         _nothing_fits(found, arguments, console)
         raise SystemExit(DOES_NOT_FIT)
-    _show(job, found, facts, arguments, console)
+    _show(job, given, found, facts, arguments, console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,28 +84,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     wrong = [
         f"--{name.replace('_', '-')} {value:g}: needs a number above 0"
         for name in ("seconds", "response_tokens", "prompt_tokens")
-        if (value := getattr(arguments, name)) is not None and not value > 0
+        if (value := getattr(arguments, name)) is not None and not (value > 0 and (name == "seconds" or value < inf))
     ]
     for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
         if path is not None and path.suffix != ending:
             wrong.append(f"{option} {path}: needs a name that ends in {ending}")
         elif path is not None and not path.absolute().parent.is_dir():
             wrong.append(f"{option} {path}: the folder does not exist; make it first")
+        elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
+            wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:
         raise ConfigError(wrong)
 
 
-def _machines(cluster: Cluster) -> list[str]:
-    """As words of a command line."""
-    return [
-        f"trainer.nnodes={cluster.nodes}",
-        f"trainer.n_gpus_per_node={cluster.devices_per_node}",
-        f"cluster.device={cluster.device}",
-    ]
+def _on_these(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> DictConfig:
+    """The job on all of the machines, but for what stays as it is."""
+    there = {
+        "trainer.nnodes": cluster.nodes,
+        "trainer.n_gpus_per_node": cluster.devices_per_node,
+        "cluster.device": cluster.device,
+    }
+    job = deepcopy(given)
+    with suppress(OmegaConfBaseException):  # told by `to_config`
+        OmegaConf.resolve(job)  # what refers to these keeps its value
+    for key, value in there.items():
+        if key not in keep:
+            OmegaConf.update(job, key, value)
+    return job
+
+
+def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
+    """What the cluster does not have, or no search knows the time of."""
+    if config.trainer.task != "rl":
+        yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
+    have = {"trainer.nnodes": cluster.nodes, "trainer.n_gpus_per_node": cluster.devices_per_node}
+    for key, most in have.items():
+        if value_of(config, key) > most:
+            yield f"--keep {key}: the job has {value_of(config, key)}, the cluster file {most}; mend one of the two"
 
 
 def _facts(config: Config) -> Facts:
@@ -126,7 +152,7 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
         shapes,
         served_shapes(config, cluster.device),
         cluster,
-        cluster.hardware(),
+        cluster.hardware(any(shape.active < 1 for shape in shapes.values())),
         lengths_of(config, arguments.response_tokens),
         min(prompt, config.data.max_prompt_length),
         axes,
@@ -159,7 +185,9 @@ def _nothing_fits(found: Found, arguments: argparse.Namespace, console: Console)
     console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
 
 
-def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console) -> None:
+def _show(
+    job: Job, given: DictConfig, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console
+) -> None:
     with console.status("neighbours of the best plan, and it under each policy"):
         found, around = settled(job, found, facts)
         best, errors = found.plans[0], job.hardware.errors
@@ -174,11 +202,14 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
 
         draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
-    settings = dict(best.settings) | {POLICY: _chosen(policies, dict(best.settings)[POLICY])}
-    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(job.config, settings.items()))
+    settings = dict(best.settings) | {
+        POLICY: _chosen(policies, dict(best.settings)[POLICY]),
+        "cluster.device": job.cluster.device,
+    }
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(given, settings))
     console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
     if arguments.out is not None:
-        _write(arguments.out, changed(job.config, settings.items()), console)
+        _write(arguments.out, given, settings, changed(job.config, settings.items()), console)
 
 
 def name_of(job: Job, plan: Plan) -> str:
@@ -281,16 +312,25 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
 # The job file --------------------------------------------------------------------------------------------------------
 
 
-def _differing(config: Config, settings: Iterable[Setting]) -> list[tuple[str, object]]:
+def _differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
     """What the plan changes in the job."""
-    return [(key, value) for key, value in settings if value_of(config, key) != value]
+    return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
 
 
-def _write(path: Path, config: Config, console: Console) -> None:
-    """Every key that differs from its default, as a job file."""
+def _write(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
+    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
     written = OmegaConf.create()
     for key in keys():
-        if key.required or value_of(config, key.name) != key.default:
-            OmegaConf.update(written, key.name, value_of(config, key.name), force_add=True)
+        if key.required or value_of(planned, key.name) != key.default:
+            OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
+    read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
+    for key in keys():  # a reference to what the plan changes
+        if value_of(read, key.name) != value_of(planned, key.name):
+            OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
     path.write_text("# Written by `rlfuse plan --search`.\n" + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
+
+
+def _as_given(given: DictConfig, key: str) -> object:
+    """Unresolved."""
+    return reduce(getitem, key.split("."), OmegaConf.to_container(given))

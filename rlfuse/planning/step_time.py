@@ -97,13 +97,16 @@ class Job:
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """As the settings say, and all of its memory."""
         config = changed(self.config, settings)
-        return config, memory_of(config, self.shapes, self.cluster.budget(), self.served)
+        return config, self._memory(config, self.shapes)
+
+    def _memory(self, config: Config, shapes: Mapping[str, Shape]) -> Memory:
+        return memory_of(config, shapes, self.cluster.budget(config.trainer.nnodes), self.served)
 
     def _sized(self, settings: Iterable[Setting], shapes: Mapping[str, Shape]) -> tuple[Config, Memory]:
         key, found = CACHE[self.cluster.device], []
         for size in self.axes[key]:
             config = changed(self.config, (*settings, (key, size)))
-            found.append((config, memory_of(config, shapes, self.cluster.budget(), self.served)))
+            found.append((config, self._memory(config, shapes)))
             if not problems(*found[-1]):
                 return found[-1]
         return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))

@@ -12,8 +12,12 @@ import yaml
 from test_plan import SEVEN_B
 
 from rlfuse.cli import main
-from rlfuse.config.facts import Facts
+from rlfuse.config.checks import value_of
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.documentation import keys
+from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.schema import Config
+from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
 from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven, read_cluster
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.forecast import lengths_of
@@ -40,6 +44,7 @@ SMALL = {
     "fusion.policy": ("adaptive",),
 }
 """A space that brute force goes through."""
+TOKEN = "${oc.env:SERVICE_TOKEN}"
 CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "tflops": 10, "memory_bandwidth_gbs": 300}
 
 
@@ -231,6 +236,31 @@ def test_no_forecast_is_better_than_what_anybody_measured(shape):
         read_of({**CLUSTER, "utilization": 0.6})
 
 
+def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_held_against_its_peak(tmp_path):
+    known = Hardware(50e12, 40e12, 30e12, 1e12, errors={"training": 0.05})
+    path = tmp_path / "calibration.yaml"
+    source = Source("a run", 1000, 2, 64, 10, 20, 40, 1)
+    errors = Errors(training=0.05)
+    write(Calibration("runs", "a device", 1, "1", coefficients_of(known), errors, "steps", (source,)), path)
+    cluster = {"nodes": 1, "devices_per_node": 8, "device_memory_gb": 80, "calibration": str(path)}
+    same, other = read_of(cluster).hardware(), read_of(cluster | {"product_ratio": 2, "copy_ratio": 1.5}).hardware()
+    assert (same.train_flops, other.train_flops, other.bytes_per_s) == (40e12, 80e12, 1.5e12)
+    assert other.errors["training"] > same.errors["training"] == 0.05
+    assert read_of(cluster | {"tflops": 80}).hardware().train_flops == 40e12
+    with pytest.raises(ClusterError, match=r"56% of tflops=72, more than 54\.7%"):
+        read_of(cluster | {"tflops": 72}).hardware()
+    with pytest.raises(ClusterError, match=r"more than 49\.3%"):
+        read_of(cluster | {"tflops": 80}).hardware(experts=True)
+    with pytest.raises(ClusterError, match="product_ratio, copy_ratio: need each other"):
+        read_of(cluster | {"product_ratio": 2})
+
+
+def test_a_mixture_of_experts_is_forecast_no_faster_than_any_was_measured():
+    cluster = Cluster(**CLUSTER, utilization=MOST_UTILIZATION)
+    assert cluster.hardware().train_flops == MOST_UTILIZATION * 10e12
+    assert cluster.hardware(experts=True).train_flops == 0.493 * 10e12
+
+
 def test_a_plan_leaves_the_margin_free(shape):
     best = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
     assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
@@ -240,6 +270,7 @@ def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
     uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, tflops=5, device_memory_gb=20),))
     assert uneven.budget().bytes < Cluster(**CLUSTER).budget().bytes
     assert uneven.speeds(2) == (1.0, 0.5) and uneven.speeds(1) == (1.0,)
+    assert uneven.budget(1) == Cluster(**CLUSTER).budget(), "of a node that is not used no memory counts"
     axes = SMALL | {"trainer.nnodes": (2,)}
     even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
     slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
@@ -341,3 +372,43 @@ def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
     _, words = files
     assert main([*words, "--keep", "actor.zero_stag"]) == 2
     assert "did you mean" in (told := capsys.readouterr().err) and "actor.zero_stage" in told
+
+
+@pytest.mark.slow
+def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch, capsys):
+    folder, words = files
+    monkeypatch.setenv("SERVICE_TOKEN", "not-for-files")
+    job = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "model": {"path": str(folder / "model")},
+        "data": {"train_files": ["a b.parquet"], "train_batch_size": 16, "max_response_length": 64},
+        "actor": {"ppo_mini_batch_size": "${data.train_batch_size}", "clip_ratio_c": None},
+        "rollout": {"n": 4, "stop": ["\n\n", "yes", "a: b"], "engine_kwargs": {"seed": 3}},
+        "reward": {"functions": [{"path": "rlfuse.rewards.verifiers.numeric:score", "kwargs": {"key": TOKEN}}]},
+        "trainer": {"n_gpus_per_node": 3, "total_epochs": "${trainer.n_gpus_per_node}", "experiment_name": "e: #1"},
+    }
+    (given, out) = folder / "job.yaml", folder / "best.yaml"
+    given.write_text(yaml.safe_dump(job))
+    assert main([*words[:4], str(given), "--seconds", "0.1", "--out", str(out)]) == 0
+    best = capsys.readouterr().out.partition("best  ")[2].partition("\n")[0]
+    told = {word.partition("=")[0] for word in best.split()}
+    before, after = (to_config(compose_job([str(path)]), facts_of_a_plan) for path in (given, out))
+    changes = {key.name for key in keys() if value_of(before, key.name) != value_of(after, key.name)}
+    assert changes == told >= {"trainer.n_gpus_per_node", "trainer.nnodes", "cluster.device"}
+    assert after.trainer.total_epochs == 3 and "not-for-files" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (["--out", "CLUSTER"], "would be written over what it is made from"),
+        (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "the job has 3, the cluster file 2"),
+        (["--response-tokens", "inf"], "--response-tokens inf: needs a number above 0"),
+        (["--seconds", "nan"], "--seconds nan: needs a number above 0"),
+        (["trainer.task=reward_model"], "what is searched are steps that generate"),
+    ],
+)
+def test_what_can_not_be_searched_is_refused(files, capsys, more, told):
+    folder, words = files
+    assert main([*words, *(word.replace("CLUSTER", str(folder / "cluster.yaml")) for word in more)]) == 2
+    assert told in capsys.readouterr().err

@@ -138,11 +138,9 @@ class _Search:
 
     def _progress(self) -> str:
         best = f", the best so far {min(p.seconds.step for p in self._plans):.2f} s" if self._plans else ""
-        return (
-            f"{len(self._structures)} structures, {len(self._plans)} plans simulated, "
-            f"{self._refused} don't fit{best}; "
-            f"none can take less than {self._heap[0].seconds:.2f} s"
-        )
+        least = f"; none can take less than {self._heap[0].seconds:.2f} s" if self._heap else ""
+        looked = f"{len(self._structures)} structures, {len(self._plans)} plans simulated"
+        return f"{looked}, {self._refused} don't fit{best}{least}"
 
     def _open_first(self) -> None:
         """Put what the first entry stands for in its place."""

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
     given = compose_job(words)
-    config = to_config(_on_these(cluster, given, arguments.keep), _facts)
+    config = _accepted(cluster, given, arguments.keep)
     load_policy(config.fusion.policy)
     if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
         raise ConfigError(wrong)
@@ -101,17 +101,22 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         raise ConfigError(wrong)
 
 
-def _on_these(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> DictConfig:
-    """The job on all of the machines, but for what stays as it is."""
-    there = {
-        "trainer.nnodes": cluster.nodes,
-        "trainer.n_gpus_per_node": cluster.devices_per_node,
-        "cluster.device": cluster.device,
-    }
+def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
+    """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+    try:
+        return to_config(_on_these(cluster.nodes, cluster.devices_per_node, cluster.device, given, keep), _facts)
+    except ConfigError:
+        with suppress(ConfigError):
+            return to_config(_on_these(1, 1, cluster.device, given, keep), _facts)
+        raise
+
+
+def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
+    """The job on so many devices, but for what stays as it is."""
     job = deepcopy(given)
     with suppress(OmegaConfBaseException):  # told by `to_config`
         OmegaConf.resolve(job)  # what refers to these keeps its value
-    for key, value in there.items():
+    for key, value in {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": each, "cluster.device": device}.items():
         if key not in keep:
             OmegaConf.update(job, key, value)
     return job

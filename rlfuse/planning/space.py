@@ -66,7 +66,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _tokens(config: Config) -> tuple[int, ...]:
-    """Token budgets from half the longest sample up to many; below that Ulysses has nothing to cut."""
+    """Token budgets from a sixteenth of the longest sample up, of which Ulysses cuts as many at most."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = {1 << power for power in range(12, 17)} | {longest, config.actor.ppo_max_token_len_per_gpu}
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
@@ -92,7 +92,7 @@ def _divide(config: Config) -> bool:
 def fillings(axes: Axes) -> list[tuple[Setting, ...]]:
     """Settings of the other axes, the fastest first, were there room for it; but the size of the engine's cache.
 
-    That follows from the memory that is left: a larger one is never slower.
+    That follows from the memory that is left: the largest that fits.
     """
     fastest = {
         "model.enable_gradient_checkpointing": axes["model.enable_gradient_checkpointing"],

@@ -289,7 +289,9 @@ def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Ha
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
     faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
     errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
-    return replace(hardware, **faster, bytes_per_s=hardware.bytes_per_s * bandwidth_ratio, errors=errors)
+    reading = {name: getattr(hardware, name) for name in ("bytes_per_s", "hidden_bytes_per_s", "optimizer_bytes_per_s")}
+    faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}
+    return replace(hardware, **faster, errors=errors)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

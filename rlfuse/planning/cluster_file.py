@@ -19,6 +19,8 @@ from rlfuse.planning.memory import GIB, Budget
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
+MOST_OF_EXPERTS = 0.493
+"""Of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise."""
 UNMEASURED = 0.3
 """How far a forecast may be off where nothing was measured: an allowance, which `rlfuse calibrate` replaces."""
 LAYER_S = 1e-4
@@ -67,7 +69,8 @@ class Cluster:
     device_memory_gb: Positive
     """GiB of a device; for `device: cpu` of a slot."""
     tflops: Positive | None = None
-    """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; needed without `calibration`."""
+    """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; needed without `calibration`.
+    With one no speed follows from it: other groups, and what is plausible, are held against it."""
     utilization: Annotated[float, number(above=True, most=MOST_UTILIZATION)] = 0.4
     """Share of the peak that passes and training reach (MFU)."""
     memory_bandwidth_gbs: Positive = 2000.0
@@ -77,7 +80,12 @@ class Cluster:
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinksGiven = field(default_factory=LinksGiven)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file that `rlfuse calibrate` wrote on such a device, in place of `tflops`."""
+    """A file that `rlfuse calibrate` wrote, in place of `utilization` and `memory_bandwidth_gbs`; relative to the
+    working folder. On another kind of device than this one's, the two ratios below say how much faster this one is."""
+    product_ratio: Positive | None = None
+    """This device's matrix products over those of the calibrated one, as `product_flops` of two probes tell."""
+    copy_ratio: Positive | None = None
+    """Its copies, as `copy_bytes_per_s` of two probes tell."""
     groups: tuple[Group, ...] = ()
     """Nodes, among `nodes`, that have slower devices or less memory than the others."""
 
@@ -86,9 +94,11 @@ class Cluster:
             raise ClusterError(*problems)
 
     def _problems(self) -> Iterator[str]:
-        if (self.tflops is None) == (self.calibration is None):
-            given = "both are given" if self.tflops else "neither is given"
-            yield f"tflops, calibration: {given}; a device's speed is told by one of them"
+        if self.tflops is None and self.calibration is None:
+            yield "tflops, calibration: neither is given; a device's speed is told by one of them"
+        ratios = [self.product_ratio, self.copy_ratio]
+        if any(ratios) and (self.calibration is None or not all(ratios)):
+            yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
         if self.groups and self.tflops is None:
             yield "groups: need tflops of the other nodes, which theirs are held against"
         if (count := sum(group.nodes for group in self.groups)) > self.nodes:
@@ -98,21 +108,27 @@ class Cluster:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def budget(self) -> Budget:
-        """What a plan may take of a device: of the smallest."""
-        smallest = min([self.device_memory_gb, *(group.device_memory_gb for group in self.groups)])
+    def _used(self, nodes: int) -> list[tuple[float, float]]:
+        """Speed of each node, relative to the cluster's own, and memory; the fastest first, of equals the larger."""
+        groups = [(group.tflops / self.tflops, group) for group in self.groups]
+        alike = self.nodes - sum(group.nodes for group in self.groups)
+        found = [(1.0, self.device_memory_gb)] * alike
+        found += [(speed, group.device_memory_gb) for speed, group in groups for _ in range(group.nodes)]
+        return sorted(found, reverse=True)[:nodes]
+
+    def budget(self, nodes: int | None = None) -> Budget:
+        """What a plan may take of a device: of the smallest on so many nodes, or on all."""
+        smallest = min(memory for _, memory in self._used(nodes or self.nodes))
         return Budget(self.device, int(smallest * (1 - self.memory_margin) * GIB))
 
     def speeds(self, nodes: int) -> tuple[float, ...]:
-        """Of each node that is used, the fastest first, relative to the cluster's own; empty where all are alike."""
-        if not self.groups:
-            return ()
-        alike = self.nodes - sum(group.nodes for group in self.groups)
-        each = [1.0] * alike + [group.tflops / self.tflops for group in self.groups for _ in range(group.nodes)]
-        return tuple(sorted(each, reverse=True)[:nodes])
+        """Of each node that is used, the fastest first; empty where all are alike."""
+        return tuple(speed for speed, _ in self._used(nodes)) if self.groups else ()
 
-    def hardware(self) -> Hardware:
-        """What a device and its links do. Raises as `read_calibration` does."""
+    def hardware(self, experts: bool = False) -> Hardware:
+        """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
+        and ClusterError where what was measured is more than anybody published."""
+        most = MOST_OF_EXPERTS if experts else MOST_UTILIZATION
         given = self.links
         links = Links(
             given.within_gbs * 1e9,
@@ -122,10 +138,8 @@ class Cluster:
             self.devices_per_node,
         )
         if self.calibration is not None:
-            from rlfuse.planning.calibration import read_calibration
-
-            return replace(read_calibration(Path(self.calibration)), links=links, host_bytes_per_s=given.host_gbs * 1e9)
-        flops, gpu = self.tflops * 1e12 * self.utilization, self.device == "cuda"
+            return replace(self._measured(most), links=links, host_bytes_per_s=given.host_gbs * 1e9)
+        flops, gpu = self.tflops * 1e12 * min(self.utilization, most), self.device == "cuda"
         return Hardware(
             flops,
             flops,
@@ -137,6 +151,21 @@ class Cluster:
             links=links,
             errors=dict.fromkeys(KINDS, UNMEASURED),
         )
+
+    def _measured(self, most: float) -> Hardware:
+        from rlfuse.planning.calibration import read_calibration, scaled
+
+        found = read_calibration(Path(self.calibration))
+        if self.product_ratio is not None:
+            found = scaled(found, self.product_ratio, self.copy_ratio)
+        if self.tflops is not None and found.train_flops > most * self.tflops * 1e12:
+            share = found.train_flops / self.tflops / 1e12
+            raise ClusterError(
+                f"calibration={self.calibration}: training at {found.train_flops / 1e12:,.4g} TFLOP/s is {share:.0%} "
+                f"of tflops={self.tflops:g}, more than {most:.1%}, the most that anybody published; it is of a faster "
+                "device (product_ratio, copy_ratio), or its work was too small to show the speed: measure larger models"
+            )
+        return found
 
 
 def read_cluster(path: Path) -> Cluster:

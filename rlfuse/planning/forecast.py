@@ -114,16 +114,20 @@ def planned(
     forward = tokens / count / (costs.train_tokens_per_s / width) / 3
     counts = {}
     for role in ("actor", "critic") if config.uses_critic else ("actor",):
-        shape = shapes[role]
-        sizes = [sum(shape.layers[i] for i in part.layers) for part in stage_parts(shape, stages)]
-        sizes[-1] += shape.head // 2
-        for stage, size in enumerate(sizes):
+        for stage, share in enumerate(stage_shares(shapes[role], stages)):
             split = training.split_backward and config.fusion.training == "fused"
             kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if split else {"F": 1, "B": 2}
             for kind, times in kinds.items():
-                planner.learn(Operation(role, 0, stage, 0, kind), forward * times * size / sum(sizes))
+                planner.learn(Operation(role, 0, stage, 0, kind), forward * times * share)
         counts[role] = count
     return planner, counts, forward
+
+
+def stage_shares(shape: Shape, stages: int) -> list[float]:
+    """Of a forward pass, of each stage."""
+    sizes = [sum(shape.layers[i] for i in part.layers) for part in stage_parts(shape, stages)]
+    sizes[-1] += shape.head // 2
+    return [size / sum(sizes) for size in sizes]
 
 
 def assumptions(config: Config, hardware: Hardware | None, lengths: Sequence[int], prompt_tokens: int) -> list[str]:

@@ -7,11 +7,17 @@ data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fit
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from math import inf
+from operator import getitem
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,15 +30,14 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
-from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.search import SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
-from rlfuse.planning.space import axes_of
+from rlfuse.planning.remedies import changed
+from rlfuse.planning.search import NOTHING, SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.space import POLICY, axes_of
 from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
@@ -46,19 +51,20 @@ def main(argv: Sequence[str]) -> None:
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
     arguments, words = _parser().parse_known_args(argv)
-    _check(arguments)
+    _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
-    config = to_config(compose_job([*words, *_machines(cluster)]), _facts)
+    given = compose_job(words)
+    config = _accepted(cluster, given, arguments.keep)
     load_policy(config.fusion.policy)
-    if wrong := untrainable(config):
+    if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
         raise ConfigError(wrong)
     job, facts = _job(config, cluster, arguments)
     with console.status("") as status:
         found = search(job, facts, arguments.seconds, lambda line: status.update(escape(line)))
     if not found.plans:
-        _nothing_fits(found, console)
+        _nothing_fits(found, arguments, console)
     else:
-        _show(job, found, facts, arguments, console)
+        _show(job, given, found, facts, arguments, console)
     if arguments.hypothetical:
         with console.status("what can't be run yet"):
             beyond = search(_beyond(job), facts, arguments.seconds)
@@ -86,28 +92,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     wrong = [
         f"--{name.replace('_', '-')} {value:g}: needs a number above 0"
         for name in ("seconds", "response_tokens", "prompt_tokens")
-        if (value := getattr(arguments, name)) is not None and not value > 0
+        if (value := getattr(arguments, name)) is not None and not (value > 0 and (name == "seconds" or value < inf))
     ]
     for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
         if path is not None and path.suffix != ending:
             wrong.append(f"{option} {path}: needs a name that ends in {ending}")
         elif path is not None and not path.absolute().parent.is_dir():
             wrong.append(f"{option} {path}: the folder does not exist; make it first")
+        elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
+            wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:
         raise ConfigError(wrong)
 
 
-def _machines(cluster: Cluster) -> list[str]:
-    """As words of a command line."""
-    return [
-        f"trainer.nnodes={cluster.nodes}",
-        f"trainer.n_gpus_per_node={cluster.devices_per_node}",
-        f"cluster.device={cluster.device}",
-    ]
+def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
+    """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+    try:
+        return to_config(_on_these(cluster.nodes, cluster.devices_per_node, cluster.device, given, keep), _facts)
+    except ConfigError:
+        with suppress(ConfigError):
+            return to_config(_on_these(1, 1, cluster.device, given, keep), _facts)
+        raise
+
+
+def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
+    """The job on so many devices, but for what stays as it is."""
+    job = deepcopy(given)
+    with suppress(OmegaConfBaseException):  # told by `to_config`
+        OmegaConf.resolve(job)  # what refers to these keeps its value
+    for key, value in {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": each, "cluster.device": device}.items():
+        if key not in keep:
+            OmegaConf.update(job, key, value)
+    return job
+
+
+def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
+    """What the cluster does not have, or no search knows the time of."""
+    if config.trainer.task != "rl":
+        yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
+    have = {"trainer.nnodes": cluster.nodes, "trainer.n_gpus_per_node": cluster.devices_per_node}
+    for key, most in have.items():
+        if value_of(config, key) > most:
+            yield f"--keep {key}: the job has {value_of(config, key)}, the cluster file {most}; mend one of the two"
 
 
 def _facts(config: Config) -> Facts:
@@ -135,7 +165,7 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
         shapes,
         served_shapes(config, cluster.device),
         cluster,
-        cluster.hardware(),
+        cluster.hardware(any(shape.active < 1 for shape in shapes.values())),
         lengths_of(config, arguments.response_tokens),
         min(prompt, config.data.max_prompt_length),
         axes,
@@ -160,15 +190,23 @@ def _beyond(job: Job) -> Job:
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _nothing_fits(found: Found, console: Console) -> None:
+def _nothing_fits(found: Found, arguments: argparse.Namespace, console: Console) -> None:
+    """Of all plans, or of those that were looked at in time."""
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
-    console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
+    if found.left:
+        looked = f"none of {found.not_fitting} combinations that were looked at in {arguments.seconds:g} s"
+        console.print(f"[bold red]no plan was found that fits[/]: {looked}; {found.left} were not.", soft_wrap=True)
+        console.print("--seconds searches longer. The nearest:")
+    else:
+        console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
     for line in wrong:
         console.print(f"  {escape(line)}", soft_wrap=True)
     console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
 
 
-def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console) -> None:
+def _show(
+    job: Job, given: DictConfig, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console
+) -> None:
     with console.status("neighbours of the best plan, and it under each policy"):
         found, around = settled(job, found, facts)
         best, errors = found.plans[0], job.hardware.errors
@@ -176,7 +214,6 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
     console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies))
     config, memory = job.with_settings(best.settings)
     console.print(memory_table(config, job.shapes, memory))
-    policy = min(policies, key=lambda name: policies[name].step)
     for line in _told(job, found, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
@@ -184,11 +221,14 @@ def _show(job: Job, found: Found, facts: Facts, arguments: argparse.Namespace, c
 
         draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
-    settings = (*best.settings, ("fusion.policy", policy))
-    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(job.config, settings))
+    settings = dict(best.settings) | {
+        POLICY: _chosen(policies, dict(best.settings)[POLICY]),
+        "cluster.device": job.cluster.device,
+    }
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(given, settings))
     console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
     if arguments.out is not None:
-        _write(arguments.out, changed(job.config, settings), console)
+        _write(arguments.out, given, settings, changed(job.config, settings.items()), console)
 
 
 def name_of(job: Job, plan: Plan) -> str:
@@ -264,7 +304,13 @@ def _why(best: Plan, each: Neighbour) -> str:
 
 def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
     config = changed(job.config, best.settings)
-    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in POLICIES}
+    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in job.axes[POLICY]}
+
+
+def _chosen(policies: Mapping[str, Seconds], searched: str) -> str:
+    """The fastest; that of the search where it is as fast but for next to nothing."""
+    fastest = min(policies, key=lambda name: policies[name].step)
+    return searched if policies[searched].step <= policies[fastest].step * (1 + NOTHING) else fastest
 
 
 def _policies_table(policies: Mapping[str, Seconds]) -> Table:
@@ -280,15 +326,12 @@ def _policies_table(policies: Mapping[str, Seconds]) -> Table:
 def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
-    if found.bound_s >= best:
-        proof = "no plan of this space is faster in the simulator"
-    else:
-        proof = (
-            f"the search was cut: none is more than {1 - found.bound_s / best:.0%} faster; --seconds searches longer"
-        )
+    more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
+    if found.left:
+        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {more}"
     lengths, cluster = job.lengths, job.cluster
     return [
-        f"{looked}; {proof}",
+        f"{looked}; {more}",
         f"memory: {cluster.memory_margin:.0%} of a device's {cluster.device_memory_gb:g} GiB are left free "
         "(memory_margin)",
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
@@ -302,16 +345,25 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
 # The job file --------------------------------------------------------------------------------------------------------
 
 
-def _differing(config: Config, settings: Sequence[Setting]) -> list[tuple[str, object]]:
+def _differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
     """What the plan changes in the job."""
-    return [(key, value) for key, value in settings if value_of(config, key) != value]
+    return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
 
 
-def _write(path: Path, config: Config, console: Console) -> None:
-    """Every key that differs from its default, as a job file."""
+def _write(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
+    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
     written = OmegaConf.create()
     for key in keys():
-        if key.required or value_of(config, key.name) != key.default:
-            OmegaConf.update(written, key.name, value_of(config, key.name), force_add=True)
+        if key.required or value_of(planned, key.name) != key.default:
+            OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
+    read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
+    for key in keys():  # a reference to what the plan changes
+        if value_of(read, key.name) != value_of(planned, key.name):
+            OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
     path.write_text("# Written by `rlfuse plan --search`.\n" + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
+
+
+def _as_given(given: DictConfig, key: str) -> object:
+    """Unresolved."""
+    return reduce(getitem, key.split("."), OmegaConf.to_container(given))

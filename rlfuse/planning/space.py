@@ -12,6 +12,7 @@ from itertools import product
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.model_sizes import Shape
@@ -26,6 +27,8 @@ STRUCTURE = (
     "actor.zero_stage",
     "actor.offload_optimizer",
 )
+POLICY = "fusion.policy"
+"""The only axis that memory does not depend on: every plan is simulated under all of them."""
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
 FEW_NODES = 8
 """Up to here every number of nodes is tried, above it powers of two and all."""
@@ -48,6 +51,7 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         "actor.ppo_max_token_len_per_gpu": _tokens(config),
         "rollout.max_num_seqs": _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
         CACHE[cluster.device]: (0.9, 0.8, 0.7, 0.6, 0.5, 0.4) if gpu else (4096, 2048, 1024, 512, 256),
+        POLICY: tuple(dict.fromkeys((config.fusion.policy, *POLICIES))),
     }
     return {key: (value_of(config, key),) if key in keep else values for key, values in axes.items()}
 
@@ -62,7 +66,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _tokens(config: Config) -> tuple[int, ...]:
-    """Token budgets from half the longest sample up to many; below that Ulysses has nothing to cut."""
+    """Token budgets from a sixteenth of the longest sample up, of which Ulysses cuts as many at most."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = {1 << power for power in range(12, 17)} | {longest, config.actor.ppo_max_token_len_per_gpu}
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
@@ -93,7 +97,7 @@ def _divide(config: Config) -> bool:
 def fillings(axes: Axes) -> list[tuple[Setting, ...]]:
     """Settings of the other axes, the fastest first, were there room for it; but the size of the engine's cache.
 
-    That follows from the memory that is left: a larger one is never slower.
+    That follows from the memory that is left: the largest that fits.
     """
     fastest = {
         "model.enable_gradient_checkpointing": axes["model.enable_gradient_checkpointing"],

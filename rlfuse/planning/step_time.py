@@ -14,19 +14,21 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.planning import hypothetical
 from rlfuse.planning.activations import in_lockstep
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import planned
+from rlfuse.planning.forecast import planned, stage_shares
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.residency import MODELS, Item
-from rlfuse.planning.space import CACHE, Axes
+from rlfuse.planning.space import CACHE, POLICY, Axes
 from rlfuse.planning.tracing import Work
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.recorded import workload_of
@@ -107,13 +109,13 @@ class Job:
         return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))
 
     def _memory(self, config: Config, shapes: Mapping[str, Shape]) -> Memory:
-        return hypothetical.memory(config, shapes, self.cluster.budget(), self.served, self.hardware)
+        return hypothetical.memory(
+            config, shapes, self.cluster.budget(config.trainer.nnodes), self.served, self.hardware
+        )
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-        """With that of the cache."""
-        key = CACHE[self.cluster.device]
-        group, name = key.split(".")
-        return *settings, (key, getattr(getattr(config, group), name))
+        """With those of cache and policy."""
+        return *settings, *((key, value_of(config, key)) for key in (CACHE[self.cluster.device], POLICY))
 
 
 def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -146,13 +148,13 @@ class StepTimes:
         return self._bounds[workload] + training
 
     def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
-        """A step under a policy or the job's, with the settings that a run starts with, or (`tuned`) those it finds."""
+        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on, where simulating is quick."""
         policy = policy or config.fusion.policy
         workload, training = self._workload(config, memory)
         given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
         key = (workload, training, policy, given, tuned)
         if key not in self._simulated:
-            settings = tune(workload, policy, given) if tuned else given
+            settings = tune(workload, policy, given) if tuned and workload.samples <= MOST_SAMPLES else given
             result = simulate(workload, policy, settings).result
             scored = result.generation_and_scoring_s
             self._simulated[key] = Seconds(
@@ -181,7 +183,9 @@ class StepTimes:
     def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool, roomy: bool) -> float:
         """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
 
-        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes.
+        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes. One model whose
+        backward is whole has 1F1B: its fullest stage works all the time but while the first and last micro-batch are
+        in the others.
         """
         job, stages = self._job, config.training.pipeline_parallel_size
         tensor = hypothetical.of(config).tensor_parallel_size
@@ -190,13 +194,16 @@ class StepTimes:
             hypothetical.as_one(config), job.shapes, group, job.lengths, job.prompt_tokens
         )
         seconds = 3 * forward * sum(counts.values()) / stages
+        alone = len(counts) == 1 and not config.training.split_backward
         if schedule:
             key = (stages, config.fusion.training, tuple(counts.items()))
             if key not in self._schedules:
-                self._schedules[key] = planner.plan(counts).seconds / seconds
+                took = serial_1f1b(planner.problem(counts)) if alone else planner.plan(counts).seconds
+                self._schedules[key] = took / seconds
             seconds *= self._schedules[key]
-        elif len(counts) == 1 and not config.training.split_backward and not roomy:  # nothing fills one model's bubbles
-            seconds *= (counts["actor"] + stages - 1) / counts["actor"]
+        elif alone and not roomy:
+            fullest = max(stage_shares(job.shapes["actor"], stages))
+            seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1)
         steps, models = workload.training.mini_batches * workload.training.epochs, len(workload.training.models)
         slowest = min(job.cluster.speeds(config.trainer.nnodes), default=1.0)
         return steps * (seconds / slowest + models * costs.optimizer_s)

@@ -8,13 +8,12 @@ from itertools import product
 from math import inf
 
 import pytest
-import yaml
 from test_plan import SEVEN_B
 
-from rlfuse.cli import main
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven, read_cluster
+from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
+from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.hardware import Hardware, Links
@@ -23,7 +22,7 @@ from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import search, settled, surely_slower
 from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.step_time import Job, Seconds, cut
+from rlfuse.planning.step_time import Job, Seconds, StepTimes, cut
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -37,6 +36,7 @@ SMALL = {
     "actor.ppo_max_token_len_per_gpu": (1024, 4096),
     "rollout.max_num_seqs": (16, 64),
     "rollout.gpu_memory_utilization": (0.8, 0.5),
+    "fusion.policy": ("adaptive",),
 }
 """A space that brute force goes through."""
 CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "tflops": 10, "memory_bandwidth_gbs": 300}
@@ -58,6 +58,12 @@ def job_of(shape, cluster=None, axes=None, **more):
     config.trainer.nnodes, config.trainer.n_gpus_per_node = cluster.nodes, cluster.devices_per_node
     config.cluster.device = cluster.device
     return Job(config, {"actor": shape}, {}, cluster, cluster.hardware(), lengths_of(config, 120), 64, axes or SMALL)
+
+
+def read_of(data):
+    from rlfuse.config.input_files import read
+
+    return read(Cluster, data, ClusterError)
 
 
 def facts_of(shape):
@@ -135,7 +141,7 @@ def test_it_is_brute_force(shape, memory):
     job, facts = job_of(shape, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    assert found.bound_s == found.plans[0].seconds.step, "it came to its end"
+    assert found.left == 0, "it came to its end"
 
 
 @pytest.mark.slow
@@ -143,6 +149,39 @@ def test_a_cut_search_says_what_is_still_open(shape):
     job, facts = job_of(shape), facts_of(shape)
     cut, whole = search(job, facts, seconds=0), search(job, facts, seconds=inf)
     assert cut.simulated == 1 and cut.bound_s <= whole.plans[0].seconds.step <= cut.plans[0].seconds.step
+
+
+def test_the_first_plans_are_tried_under_every_policy(shape):
+    policies = ("serial", "stream", "rlhfuse", "adaptive")
+    job, facts = job_of(shape, axes=SMALL | {"fusion.policy": policies}), facts_of(shape)
+    job.config.fusion.policy = "serial"
+    first = search(job, facts, seconds=0).plans[0]
+    config, memory = job.with_settings(first.settings)
+    steps = {policy: job.times.simulated(config, memory, policy).step for policy in policies}
+    assert first.seconds.step == min(steps.values()) < steps["serial"]
+    assert steps[dict(first.settings)["fusion.policy"]] == first.seconds.step
+
+
+def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(shape):
+    axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
+    job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
+    found = search(job, facts, seconds=0)
+    assert not found.plans and found.left > 0 and found.nearest[1]
+
+
+def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
+    job, facts, simulated = job_of(shape), facts_of(shape), []
+    really = StepTimes.simulated
+
+    def interrupted(self, *arguments, **more):
+        simulated.append(arguments)
+        if len(simulated) == 2:
+            raise KeyboardInterrupt
+        return really(self, *arguments, **more)
+
+    monkeypatch.setattr(StepTimes, "simulated", interrupted)
+    found = search(job, facts, seconds=inf)
+    assert len(found.plans) == 1 and found.left > 0 and found.bound_s <= found.plans[0].seconds.step
 
 
 def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
@@ -197,6 +236,31 @@ def test_no_forecast_is_better_than_what_anybody_measured(shape):
         read_of({**CLUSTER, "utilization": 0.6})
 
 
+def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_held_against_its_peak(tmp_path):
+    known = Hardware(50e12, 40e12, 30e12, 1e12, errors={"training": 0.05})
+    path = tmp_path / "calibration.yaml"
+    source = Source("a run", 1000, 2, 64, 10, 20, 40, 1)
+    errors = Errors(training=0.05)
+    write(Calibration("runs", "a device", 1, "1", coefficients_of(known), errors, "steps", (source,)), path)
+    cluster = {"nodes": 1, "devices_per_node": 8, "device_memory_gb": 80, "calibration": str(path)}
+    same, other = read_of(cluster).hardware(), read_of(cluster | {"product_ratio": 2, "copy_ratio": 1.5}).hardware()
+    assert (same.train_flops, other.train_flops, other.bytes_per_s) == (40e12, 80e12, 1.5e12)
+    assert other.errors["training"] > same.errors["training"] == 0.05
+    assert read_of(cluster | {"tflops": 80}).hardware().train_flops == 40e12
+    with pytest.raises(ClusterError, match=r"56% of tflops=72, more than 54\.7%"):
+        read_of(cluster | {"tflops": 72}).hardware()
+    with pytest.raises(ClusterError, match=r"more than 49\.3%"):
+        read_of(cluster | {"tflops": 80}).hardware(experts=True)
+    with pytest.raises(ClusterError, match="product_ratio, copy_ratio: need each other"):
+        read_of(cluster | {"product_ratio": 2})
+
+
+def test_a_mixture_of_experts_is_forecast_no_faster_than_any_was_measured():
+    cluster = Cluster(**CLUSTER, utilization=MOST_UTILIZATION)
+    assert cluster.hardware().train_flops == MOST_UTILIZATION * 10e12
+    assert cluster.hardware(experts=True).train_flops == 0.493 * 10e12
+
+
 def test_a_plan_leaves_the_margin_free(shape):
     best = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
     assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
@@ -206,6 +270,7 @@ def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
     uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, tflops=5, device_memory_gb=20),))
     assert uneven.budget().bytes < Cluster(**CLUSTER).budget().bytes
     assert uneven.speeds(2) == (1.0, 0.5) and uneven.speeds(1) == (1.0,)
+    assert uneven.budget(1) == Cluster(**CLUSTER).budget(), "of a node that is not used no memory counts"
     axes = SMALL | {"trainer.nnodes": (2,)}
     even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
     slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
@@ -246,64 +311,3 @@ def test_few_samples_have_the_longest_of_all(shape):
     few, everything = job.times._lengths(4, 8), job.times._lengths(4, 16)
     assert max(few) == max(job.lengths) and sorted(everything) == sorted(job.lengths)
     assert sum(few) / len(few) == pytest.approx(sum(everything) / len(everything), rel=0.25)
-
-
-# Files and the command -----------------------------------------------------------------------------------------------
-
-
-def read_of(data):
-    from rlfuse.config.input_files import read
-
-    return read(Cluster, data, ClusterError)
-
-
-def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
-    path = tmp_path / "cluster.yaml"
-    path.write_text("nodes: 0\ndevice_per_node: 8\ntflops: x\ndevice_memory_gb: 80\n")
-    with pytest.raises(ClusterError) as caught:
-        read_cluster(path)
-    told = str(caught.value)
-    assert "nodes=0: needs a whole number of at least 1" in told and "did you mean devices_per_node?" in told
-    assert "tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
-    with pytest.raises(ClusterError, match="neither is given"):
-        read_of({key: value for key, value in CLUSTER.items() if key != "tflops"})
-    with pytest.raises(ClusterError, match="there is no such file"):
-        read_cluster(tmp_path / "none.yaml")
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B | {"num_hidden_layers": 4}))
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "tflops": 300}))
-    words = ["algorithm=grpo", f"model.path={tmp_path / 'model'}", "data.train_files=[nowhere.parquet]"]
-    words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=4", "data.train_batch_size=16"]
-    words += ["actor.ppo_mini_batch_size=16"]
-    return tmp_path, ["plan", "--search", "--cluster", str(tmp_path / "cluster.yaml"), *words]
-
-
-@pytest.mark.slow
-def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, monkeypatch):
-    folder, words = files
-    monkeypatch.setenv("COLUMNS", "100")
-    out, picture = folder / "best.yaml", folder / "plans.png"
-    assert main([*words, "--seconds", "2", "--out", str(out), "--picture", str(picture)]) == 0
-    told = capsys.readouterr().out
-    assert "Why not its neighbours" in told and "(fastest)" in told and picture.stat().st_size > 5000
-    assert "an allowance: nothing was measured" in told and "data.train_files" not in told
-    assert main(["plan", str(out), "--device-memory", "48"]) == 0
-    assert "fits" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
-    folder, words = files
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
-    assert main(words) == 3
-    assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
-
-
-def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
-    _, words = files
-    assert main([*words, "--keep", "actor.zero_stag"]) == 2
-    assert "did you mean" in (told := capsys.readouterr().err) and "actor.zero_stage" in told

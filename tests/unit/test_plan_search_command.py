@@ -1,0 +1,119 @@
+"""`rlfuse plan --search`: its files, what it refuses, and that its job file says what the job said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from test_plan import SEVEN_B
+from test_plan_search import CLUSTER, read_of
+
+from rlfuse.cli import main
+from rlfuse.config.checks import value_of
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.documentation import keys
+from rlfuse.config.facts import facts_of_a_plan
+from rlfuse.planning.cluster_file import ClusterError, read_cluster
+
+TOKEN = "${oc.env:SERVICE_TOKEN}"
+
+
+def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: 0\ndevice_per_node: 8\ntflops: x\ndevice_memory_gb: 80\n")
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(path)
+    told = str(caught.value)
+    assert "nodes=0: needs a whole number of at least 1" in told and "did you mean devices_per_node?" in told
+    assert "tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
+    with pytest.raises(ClusterError, match="neither is given"):
+        read_of({key: value for key, value in CLUSTER.items() if key != "tflops"})
+    with pytest.raises(ClusterError, match="there is no such file"):
+        read_cluster(tmp_path / "none.yaml")
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B | {"num_hidden_layers": 4}))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "tflops": 300}))
+    words = ["algorithm=grpo", f"model.path={tmp_path / 'model'}", "data.train_files=[nowhere.parquet]"]
+    words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=4", "data.train_batch_size=16"]
+    words += ["actor.ppo_mini_batch_size=16"]
+    return tmp_path, ["plan", "--search", "--cluster", str(tmp_path / "cluster.yaml"), *words]
+
+
+@pytest.mark.slow
+def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, monkeypatch):
+    folder, words = files
+    monkeypatch.setenv("COLUMNS", "100")
+    out, picture = folder / "best.yaml", folder / "plans.png"
+    assert main([*words, "--seconds", "2", "--out", str(out), "--picture", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert "Why not its neighbours" in told and "(fastest)" in told and picture.stat().st_size > 5000
+    assert "an allowance: nothing was measured" in told and "data.train_files" not in told
+    assert main(["plan", str(out), "--device-memory", "48"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
+    folder, words = files
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
+    assert main(words) == 3
+    assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
+
+
+def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
+    _, words = files
+    assert main([*words, "--keep", "actor.zero_stag"]) == 2
+    assert "did you mean" in (told := capsys.readouterr().err) and "actor.zero_stage" in told
+
+
+@pytest.mark.slow
+def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch, capsys):
+    folder, words = files
+    monkeypatch.setenv("SERVICE_TOKEN", "not-for-files")
+    job = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "model": {"path": str(folder / "model")},
+        "data": {"train_files": ["a b.parquet"], "train_batch_size": 16, "max_response_length": 64},
+        "actor": {"ppo_mini_batch_size": "${data.train_batch_size}", "clip_ratio_c": None},
+        "rollout": {"n": 4, "stop": ["\n\n", "yes", "a: b"], "engine_kwargs": {"seed": 3}},
+        "reward": {"functions": [{"path": "rlfuse.rewards.verifiers.numeric:score", "kwargs": {"key": TOKEN}}]},
+        "trainer": {"n_gpus_per_node": 3, "total_epochs": "${trainer.n_gpus_per_node}", "experiment_name": "e: #1"},
+    }
+    (given, out) = folder / "job.yaml", folder / "best.yaml"
+    given.write_text(yaml.safe_dump(job))
+    assert main([*words[:4], str(given), "--seconds", "0.1", "--out", str(out)]) == 0
+    best = capsys.readouterr().out.partition("best  ")[2].partition("\n")[0]
+    told = {word.partition("=")[0] for word in best.split()}
+    before, after = (to_config(compose_job([str(path)]), facts_of_a_plan) for path in (given, out))
+    changes = {key.name for key in keys() if value_of(before, key.name) != value_of(after, key.name)}
+    assert changes == told >= {"trainer.n_gpus_per_node", "trainer.nnodes", "cluster.device"}
+    assert after.trainer.total_epochs == 3 and "not-for-files" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (["--out", "CLUSTER"], "would be written over what it is made from"),
+        (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "the job has 3, the cluster file 2"),
+        (["--response-tokens", "inf"], "--response-tokens inf: needs a number above 0"),
+        (["--seconds", "nan"], "--seconds nan: needs a number above 0"),
+        (["trainer.task=reward_model"], "what is searched are steps that generate"),
+    ],
+)
+def test_what_can_not_be_searched_is_refused(files, capsys, more, told):
+    folder, words = files
+    assert main([*words, *(word.replace("CLUSTER", str(folder / "cluster.yaml")) for word in more)]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_batch_of_fewer_samples_than_devices_takes_fewer_devices(files, capsys):
+    _, words = files
+    few = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "--seconds", "0.1"]
+    assert main([*words, *few]) == 0
+    assert "1x2 " in (told := capsys.readouterr().out) and "2x2 " not in told

@@ -21,7 +21,6 @@ from scipy.stats import spearmanr
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.events import read_events
-from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.calibrate import read_works
 from rlfuse.planning.calibration import fitted
 from rlfuse.planning.cluster_file import Cluster
@@ -112,11 +111,11 @@ def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterato
     """The job as it is, the search's best and others, each under the policy that it names or the search's choice."""
     job, facts = _job(folder, hardware)
     found, _ = settled(job, search(job, facts), facts)
-    best = found.plans[0]
-    config = changed(job.config, best.settings)
-    policy = min(POLICIES, key=lambda each: job.times.simulated(config, best.memory, each, tuned=True).step)
-    best_settings = (*best.settings, ("fusion.policy", policy))
-    for name, settings in (("as it is", ()), ("best", best_settings), *((each, OTHERS[each]) for each in others)):
+    for name, settings in (
+        ("as it is", ()),
+        ("best", found.plans[0].settings),
+        *((each, OTHERS[each]) for each in others),
+    ):
         config, memory = job.with_settings(settings)
         yield Tried(name, settings, job.times.simulated(config, memory, tuned=True).step)
 

@@ -26,7 +26,7 @@ from rlfuse.planning.calibration import fitted
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.remedies import Setting
 from rlfuse.planning.search import search, settled
 from rlfuse.planning.space import axes_of
 from rlfuse.planning.step_time import Job

@@ -20,7 +20,7 @@ from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.activations import in_lockstep, stage_parts
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
@@ -140,7 +140,8 @@ def assumptions(config: Config, hardware: Hardware | None, lengths: Sequence[int
             f"{hardware.bytes_per_s / 1e9:g} GB/s of its memory while decoding; 2 FLOP per parameter and token "
             "forward, twice that backward"
         )
-        found.append("not counted: ZeRO's communication, rewards, pushing weights, changes of role, calls of Ray")
+        free = "ZeRO's communication, changes of role, " if hardware.links == Links() else ""
+        found.append(f"not counted: {free}rewards, calls of Ray")
     if Experience(config).kinds and config.fusion.data != "exact":
         found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
     if config.algorithm.filter_groups.max_num_gen_batches:

@@ -88,6 +88,13 @@ class Memory:
         return sum(part.size for part in self.of(phase))
 
     @property
+    def moved(self) -> float:
+        """Bytes that a slot moves between a GPU and its host to change roles."""
+        if self.budget.device == "cpu":
+            return 0.0
+        return sum(part.size for part in self.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
+
+    @property
     def tightest(self) -> str:
         """The phase that needs the most."""
         return max(self.phases, key=self.total)

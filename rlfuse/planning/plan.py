@@ -28,6 +28,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import search_command
+from rlfuse.planning.cluster_file import read_cluster
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.remedies import remedies
@@ -35,9 +36,12 @@ from rlfuse.planning.tables import memory_table, placement_table, settings_table
 
 if TYPE_CHECKING:
     from rlfuse.planning.forecast import Forecast
+    from rlfuse.planning.hardware import Hardware
 
 BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
 """GB/s where --bandwidth does not say."""
+COSTS = {"from": "run", "tflops": "tflops", "cluster": "cluster"}
+"""Options that tell how long work takes."""
 PICTURES = (".png", ".html")
 
 
@@ -46,6 +50,8 @@ def main(argv: Sequence[str]) -> None:
     if "--search" in argv:
         return search_command.main(argv)
     arguments, words = _parser().parse_known_args(argv)
+    if arguments.cluster is not None:
+        arguments.cluster = read_cluster(arguments.cluster)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
     config = to_config(compose_job(words), lambda config: _facts(config, arguments))
@@ -89,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of a GPU (a slot, for cluster.device=cpu); default: as found",
     )
     parser.add_argument("--tflops", type=float, metavar="N", help="TFLOP/s that a device really does: forecasts times")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="the machines, as for --search: memory, speed, links"
+    )
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
@@ -114,6 +123,8 @@ def device_of(config: Config, arguments: argparse.Namespace) -> str:
     """`cuda`, `cpu`, or `auto` where another machine decides. A device's memory is told of machines with GPUs."""
     if config.cluster.device != "auto":
         return config.cluster.device
+    if arguments.cluster is not None:
+        return arguments.cluster.device
     if arguments.device_memory is not None or any(Path("/dev").glob("nvidia[0-9]*")):
         return "cuda"
     return "auto" if config.cluster.ray_address else "cpu"
@@ -126,15 +137,18 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
-    if arguments.run is not None and arguments.tflops is not None:
-        wrong.append("--from and --tflops: both tell the costs; give one of them")
+    costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
+    if len(costs) > 1:
+        wrong.append(f"{' and '.join(costs)}: each tells the costs; give one of them")
+    if arguments.cluster is not None and arguments.device_memory is not None:
+        wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += _wrong_file("--picture", arguments.picture, PICTURES)
     wrong += _wrong_file("--memory-picture", arguments.memory_picture, PICTURES[:1])
     if arguments.picture is not None:
         if config.training.pipeline_parallel_size == 1:
             wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
-        if arguments.run is None and arguments.tflops is None:
-            wrong.append("--picture: a schedule needs durations; give --tflops or --from")
+        if not costs:
+            wrong.append("--picture: a schedule needs durations; give --tflops, --cluster or --from")
     if wrong:
         raise ConfigError(wrong)
 
@@ -154,6 +168,8 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     device, given = device_of(config, arguments), arguments.device_memory
     if device == "auto":
         raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
+    if arguments.cluster is not None:
+        return arguments.cluster.budget(config.trainer.nnodes)
     if given is not None:
         return Budget(device, int(given * GIB))
     if device == "cpu":
@@ -209,12 +225,15 @@ def _forecast(
     config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
 ) -> None:
     """Times by stage, if anything tells them, and the picture."""
-    if arguments.run is None and arguments.tflops is None:
-        console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
+    if all(getattr(arguments, name) is None for name in COSTS.values()):
+        console.print(
+            "Time: give --tflops N, what a device really does, --cluster FILE of the machines, or --from RUN_DIR for "
+            "what a run measured.\n",
+            soft_wrap=True,
+        )
         return
     from rlfuse.planning.costs import costs_of
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
-    from rlfuse.planning.hardware import Hardware
     from rlfuse.simulate.recorded import read_run
 
     recording, hardware = None, None
@@ -226,10 +245,8 @@ def _forecast(
     if recording is not None:
         costs = recorded_costs(config, recording, str(arguments.run))
     else:
-        bandwidth = arguments.bandwidth or BANDWIDTH[memory.budget.device]
-        flops = arguments.tflops * 1e12
-        hardware = Hardware(flops, flops, flops, bandwidth * 1e9)
-        costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths))
+        hardware = _hardware(config, shapes, memory, arguments)
+        costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths), memory.moved)
     found = forecast(config, shapes, replace(costs, kv_tokens=max(1, memory.kv_tokens)), lengths, prompt)
     console.print(time_table(found))
     for line in assumptions(config, hardware, lengths, prompt):
@@ -240,6 +257,16 @@ def _forecast(
     console.print()
     if arguments.picture is not None:
         _draw(found.schedule, arguments.picture, console)
+
+
+def _hardware(config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace) -> Hardware:
+    """As the cluster file says, or by stated rates."""
+    from rlfuse.planning.hardware import Hardware
+
+    if arguments.cluster is not None:
+        return arguments.cluster.hardware(any(shape.active < 1 for shape in shapes.values()))
+    flops, bandwidth = arguments.tflops * 1e12, arguments.bandwidth or BANDWIDTH[memory.budget.device]
+    return Hardware(flops, flops, flops, bandwidth * 1e9)
 
 
 def time_table(found: Forecast) -> Table:

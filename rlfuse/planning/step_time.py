@@ -27,7 +27,6 @@ from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.residency import MODELS, Item
 from rlfuse.planning.space import CACHE, POLICY, Axes
 from rlfuse.planning.tracing import Work
 from rlfuse.simulate.bound import lower_bound
@@ -167,9 +166,7 @@ class StepTimes:
     ) -> tuple[Workload, float]:
         """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
         job = self._job
-        moved = sum(part.size for part in memory.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
-        moved = moved if job.cluster.device == "cuda" else 0
-        costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, moved)
+        costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, memory.moved)
         ample = config.rollout.max_num_seqs * (job.prompt_tokens + max(job.lengths))
         tokens = ample if roomy else max(1, min(memory.kv_tokens, ample))
         workload = self._some_engines(config, replace(costs, kv_tokens=tokens))

@@ -20,8 +20,10 @@ from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.activations import in_lockstep, stage_parts
+from rlfuse.planning.cluster_file import UNMEASURED
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.model_sizes import Shape
+from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
 from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune
@@ -48,6 +50,8 @@ class Forecast:
     """Policy -> seconds; the job's comes first."""
     schedule: Problem | None = None
     """Of one mini-batch, where the job has pipelines."""
+    disaggregate: str = ""
+    """What `rollout.disaggregate` comes to, and why."""
 
     @property
     def step_s(self) -> float:
@@ -78,25 +82,37 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 
 def forecast(
-    config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
+    config: Config,
+    shapes: Mapping[str, Shape],
+    costs: Costs,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    error: float = UNMEASURED,
 ) -> Forecast:
-    """Simulate one step; where the job has pipelines, training is the schedule that a run would start with."""
+    """Simulate one step; where the job has pipelines, training is the schedule that a run would start with.
+
+    `error`: part of a step that the costs may be wrong by.
+    """
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
     given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
     results = {}
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
         settings = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
+        if policy == config.fusion.policy:
+            apart = find(workload, policy, settings, config.rollout.disaggregate, error)
+            settings = replace(settings, prefill_share=apart.share)
         results[policy] = simulate(workload, policy, settings).result
     mine = results[config.fusion.policy]
     if config.training.pipeline_parallel_size == 1:
         training = mine.step_s - mine.generation_and_scoring_s - costs.step_s
-        return Forecast(mine, training, {policy: each.step_s for policy, each in results.items()})
+        steps = {policy: each.step_s for policy, each in results.items()}
+        return Forecast(mine, training, steps, disaggregate=apart.why)
     planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
     mini_batches = workload.training.mini_batches * workload.training.epochs
     training = mini_batches * (planner.plan(counts).seconds + costs.optimizer_s)
     steps = {policy: each.generation_and_scoring_s + training + costs.step_s for policy, each in results.items()}
-    return Forecast(mine, training, steps, planner.problem(counts))
+    return Forecast(mine, training, steps, planner.problem(counts), apart.why)
 
 
 def planned(

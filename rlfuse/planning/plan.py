@@ -212,9 +212,11 @@ def _forecast(
     if arguments.run is None and arguments.tflops is None:
         console.print("Time: give --tflops N, what a device really does, or --from RUN_DIR for what a run measured.\n")
         return
+    from rlfuse.planning.cluster_file import UNMEASURED
     from rlfuse.planning.costs import costs_of
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import Hardware
+    from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
 
     recording, hardware = None, None
@@ -230,8 +232,12 @@ def _forecast(
         flops = arguments.tflops * 1e12
         hardware = Hardware(flops, flops, flops, bandwidth * 1e9)
         costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths))
-    found = forecast(config, shapes, replace(costs, kv_tokens=max(1, memory.kv_tokens)), lengths, prompt)
+    roomy, error = replace(costs, kv_tokens=max(1, memory.kv_tokens)), UNMEASURED
+    if recording is not None:
+        error = error_of(recording.fit)
+    found = forecast(config, shapes, roomy, lengths, prompt, error)
     console.print(time_table(found))
+    console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}

@@ -1,8 +1,8 @@
 """What a real run learns for its policies after every step: costs from its events, settings from simulating them.
 
-Role: handed to the controller's `Tuning` by `rlfuse.run.build`; called between steps. Costs are fitted to the last few
-steps together. Settings, and whether some engines only read prompts, are tuned anew when the costs are first known, and whenever lengths have drifted: their mean or
-their longest changed by a fifth since they were tuned last, which is some steps ago.
+Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
+steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
+whenever lengths have drifted: their mean or their longest changed by a fifth since then, which is some steps ago.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines that read prompts for others that decode: who does what, that nothing is lost by it, and when it is chosen."""
+"""Engines that read prompts for others that decode: who does what, that nothing is lost by it, when it is chosen."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ LONG = Workload(
     kv_bytes_per_token=28e3,
     link_bytes_per_s=20e9,
 )
-"""Long prompts with answers of their own, whose lengths are known: the longest can begin before all prompts are read."""
+"""Long prompts, whose answers' lengths are known: the longest can begin before all prompts are read."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)

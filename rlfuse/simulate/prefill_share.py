@@ -37,13 +37,11 @@ def find(workload: Workload, policy: str, settings: Settings, mode: str, error: 
     whole = replace(settings, prefill_share=0.0)
     if mode == "off":
         return Found(0.0, "all engines read prompts and decode")
-    if workload.slots < 2 or workload.link_bytes_per_s <= 0:
-        few = (
-            "there is one engine"
-            if workload.slots < 2
-            else "KV caches don't travel between engines, or nobody knows how fast"
-        )
-        return Found(0.0, f"prefill and decoding stay together: {few}")
+    if workload.slots < 2:
+        return Found(0.0, "prefill and decoding stay together: there is one engine")
+    if workload.link_bytes_per_s <= 0:
+        unknown = "KV caches don't travel between engines, or nobody knows how fast"
+        return Found(0.0, f"prefill and decoding stay together: {unknown}")
     draws = draws_of(workload)
     together = fmean(_seconds(draw, policy, whole) for draw in draws)
     reading = workload.prompts * workload.prompt_tokens / workload.engine.prefill_tokens_per_s / workload.slots

@@ -27,10 +27,12 @@ from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
 from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune
-from rlfuse.simulate.workload import Drawn, Lognormal
+from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
 SPREAD = 0.6
 """Sigma of log-lengths where no run tells them."""
+UNCOUNTED = 1e18
+"""Bytes per second of a link that nothing tells of."""
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
@@ -96,23 +98,34 @@ def forecast(
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
     given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
-    results = {}
+    results, tuned = {}, {}
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
-        settings = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
-        if policy == config.fusion.policy:
-            apart = find(workload, policy, settings, config.rollout.disaggregate, error)
-            settings = replace(settings, prefill_share=apart.share)
-        results[policy] = simulate(workload, policy, settings).result
+        tuned[policy] = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
+        results[policy] = simulate(workload, policy, tuned[policy]).result
+    result, why = _disaggregated(config, workload, tuned[config.fusion.policy], error)
+    if result is not None:
+        results[config.fusion.policy] = result
     mine = results[config.fusion.policy]
     if config.training.pipeline_parallel_size == 1:
         training = mine.step_s - mine.generation_and_scoring_s - costs.step_s
         steps = {policy: each.step_s for policy, each in results.items()}
-        return Forecast(mine, training, steps, disaggregate=apart.why)
+        return Forecast(mine, training, steps, disaggregate=why)
     planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
     mini_batches = workload.training.mini_batches * workload.training.epochs
     training = mini_batches * (planner.plan(counts).seconds + costs.optimizer_s)
     steps = {policy: each.generation_and_scoring_s + training + costs.step_s for policy, each in results.items()}
-    return Forecast(mine, training, steps, planner.problem(counts), apart.why)
+    return Forecast(mine, training, steps, planner.problem(counts), why)
+
+
+def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Result | None, str]:
+    """The step, if `rollout.disaggregate` changes it, and what comes of that key."""
+    free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
+    linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
+    found = find(linked, config.fusion.policy, settings, config.rollout.disaggregate, error)
+    why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
+    if not found.share:
+        return None, why
+    return simulate(linked, config.fusion.policy, replace(settings, prefill_share=found.share)).result, why
 
 
 def planned(

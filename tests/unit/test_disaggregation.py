@@ -1,6 +1,7 @@
 """Engines that read prompts for others that decode: who does what, that nothing is lost by it, when it is chosen."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,15 @@ from scenes import scenes
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.events import read_events
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.rates import Rates
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.simulate.learning import Learning
 from rlfuse.simulate.prefill_share import find
+from rlfuse.simulate.recorded import config_of, read_run
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.tuning import draws_of
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
@@ -113,6 +120,24 @@ def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, med
 
     if found.share:
         assert seconds(found.share) <= (1 - error) * seconds(0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "apart", "told"), [("auto", False, "stay together"), ("on", True, "are apart"), ("off", False, None)]
+)
+def test_a_run_decides_by_what_it_measured_and_says_why(mode, apart, told):
+    folder, said = Path(__file__).parent / "recorded_runs/video", []
+    config, recording = config_of(folder / "config.yaml"), read_run(folder)
+    config.rollout.disaggregate = mode
+    lengths = Lengths(config.data.max_response_length)
+    lengths.learn({-1: recording.steps[-1].workload.lengths().tolist()})
+    costs = replace(recording.fit.costs, link_bytes_per_s=1e9, kv_bytes_per_token=1e4)
+    tuning = Tuning(costs, lengths, Settings(), Rates(2), Learning(config, 2, said.append))
+    step = recording.steps[-1]
+    spans = read_events(folder / "events.jsonl")
+    tuning.relearn(tuning, [span for span in spans if step.start <= span.start <= step.start + step.seconds])
+    assert (tuning.fixed.prefill_share > 0) == apart
+    assert said == [] if told is None else f"rollout.disaggregate={mode}: prefill and decoding {told}" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,10 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "algorithm.rollout_is_threshold"),
     (Effect.NEXT_STEP, "a new coefficient is where the controller starts again", "algorithm.kl_ctrl"),
     (Effect.NEXT_STEP, "when and where work runs, never what is computed", "fusion.training fusion.policy "
-     "fusion.credit_samples fusion.credit_mb training.ulysses_sequence_parallel_size training.split_backward "
-     "training.activation_memory rollout.tensor_model_parallel_size actor.ppo_max_token_len_per_gpu "
-     "actor.ppo_micro_batch_size_per_gpu model.use_remove_padding model.enable_gradient_checkpointing"),
+     "fusion.credit_samples fusion.credit_mb rollout.disaggregate training.ulysses_sequence_parallel_size "
+     "training.split_backward training.activation_memory rollout.tensor_model_parallel_size "
+     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu model.use_remove_padding "
+     "model.enable_gradient_checkpointing"),
     (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
     (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
     (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.prompt_key "

@@ -211,6 +211,22 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "rollout.kv_transfer", "needs the package nixl, which is not installed", remedy)
 
 
+def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:
+    name, nodes = "rollout.disaggregate", config.trainer.nnodes
+    if config.rollout.disaggregate != "on":
+        return
+    engines = config.slots // max(1, config.rollout.tensor_model_parallel_size)
+    if engines < 2:
+        valid = f"on needs two engines or more, one that reads prompts and one that decodes; this job has {engines}"
+        yield _problem(config, name, valid, "set auto or off, or more trainer.n_gpus_per_node")
+    if nodes > 1:
+        valid = f"on needs KV caches that travel between all engines, which they do within a node; this job has {nodes}"
+        yield _problem(config, name, valid, "set auto or off")
+    if config.trainer.deterministic:
+        valid = "is chosen by measured times; trainer.deterministic rules that out"
+        yield _problem(config, name, valid, "set off, or trainer.deterministic=false")
+
+
 def _pipelines(config: Config, facts: Facts) -> Iterator[str]:
     stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
     if stages <= 1:
@@ -378,6 +394,6 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
             yield _problem(config, "rollout.stop", valid, 'write it into the job file, as stop: ["\\n\\n"]')
 
 
-_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _pipelines, _slices, _drained)
+_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _disaggregated, _pipelines, _slices, _drained)
 _OF_SAMPLES += (_video, _tower, _reward, _kl)
 """What only jobs that generate have to heed."""

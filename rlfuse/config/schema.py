@@ -111,6 +111,8 @@ class RolloutConfig:
     """How new weights reach the engines:"""
     kv_transfer: str = "auto"
     """How a moved sample's KV cache reaches its engine:"""
+    disaggregate: str = "auto"
+    """Whether some engines read prompts and hand them on, with their KV caches, to others that only decode:"""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     on_mismatch: str = "stop"

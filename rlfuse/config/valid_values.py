@@ -22,6 +22,8 @@ _NAMED: dict[str, str] = {
     "rollout.weight_transfer": "auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
     "rollout.on_mismatch": "stop | alert",
     "rollout.kv_transfer": "auto (which is shm) | shm | nixl (CPU hosts only)",
+    "rollout.disaggregate": "auto (where the simulated step gains more than the measured costs may be wrong by) | off "
+    "| on (two engines or more on one node)",
     "reward.model_backend": "hf (transformers) | vllm (its pooling)",
     "reward.model_dtype": "float32 | bfloat16 | float16",
     "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",

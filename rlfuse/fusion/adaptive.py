@@ -64,6 +64,8 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
     if not view.waiting or admission_paused(view):
         return []
+    if view.settings.prefill_share:
+        return admit(view)
     capacities = sorted((Capacity(view, slot) for slot in view.engines_with_room), key=lambda capacity: capacity.rate)
     more = len(capacities) * view.costs.max_sequences - sum(capacity.load for capacity in capacities)
     tried = probe_slow_slots(view, capacities)

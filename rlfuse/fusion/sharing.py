@@ -26,6 +26,7 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
+from rlfuse.fusion.disaggregation import hand_on, readers_and_decoders
 from rlfuse.samples import prompt_of
 
 REWARD = "reward"
@@ -98,6 +99,9 @@ def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Deci
     """
     if not view.waiting or admission_paused(view):
         return []
+    readers, decoders = readers_and_decoders(view)
+    if readers:
+        return hand_on(view, readers, decoders)
     if capacities is None:
         capacities = [Capacity(view, slot) for slot in view.engines_with_room]
     heapq.heapify(capacities)

@@ -20,15 +20,19 @@ from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.activations import in_lockstep, stage_parts
+from rlfuse.planning.cluster_file import UNMEASURED
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import Shape
+from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import Recording, workload_of
 from rlfuse.simulate.runner import Result, simulate
 from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune
-from rlfuse.simulate.workload import Drawn, Lognormal
+from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
 SPREAD = 0.6
 """Sigma of log-lengths where no run tells them."""
+UNCOUNTED = 1e18
+"""Bytes per second of a link that nothing tells of."""
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
@@ -48,6 +52,8 @@ class Forecast:
     """Policy -> seconds; the job's comes first."""
     schedule: Problem | None = None
     """Of one mini-batch, where the job has pipelines."""
+    disaggregate: str = ""
+    """What `rollout.disaggregate` comes to, and why."""
 
     @property
     def step_s(self) -> float:
@@ -78,25 +84,48 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 
 def forecast(
-    config: Config, shapes: Mapping[str, Shape], costs: Costs, lengths: Sequence[int], prompt_tokens: int
+    config: Config,
+    shapes: Mapping[str, Shape],
+    costs: Costs,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    error: float = UNMEASURED,
 ) -> Forecast:
-    """Simulate one step; where the job has pipelines, training is the schedule that a run would start with."""
+    """Simulate one step; where the job has pipelines, training is the schedule that a run would start with.
+
+    `error`: part of a step that the costs may be wrong by.
+    """
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
     given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
-    results = {}
+    results, tuned = {}, {}
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
-        settings = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
-        results[policy] = simulate(workload, policy, settings).result
+        tuned[policy] = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
+        results[policy] = simulate(workload, policy, tuned[policy]).result
+    result, why = _disaggregated(config, workload, tuned[config.fusion.policy], error)
+    if result is not None:
+        results[config.fusion.policy] = result
     mine = results[config.fusion.policy]
     if config.training.pipeline_parallel_size == 1:
         training = mine.step_s - mine.generation_and_scoring_s - costs.step_s
-        return Forecast(mine, training, {policy: each.step_s for policy, each in results.items()})
+        steps = {policy: each.step_s for policy, each in results.items()}
+        return Forecast(mine, training, steps, disaggregate=why)
     planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
     mini_batches = workload.training.mini_batches * workload.training.epochs
     training = mini_batches * (planner.plan(counts).seconds + costs.optimizer_s)
     steps = {policy: each.generation_and_scoring_s + training + costs.step_s for policy, each in results.items()}
-    return Forecast(mine, training, steps, planner.problem(counts))
+    return Forecast(mine, training, steps, planner.problem(counts), why)
+
+
+def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Result | None, str]:
+    """The step, if `rollout.disaggregate` changes it, and what comes of that key."""
+    free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
+    linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
+    found = find(linked, config.fusion.policy, settings, config.rollout.disaggregate, error)
+    why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
+    if not found.share:
+        return None, why
+    return simulate(linked, config.fusion.policy, replace(settings, prefill_share=found.share)).result, why
 
 
 def planned(

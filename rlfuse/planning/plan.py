@@ -232,8 +232,10 @@ def _forecast(
             soft_wrap=True,
         )
         return
+    from rlfuse.planning.cluster_file import UNMEASURED
     from rlfuse.planning.costs import costs_of
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
+    from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
 
     recording, hardware = None, None
@@ -247,8 +249,11 @@ def _forecast(
     else:
         hardware = _hardware(config, shapes, memory, arguments)
         costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths), memory.moved)
-    found = forecast(config, shapes, replace(costs, kv_tokens=max(1, memory.kv_tokens)), lengths, prompt)
+    roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
+    error = error_of(recording.fit) if recording else max(hardware.errors.values(), default=UNMEASURED)
+    found = forecast(config, shapes, roomy, lengths, prompt, error)
     console.print(time_table(found))
+    console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}

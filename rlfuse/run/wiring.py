@@ -72,7 +72,7 @@ async def wired(
     def state(step: int) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in kept.items()} | {"updates": updates(job, step)}
 
-    tuning = _tuning(config, job, engines, costs, lengths)
+    tuning = _tuning(config, job, engines, costs, lengths, log.say)
     log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
     groups = GroupSource(
         config=config,
@@ -108,10 +108,12 @@ async def wired(
     return controller
 
 
-def _tuning(config: Config, job: Job, engines: Engines, costs: Costs, lengths: Lengths) -> Tuning:
+def _tuning(
+    config: Config, job: Job, engines: Engines, costs: Costs, lengths: Lengths, say: Callable[[str], None]
+) -> Tuning:
     slots = len(engines.rollout)
     rates = Rates(slots, job.drained, job.returning, measured=not config.trainer.deterministic)
-    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots))
+    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots, say))
 
 
 def _checkpointing(
@@ -146,6 +148,7 @@ def _settings(config: Config, trainer: Trainer) -> Settings:
         lockstep=trainer.lockstep,
         lockstep_backward=trainer.lockstep_backward,
         pipelined=config.training.pipeline_parallel_size > 1,
+        prefill_share=0.5 if config.rollout.disaggregate == "on" else 0.0,  # until costs are measured
     )
 
 

@@ -1,14 +1,14 @@
 """What a real run learns for its policies after every step: costs from its events, settings from simulating them.
 
-Role: handed to the controller's `Tuning` by `rlfuse.run.build`; called between steps. Costs are fitted to the last few
-steps together. Settings are tuned anew when the costs are first known, and whenever lengths have drifted: their mean or
-their longest changed by a fifth since they were tuned last, which is some steps ago.
+Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
+steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
+whenever lengths have drifted: their mean or their longest changed by a fifth since then, which is some steps ago.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +19,10 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.prefill_share import error_of, find
 from rlfuse.simulate.recorded import spans_within, whole_samples, workload_of
 from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.workload import Workload
 
 STEPS = 4
 DRIFT = 0.2
@@ -35,10 +37,10 @@ MOST_SAMPLES = 2048
 
 
 class Learning:
-    """`engines`: rollout slots."""
+    """`engines`: rollout slots; `say` is told what becomes of `rollout.disaggregate`."""
 
-    def __init__(self, config: Config, engines: int):
-        self._config, self._engines = config, engines
+    def __init__(self, config: Config, engines: int, say: Callable[[str], object]):
+        self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
         self._tuned_for: tuple[float, float] | None = None
         self._since = 0
@@ -54,6 +56,18 @@ class Learning:
         if before is None or (drifted and self._since >= PAUSE):
             self._tuned_for, self._since = shape, 0
             tuning.fixed = tuned(tuning, self._config.fusion.policy, self._engines, self._config, spans)
+            self._disaggregate(tuning, spans)
+
+    def _disaggregate(self, tuning: Tuning, spans: Sequence[Span]) -> None:
+        """Whether some engines only read prompts from here on; a step that goes by nothing measured has them alike."""
+        config, mode = self._config, self._config.rollout.disaggregate
+        if mode == "off" or config.trainer.deterministic:
+            return
+        error = error_of(fit([span for each in self._spans for span in each], tuning.costs))
+        workload = step_like(tuning, self._engines, config, spans)
+        found = find(workload, config.fusion.policy, replace(tuning.fixed, pipelined=False), mode, error)
+        tuning.fixed = replace(tuning.fixed, prefill_share=found.share)
+        self._say(f"rollout.disaggregate={mode}: {found.why}")
 
 
 def measured(spans: Sequence[Span], before: Costs) -> Costs:
@@ -65,11 +79,16 @@ def measured(spans: Sequence[Span], before: Costs) -> Costs:
 
 def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequence[Span]) -> Settings:
     """The settings of `tuning` with what is best for this policy on steps like that of these spans."""
+    # Simulated ranks train together, but not in one schedule.
+    given = replace(tuning.fixed, pipelined=False, prefill_share=0.0)
+    best = tune(step_like(tuning, engines, config, spans), policy, given)
+    return replace(best, pipelined=tuning.fixed.pipelined, prefill_share=tuning.fixed.prefill_share)
+
+
+def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span]) -> Workload:
+    """The step of these spans, with the costs of `tuning`."""
     step = next(span for span in spans if span.kind == "step")
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
     lengths, prompt_tokens = whole_samples(spans_within(spans, step))
     history = HISTORY if tuning.lengths.known_share > 0.5 else None
-    workload = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
-    # Simulated ranks train together, but not in one schedule.
-    best = tune(workload, policy, replace(tuning.fixed, pipelined=False))
-    return replace(best, pipelined=tuning.fixed.pipelined)
+    return workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)

@@ -42,7 +42,7 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
-    draws = _draws(workload)
+    draws = draws_of(workload)
 
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
@@ -58,7 +58,8 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     return min((best, replace(best, longest_first=False)), key=seconds) if known else best
 
 
-def _draws(workload: Workload) -> list[Workload]:
+def draws_of(workload: Workload) -> list[Workload]:
+    """Steps like this one, scaled down."""
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     samples = round(per_slot * slots)

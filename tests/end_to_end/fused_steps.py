@@ -19,6 +19,8 @@ ONE_SLOT = Settings(threshold=0.9, max_decode_slowdown=1e3, longest_first=False)
 """Consolidates early, on one slot."""
 FREE = {"step_per_sequence_s": 0.0, "move_s": 0.0, "prefill_tokens_per_s": 1e9, "score_call_s": 0, "train_call_s": 0}
 """Costs under which moving always pays, and so does a call for a single sample."""
+SLOW_PREFILL = 40.0
+"""Tokens per second at which each prompt seems worth an engine for a while."""
 CASES = {
     "serial": ("serial", Settings(), "exact"),
     "stream": ("stream", Settings(), "exact"),
@@ -26,6 +28,8 @@ CASES = {
     "rlhfuse": ("rlhfuse", ONE_SLOT, "exact"),
     "adaptive": ("adaptive", ONE_SLOT, "exact"),
     "adaptive with KV caches": ("adaptive", ONE_SLOT, "exact"),
+    "apart with KV caches": ("adaptive", Settings(threshold=0.0, prefill_share=0.5), "exact"),
+    "apart in stages with KV caches": ("serial", Settings(prefill_share=0.5), "exact"),
     "over_sampling": ("adaptive", Settings(), "over_sampling"),
     "tail_batching": ("adaptive", Settings(), "tail_batching"),
     "partial_rollout": ("adaptive", Settings(), "partial_rollout"),
@@ -53,7 +57,8 @@ class Steps:
             batch = controller.config.data.train_batch_size
             groups.selection = Selection(data, 0.5, batch, groups.prompts)
             link = 1e30 if "KV" in case else 0.0
-            controller.tuning.costs = replace(controller.tuning.costs, **FREE, link_bytes_per_s=link)
+            costs = FREE | ({"prefill_tokens_per_s": SLOW_PREFILL} if "apart" in case else {})
+            controller.tuning.costs = replace(controller.tuning.costs, **costs, link_bytes_per_s=link)
             controller.tuning.fixed = settings
             await controller.update_weights(0)
             self.found[case] = [await self.step(step) for step in range(1, 1 + STEPS.get(data, 2))]
@@ -75,6 +80,8 @@ class Steps:
             "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.groups_to_train() for s in g.samples},
             "trained": sorted(s for span in spans if span.kind == "backward" for s in span.samples),
             "carried": [s.attributes["carry"] for s in spans if s.kind == "move" and s.where == "driver"],
+            "moved": [s.samples for s in spans if s.kind == "move" and s.where == "driver"],
+            "routes": [(s.attributes["source"], s.attributes["target"]) for s in spans if s.kind == "move"],
             "left": [group.prompt.index for group in board.unneeded_groups()[0]],
             "prompts": [group.prompt.index for group in board.groups],
         } | self.described(spans)

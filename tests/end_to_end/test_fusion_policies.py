@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 EXACT = ("stream", "stream with credits", "rlhfuse", "adaptive", "adaptive with KV caches")
+APART = ("apart with KV caches", "apart in stages with KV caches")
 BATCH, N = 8, 4
 
 
@@ -23,7 +24,7 @@ def found(driven, tmp_path_factory):
     return driven("fused_steps", tmp_path_factory.mktemp("fused"), **settings)
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case", EXACT + APART)
 def test_the_same_samples_advantages_and_updates_as_serial(found, case):
     (serial,), (fused,) = found["serial"], found[case]
     assert fused["responses"] == serial["responses"]
@@ -39,6 +40,15 @@ def test_the_tail_was_consolidated(found, case):
     (step,) = found[case]
     assert step["fusion"]["fusion/samples_moved"] > 0
     assert set(step["carried"]) == {"kv" if "KV" in case else "tokens"}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_groups_are_read_on_one_engine_and_handed_on_whole(found, case):
+    (step,) = found[case]
+    assert step["fusion"]["fusion/samples_moved"] > 0 and set(step["carried"]) == {"kv"}
+    groups = [sorted(name.rpartition("/")[0] for name in names) for names in step["moved"]]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert {source for source, _ in step["routes"]} == {0} and {target for _, target in step["routes"]} == {1}
 
 
 def test_adaptive_learns_while_the_tail_decodes_and_serial_does_nothing_beside_generation(found):

@@ -1,0 +1,113 @@
+"""Prefill and decoding apart: some engines read prompts and hand each group on, the others only decode.
+
+Role: `sharing.admit` asks this instead of filling all engines alike, whatever the policy, where
+`settings.prefill_share` is above 0 (`rollout.disaggregate`; `simulate.prefill_share` finds whether that pays). Source:
+DistServe (arXiv 2401.09670): a prompt that is read stalls what its engine decodes. Pure.
+Invariants:
+- a group is read on one engine, as its siblings share their prompt, and handed on together, by the KV cache;
+- whoever reads prompts takes the next ones once the last are read, so that no group waits behind another's prompt;
+- where no other engine has room, or nothing waits any more, groups stay where they were read: no engine is idle for
+  it, and a move that fails is what it is in any other case, a sample that waits again or is prefilled again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
+from rlfuse.fusion.states import SampleRecord, SampleState
+
+LOOK_S = 0.25
+"""Prompts that take less than this are read together: policies look about so often."""
+
+
+def readers_and_decoders(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
+    """Engines that read prompts, the quickest ones, and those that only decode; none read where caches can't move."""
+    engines = [s for s in view.slots if s.alive and not s.drained and not s.busy and s.role == "rollout"]
+    if view.costs.link_bytes_per_s <= 0 or len(engines) < 2 or view.settings.prefill_share <= 0:
+        return [], engines
+    engines.sort(key=lambda slot: (slot.rate, slot.index))
+    count = count_of(view.settings.prefill_share, len(engines))
+    return engines[:count], engines[count:]
+
+
+def count_of(share: float, engines: int) -> int:
+    """How many engines that share is: one at least, and one is left."""
+    return max(1, min(engines - 1, round(share * engines)))
+
+
+def hand_on(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -> list[Decision]:
+    """Groups whose prompts are read go to the decoding engine with the shortest steps, and the next ones are read."""
+    rooms, decisions, waiting = {slot.index: _Room(view, slot) for slot in decoders}, list[Decision](), _in_order(view)
+    for slot in readers:
+        groups = defaultdict[int, list[SampleRecord]](list)
+        for sample in slot.samples.values():
+            if sample.state is not SampleState.LEAVING:
+                groups[sample.group.number].append(sample)
+            elif sample.target in rooms:
+                rooms[sample.target].reserved += sample.reserved  # room is kept for it
+        if any(_unread(view, slot, sample) for group in groups.values() for sample in group):
+            continue
+        for group in groups.values():
+            target = min((each for each in rooms.values() if each.fits(*_size(group))), default=None)
+            if target is not None:
+                target.take(*_size(group))
+                decisions.append(Move(tuple(sample.id for sample in group), slot.index, target.slot.index, "kv"))
+        if taken := tuple(_next(view, _Room(view, slot), waiting)):
+            decisions.append(Generate(slot.index, taken))
+    return decisions
+
+
+def _in_order(view: Snapshot) -> list[int]:
+    """Waiting groups, the next one last: the longest first, where lengths are known."""
+    if view.shortest_first and view.settings.longest_first:
+        return [group for group in view.shortest_first if group in view.waiting]
+    return list(reversed(view.waiting))
+
+
+def _unread(view: Snapshot, slot: Slot, sample: SampleRecord) -> bool:
+    """Whether its prompt is still being read, as far as is known: it has no token of its own yet."""
+    return slot.tokens(sample, view.now, view.costs) < sample.carried + 1
+
+
+def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
+    """Groups to be read together; an engine that holds nothing takes any, as no other could hold it better."""
+    seconds = 0.0
+    while waiting and seconds < LOOK_S:
+        prompt_tokens, expected = view.expected(waiting[-1])
+        count = view.waiting[waiting[-1]]
+        size = count * (prompt_tokens + expected)
+        if room.load and not room.fits(count, size):
+            return
+        room.take(count, size)
+        seconds += prompt_tokens / view.costs.prefill_tokens_per_s
+        yield waiting.pop()
+
+
+def _size(group: list[SampleRecord]) -> tuple[int, float]:
+    """Samples, and tokens that the cache will hold of them."""
+    return len(group), sum(sample.reserved for sample in group)
+
+
+class _Room:
+    """What an engine can still take, while decisions about it are being made."""
+
+    def __init__(self, view: Snapshot, slot: Slot):
+        self.slot, self.load, self.reserved, self._costs = slot, slot.load, slot.reserved, view.costs
+
+    def __lt__(self, other: _Room) -> bool:
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[float, int, int]:
+        step = self.slot.rate * self._costs.decode_step(self.load, self.reserved)
+        return step, self.load, self.slot.index
+
+    def fits(self, samples: int, tokens: float) -> bool:
+        more = self.load + samples <= self._costs.max_sequences
+        return more and self.reserved + tokens <= self._costs.kv_tokens
+
+    def take(self, samples: int, tokens: float) -> None:
+        self.load += samples
+        self.reserved += tokens

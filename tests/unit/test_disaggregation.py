@@ -1,0 +1,158 @@
+"""Engines that read prompts for others that decode: who does what, that nothing is lost by it, when it is chosen."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from playing import play
+from scenes import scenes
+
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.events import read_events
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.rates import Rates
+from rlfuse.fusion.tuning import Tuning
+from rlfuse.simulate.learning import Learning
+from rlfuse.simulate.prefill_share import find
+from rlfuse.simulate.recorded import config_of, read_run
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.tuning import draws_of
+from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
+
+exploring = settings(deadline=None, derandomize=True, max_examples=12)
+APART = Settings(threshold=0.0, prefill_share=0.5)
+LONG = Workload(
+    4,
+    Drawn(Lognormal(500, 0.8), 32, 2500),
+    prompt_tokens=20_000,
+    length_history_sigma=0.3,
+    engine=Engine(kv_tokens=1 << 20, prefill_tokens_per_s=10_000.0),
+    scoring=Scoring(200_000.0, 0.1),
+    training=Training(50_000.0, 1, 0.1),
+    switch_s=0.5,
+    move_s=0.05,
+    kv_bytes_per_token=28e3,
+    link_bytes_per_s=20e9,
+)
+"""Long prompts, whose answers' lengths are known: the longest can begin before all prompts are read."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@exploring
+@given(scene=scenes(), share=st.floats(0.1, 0.9), read=st.sampled_from([50.0, 1e4]))
+def test_every_sample_is_learned_from_once_also_where_engines_are_lost_and_drained(policy, scene, share, read):
+    costs = replace(scene.costs, link_bytes_per_s=1e9, prefill_tokens_per_s=read)
+    apart = replace(scene, policy=policy, costs=costs, settings=replace(scene.settings, prefill_share=share))
+    assert len(play(apart).learned) == 1
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_groups_are_handed_on_whole_and_only_by_those_that_read(group):
+    spans = simulate(replace(LONG, group=group), "adaptive", APART).spans
+    moves = [span for span in spans if span.kind == "move"]
+    assert {(move.attributes["source"] < 2, move.attributes["target"] >= 2) for move in moves} == {(True, True)}
+    assert {move.attributes["carry"] for move in moves} == {"kv"}
+    for move in moves:
+        prompts = {name.rpartition("/")[0] for name in move.samples}
+        assert len(prompts) == 1 and len(move.samples) == group
+    read = {span.where for span in spans if span.kind == "decode" and span.attributes["prefill_tokens"]}
+    assert read == {"rollout/0", "rollout/1"}
+    decoded = {span.where for span in spans if span.kind == "decode" and span.attributes["steps"]}
+    assert len(decoded) == 4  # those that have nothing more to read decode what they read last
+
+
+def test_where_caches_do_not_move_or_one_engine_is_left_all_read_and_decode():
+    alone = simulate(replace(LONG, link_bytes_per_s=0.0), "adaptive", APART)
+    assert alone.result.moved_samples == 0
+    one = replace(LONG, slots=1)
+    assert simulate(one, "stream", APART).result.step_s == simulate(one, "stream", Settings()).result.step_s
+
+
+def test_long_prompts_are_read_apart_where_that_gains_more_than_costs_may_be_wrong_by():
+    found = find(LONG, "adaptive", Settings(), "auto", 0.05)
+    assert found.share > 0 and "are apart: with" in found.why and "of 4 engines" in found.why
+    unsure = find(LONG, "adaptive", Settings(), "auto", 0.3)
+    assert unsure.share == 0 and "stay together" in unsure.why and "wrong by 30%" in unsure.why
+    assert find(LONG, "adaptive", Settings(), "off", 0.0).share == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_short_prompts_stay_and_the_reason_has_its_figures(policy):
+    short = replace(LONG, prompt_tokens=100)
+    found = find(short, policy, Settings(), "auto", 0.1)
+    assert found.share == 0 and "reading prompts is 0." in found.why and "wrong by 10%" in found.why
+    assert find(short, policy, Settings(), "on", 0.1).share > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"), [({"slots": 1}, "there is one engine"), ({"link_bytes_per_s": 0.0}, "don't travel")]
+)
+def test_what_can_not_be_apart_says_why(changes, told):
+    for mode in ("auto", "on"):
+        found = find(replace(LONG, **changes), "adaptive", Settings(), mode, 0.0)
+        assert found.share == 0 and told in found.why
+
+
+@exploring
+@given(
+    engines=st.integers(2, 5),
+    prompt=st.sampled_from([50, 5000, 60_000]),
+    median=st.sampled_from([50, 500]),
+    group=st.sampled_from([1, 4]),
+    history=st.sampled_from([None, 0.3]),
+    error=st.sampled_from([0.0, 0.05, 0.2]),
+)
+def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, median, group, history, error):
+    lengths = Drawn(Lognormal(median, 1.0), engines * 8, 5 * median)
+    step = replace(
+        LONG, slots=engines, response_tokens=lengths, prompt_tokens=prompt, group=group, length_history_sigma=history
+    )
+    found = find(step, "adaptive", Settings(), "auto", error)
+
+    def seconds(share):
+        return sum(simulate(d, "adaptive", Settings(prefill_share=share)).result.step_s for d in draws_of(step))
+
+    if found.share:
+        assert seconds(found.share) <= (1 - error) * seconds(0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "apart", "told"), [("auto", False, "stay together"), ("on", True, "are apart"), ("off", False, None)]
+)
+def test_a_run_decides_by_what_it_measured_and_says_why(mode, apart, told):
+    folder, said = Path(__file__).parent / "recorded_runs/video", []
+    config, recording = config_of(folder / "config.yaml"), read_run(folder)
+    config.rollout.disaggregate = mode
+    lengths = Lengths(config.data.max_response_length)
+    lengths.learn({-1: recording.steps[-1].workload.lengths().tolist()})
+    costs = replace(recording.fit.costs, link_bytes_per_s=1e9, kv_bytes_per_token=1e4)
+    tuning = Tuning(costs, lengths, Settings(), Rates(2), Learning(config, 2, said.append))
+    step = recording.steps[-1]
+    spans = read_events(folder / "events.jsonl")
+    tuning.relearn(tuning, [span for span in spans if step.start <= span.start <= step.start + step.seconds])
+    assert (tuning.fixed.prefill_share > 0) == apart
+    assert said == [] if told is None else f"rollout.disaggregate={mode}: prefill and decoding {told}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"n_gpus_per_node": 1}, "two engines or more"),
+        ({"n_gpus_per_node": 2, "nnodes": 2}, "within a node"),
+        ({"n_gpus_per_node": 2, "deterministic": True}, "measured times"),
+    ],
+)
+def test_on_is_refused_where_it_can_not_be(changes, told):
+    config = Config()
+    for name, value in changes.items():
+        setattr(config.trainer, name, value)
+    for mode, count in (("on", 1), ("auto", 0), ("off", 0)):
+        config.rollout.disaggregate = mode
+        problems = [line for line in check(config, Facts()) if "rollout.disaggregate" in line]
+        assert len(problems) == count and all(told in line for line in problems)

@@ -53,14 +53,14 @@ OTHERS: dict[str, tuple[Setting, ...]] = {
     "few sequences": (("rollout.max_num_seqs", 4),),
 }
 TRIED = {
-    "small": ("serial", "one slot", "few tokens", "ZeRO 3"),
-    "mid": ("serial", "one slot", "recompute", "few sequences"),
-    "mid_long": ("serial", "stages", "recompute", "tensor"),
-    "mid_grpo": ("serial", "one slot", "ZeRO 3", "few tokens"),
-    "wide": ("serial", "one slot", "stages", "tensor"),
-    "wide_grpo": ("stream", "few sequences", "recompute", "ZeRO 3"),
+    "small": ("serial", "few tokens"),
+    "mid": ("one slot", "recompute"),
+    "mid_long": ("stages", "tensor"),
+    "mid_grpo": ("serial", "ZeRO 3"),
+    "wide": ("one slot", "Ulysses"),
+    "wide_grpo": ("stream", "few sequences"),
 }
-"""Keys of OTHERS: each at least once."""
+"""Of OTHERS, each at least once."""
 CLUSTER = Cluster(1, 2, 10, tflops=0.1, device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
 """Gloo between two processes of one machine: its order of magnitude."""

@@ -42,6 +42,11 @@ from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
+STAND_INS = {
+    "data.train_files": ["train.parquet"],
+    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
+}
+"""What a job file has where the job does not say, to be replaced."""
 SHOWN = 8
 """Plans in the table."""
 
@@ -53,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
-    given = compose_job(words)
+    given = _completed(compose_job(words))
     config = _accepted(cluster, given, arguments.keep)
     load_policy(config.fusion.policy)
     if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
@@ -107,6 +112,14 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:
         raise ConfigError(wrong)
+
+
+def _completed(given: DictConfig) -> DictConfig:
+    """With something where a job needs what no plan does."""
+    for key, value in STAND_INS.items():
+        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
+            OmegaConf.update(given, key, value)
+    return given
 
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
@@ -360,8 +373,12 @@ def _write(path: Path, given: DictConfig, settings: Mapping[str, object], planne
     for key in keys():  # a reference to what the plan changes
         if value_of(read, key.name) != value_of(planned, key.name):
             OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
-    path.write_text("# Written by `rlfuse plan --search`.\n" + OmegaConf.to_yaml(written))
+    open_keys = ", ".join(key for key, value in STAND_INS.items() if value_of(planned, key) == value)
+    heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
+    path.write_text(heading + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
+    if open_keys:
+        console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
 
 
 def _as_given(given: DictConfig, key: str) -> object:

@@ -45,6 +45,18 @@ def files(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(files, capsys):
+    folder, words = files
+    out = folder / "best.yaml"
+    few = [word for word in words if not word.startswith(("data.train_files", "reward."))]
+    assert main([*few, "--seconds", "2", "--out", str(out)]) == 0
+    assert "put yours into it: data.train_files, reward.functions" in capsys.readouterr().out
+    assert "# Put yours: data.train_files, reward.functions." in out.read_text()
+    assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
+    assert "train.parquet, not found here" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, monkeypatch):
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")

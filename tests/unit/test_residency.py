@@ -12,7 +12,7 @@ from scenes import Scene, scenes
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.planning.memory import Budget, memory_of
+from rlfuse.planning.memory import Budget, memory_of, problems
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
 from rlfuse.run.starting import start_parts
@@ -43,12 +43,12 @@ def model(tmp_path_factory):
     return read_shape(str(folder), "model.path")
 
 
-def plan_of(config, zero, model):
-    """Of a model of 7B parameters on three GPUs of 80 GiB."""
+def plan_of(config, zero, model, gib=80):
+    """Of a model of 7B parameters on three GPUs."""
     config.actor.zero_stage, config.trainer.n_gpus_per_node = min(zero, 3) if zero < 4 else 1, 3
     config.training.pipeline_parallel_size = 3 if zero == 4 else 1
     models = dict.fromkeys(("actor", "critic", "reference") if config.uses_critic else ("actor", "reference"), model)
-    return memory_of(config, models, Budget("cuda", 80 << 30))
+    return memory_of(config, models, Budget("cuda", int(gib * 2**30)))
 
 
 @pytest.mark.parametrize("zero", ZERO)
@@ -61,6 +61,27 @@ def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, model):
     for phase, items in world.ledger.seen.items():
         found = sum(part.size for part in memory.parts if part.item in items)
         assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
+
+
+@pytest.mark.slow
+@exploring
+@given(
+    scene=scenes(steps=1),
+    zero=st.sampled_from(sorted(ZERO.values())),
+    gib=st.floats(16, 400),
+    share=st.sampled_from((0.3, 0.6, 0.9)),
+    again=st.booleans(),
+)
+def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(scene, zero, gib, share, again, model):
+    world = replay(ResidentWorld(scene))
+    config = world.config()
+    config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = share, again
+    memory = plan_of(config, zero, model, gib)
+    seen = world.ledger.seen.values()
+    most = max(sum(part.size for part in memory.parts if part.item in items) for items in seen)
+    if not problems(config, memory):
+        assert most <= gib * 2**30
+        assert not problems(config, plan_of(config, zero, model, 1.5 * gib)), "more memory is never too little"
 
 
 @pytest.mark.slow

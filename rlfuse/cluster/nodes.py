@@ -14,6 +14,7 @@ import ipaddress
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeVar
 
 import ray
@@ -21,6 +22,8 @@ import ray
 from rlfuse.errors import NodeLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
+ENOUGH_OF_AN_ID = 8
+"""Letters; as many are shown."""
 T = TypeVar("T")
 
 
@@ -40,6 +43,10 @@ class Node:
     def __str__(self) -> str:
         return f"{self.address} ({self.id[:8]})"
 
+    def is_called(self, name: str) -> bool:
+        """Whether cluster.node_order means it by this."""
+        return name == self.address or (len(name) >= ENOUGH_OF_AN_ID and self.id.startswith(name))
+
 
 def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
     """`cpu` or `cuda`, by cluster.device and what these nodes have, and why.
@@ -54,14 +61,22 @@ def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def choose(
-    nodes: Sequence[Node], count: int, slots: int, bundle: Mapping[str, float], driver: str
+    nodes: Sequence[Node],
+    count: int,
+    slots: int,
+    bundle: Mapping[str, float],
+    driver: str,
+    order: Sequence[str] = (),
 ) -> list[Node] | None:
     """`count` nodes with room for `slots` bundles each; None if there are too few.
 
-    The driver's own (`driver`: its id) comes first if it is one of them, then by address.
+    Those that `order` names come first, then the driver's own (`driver`: its id) if it is one of them, then by address.
     """
     roomy = [node for node in nodes if all(node.free.get(name, 0) >= slots * need for name, need in bundle.items())]
-    ordered = sorted(roomy, key=lambda node: (node.id != driver, ipaddress.ip_address(node.address), node.id))
+    places = {node: min((at for at, name in enumerate(order) if node.is_called(name)), default=inf) for node in roomy}
+    ordered = sorted(
+        roomy, key=lambda node: (places[node], node.id != driver, ipaddress.ip_address(node.address), node.id)
+    )
     return ordered[:count] if len(ordered) >= count else None
 
 

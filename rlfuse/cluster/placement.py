@@ -159,22 +159,32 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
             _join_ray(config.cluster.ray_address)
     restore_child_signals()
     patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
-    return await _reserve(config, config.cluster.timeout_s if again else patience, without)
+    if again:  # a lost node's successor has another name
+        return await _reserve(config, config.cluster.timeout_s, without, needed=())
+    return await _reserve(config, patience, without, config.cluster.node_order)
 
 
-async def _reserve(config: Config, patience: float, without: Collection[str]) -> Slots:
-    until, per_node = time.monotonic() + patience, config.trainer.n_gpus_per_node
+async def _reserve(config: Config, patience: float, without: Collection[str], needed: Collection[str]) -> Slots:
+    """`needed`: names of nodes without which no slot is taken."""
+    until, per_node, order = time.monotonic() + patience, config.trainer.n_gpus_per_node, config.cluster.node_order
     while True:  # nodes may be joining
         found = [node for node in answering_nodes() if node.id not in without]
         device, why = device_of(config.cluster.device, found)
         bundle = _bundle(device)
-        if taken := choose(found, config.trainer.nnodes, per_node, bundle, this_node_id()):
+        absent = [name for name in needed if not any(node.is_called(name) for node in found)]
+        taken = None if absent else choose(found, config.trainer.nnodes, per_node, bundle, this_node_id(), order)
+        if taken:
             selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
             group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
             if group.wait(PLACING_S):
                 told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
                 return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
             remove_placement_group(group)
+        if time.monotonic() > until and absent:
+            raise EngineError(
+                f"cluster.node_order: no node is called {', '.join(absent)}; Ray has {', '.join(map(str, found))}. "
+                "Correct the names, or leave them out"
+            )
         if time.monotonic() > until:
             raise EngineError(no_room(config, bundle, alive_nodes(), why))
         await asyncio.sleep(0.2)

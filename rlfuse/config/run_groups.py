@@ -79,6 +79,9 @@ class ClusterConfig:
     """What the run works on:"""
     ray_address: str | None = None
     """A running Ray cluster (`auto` or host:port); null starts one for this run."""
+    node_order: list[str] = field(default_factory=list)
+    """Addresses, or beginnings of Ray's ids, of the nodes whose slots come first, in this order: neighbours in it
+    exchange the most. Others follow, the driver's own first; a name that no node has is refused when a run starts."""
     timeout_s: float = 1800.0
     """Longest time that a worker's start or one remote call may take, and a restarted run waits for lost nodes."""
     heartbeat_s: float = 60.0

@@ -106,6 +106,15 @@ def job_on_two_nodes(folder, model, name, address, max_restarts, steps):
     return process, folder / "runs" / "rlfuse" / name
 
 
+def test_slots_are_on_the_nodes_in_the_order_given(cluster):
+    command = [sys.executable, Path(__file__).with_name("ordered_nodes.py"), cluster[0]]
+    done = subprocess.run(command, env=os.environ | AUTHENTICATED, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ordered"] == found["usual"][::-1]
+    assert "cluster.node_order: no node is called 10.9.8.7; Ray has " in found["absent"]
+
+
 def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(
     cluster, started, tiny_model, tmp_path
 ):

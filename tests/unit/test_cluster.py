@@ -142,6 +142,7 @@ def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
     bundle = {"slot": 1, "CPU": 0.01}
     assert [each.id for each in choose(nodes, 3, 2, bundle, "d")] == ["d", "b", "c"]
     assert [each.id for each in choose(nodes, 1, 4, bundle, "elsewhere")] == ["b"]
+    assert [each.id for each in choose(nodes, 3, 2, bundle, "d", ["10.0.0.10", "10.0.0.9"])] == ["c", "b", "d"]
     assert choose(nodes, 4, 2, bundle, "d") is None
     assert choose(nodes, 1, 1, bundle | {"GPU": 1}, "d") is None
 

@@ -156,7 +156,7 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
             _need_shared_memory()
             _start_ray(config)
         else:
-            _join_ray(config.cluster.ray_address)
+            join_ray(config.cluster.ray_address)
     restore_child_signals()
     patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
     if again:  # a lost node's successor has another name
@@ -273,7 +273,8 @@ def _without_pages() -> AbstractContextManager:
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
 
 
-def _join_ray(address: str) -> None:
+def join_ray(address: str) -> None:
+    """Connect to a running cluster. Raises EngineError that says how to start one."""
     try:
         environment = {"env_vars": watchdog.environment()}
         with _without_pages():

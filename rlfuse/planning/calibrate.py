@@ -34,11 +34,12 @@ from rlfuse.planning.calibration import (
 )
 from rlfuse.planning.features import Work, lengths_of, works_of
 from rlfuse.planning.hardware import KINDS, Hardware
+from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.plan import shapes_of
 from rlfuse.simulate.recorded import config_of
 
-OUT = Path("calibration.yaml")
+OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
 LINKS = "links between devices and nodes; what ranks exchange is in the times of their optimizer steps and passes"
 ONE_MODEL = (
     "models of other sizes: in one model reading weights can't be told from what steps take beside, or widths apart"
@@ -51,8 +52,12 @@ NO_RUN = "an engine's own scheduling, data, rewards, weights on their way: decod
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises CalibrationError and its like."""
     arguments = _parser().parse_args(argv)
+    arguments.out = arguments.out or (LINKS_OUT if arguments.links else OUT)
     console = Console(highlight=False)
     _check(arguments)
+    if arguments.links:
+        _measure_links(arguments, console)
+        return
     if arguments.probe:
         works, sources, missing, speeds = _probed(arguments.model, console)
     else:
@@ -91,9 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs of two steps or more on one device")
     parser.add_argument("--probe", action="store_true", help="measure here and now instead: passes, decoding, copies")
+    parser.add_argument("--links", action="store_true", help="measure between a Ray cluster's nodes: writes links.yaml")
+    parser.add_argument("--address", default="auto", metavar="HOST:PORT", help="of that cluster; default: auto")
     parser.add_argument("--model", metavar="FOLDER", help="with config.json; default: each run's own, or small models")
     parser.add_argument("--device", metavar="NAME", help="the device's name; default: as this machine tells it")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: calibration.yaml")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: calibration.yaml, or links.yaml")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="measured against predicted seconds")
     return parser
 
@@ -101,8 +108,10 @@ def _parser() -> argparse.ArgumentParser:
 def _check(arguments: argparse.Namespace) -> None:
     """Raises CalibrationError with everything that is wrong with the arguments."""
     wrong = []
-    if arguments.probe == bool(arguments.runs):
-        wrong.append("rlfuse calibrate needs RUN_DIRs or --probe, one of them")
+    if [arguments.probe, bool(arguments.runs), arguments.links].count(True) != 1:
+        wrong.append("rlfuse calibrate needs RUN_DIRs, --probe or --links, one of them")
+    if arguments.links and arguments.picture is not None:
+        wrong.append("--picture: shows work of a device; --links measures none")
     if len(set(map(Path.resolve, arguments.runs))) < len(arguments.runs):
         wrong.append("RUN_DIR: one run is named twice, and would be held against itself; name each once")
     for option, path in (("--out", arguments.out), ("--picture", arguments.picture)):
@@ -112,6 +121,32 @@ def _check(arguments: argparse.Namespace) -> None:
         wrong.append(f"--picture {arguments.picture}: needs a name that ends in .png")
     if wrong:
         raise CalibrationError(*wrong)
+
+
+def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
+    """Between the nodes of the cluster at --address, into --out."""
+    from rlfuse.cluster import link_probe, nodes, placement  # imports ray
+
+    placement.join_ray(arguments.address)
+    try:
+        found = nodes.answering_nodes()
+        if len(found) < 2:
+            raise CalibrationError(f"--links: {len(found)} node answers, two at least are needed; start more")
+        device, _ = nodes.device_of("auto", found)
+        measured = link_probe.measure(found, device, lambda line: console.print(line, soft_wrap=True))
+    finally:
+        placement.stop()
+    alike = len({node.address for node in found}) < len(found)
+    names = [node.id[: nodes.ENOUGH_OF_AN_ID] if alike else node.address for node in found]
+    pairs = [
+        Pair(names[a], names[b], float(f"{rate / 1e9:.4g}"), round(wait * 1e6, 1))
+        for (a, b), (wait, rate) in sorted(measured.items())
+    ]
+    write_links(MeasuredLinks("nccl" if device == "cuda" else "gloo", tuple(names), tuple(pairs)), arguments.out)
+    slowest, fastest = (pick(pairs, key=lambda pair: pair.gbs) for pick in (min, max))
+    for words, pair in (("fastest", fastest), ("slowest", slowest)):
+        console.print(f"{words}: {pair.first} and {pair.second}, {pair.gbs:g} GB/s, {pair.us:g} us", soft_wrap=True)
+    console.print(f"wrote {escape(str(arguments.out))}; name it as `links: {{measured: ...}}` in a cluster file")
 
 
 # Measured work -------------------------------------------------------------------------------------------------------

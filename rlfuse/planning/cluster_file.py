@@ -15,7 +15,9 @@ import yaml
 
 from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
 from rlfuse.planning.hardware import KINDS, Hardware, Links
+from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
+from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
@@ -48,6 +50,9 @@ class LinksGiven:
     """Microseconds."""
     host_gbs: Positive = 20.0
     """GB/s of a device from and to its host's memory."""
+    measured: Annotated[str, Schema(type="string", minLength=1)] | None = None
+    """A file that `rlfuse calibrate --links` wrote of these nodes: `between_gbs` is then of the fastest pair, others in
+    proportion, and plans put the nodes in order. Relative to the cluster file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +135,8 @@ class Cluster:
         and ClusterError where what was measured is more than anybody published."""
         most = MOST_OF_EXPERTS if experts else MOST_UTILIZATION
         given = self.links
-        links = Links(
-            given.within_gbs * 1e9,
-            given.between_gbs * 1e9,
-            given.within_us * 1e-6,
-            given.between_us * 1e-6,
-            self.devices_per_node,
-        )
+        between, wait = self._between()
+        links = Links(given.within_gbs * 1e9, between, given.within_us * 1e-6, wait, self.devices_per_node)
         if self.calibration is not None:
             return replace(self._measured(most), links=links, host_bytes_per_s=given.host_gbs * 1e9)
         flops, gpu = self.tflops * 1e12 * min(self.utilization, most), self.device == "cuda"
@@ -151,6 +151,26 @@ class Cluster:
             links=links,
             errors=dict.fromkeys(KINDS, UNMEASURED),
         )
+
+    def node_links(self) -> NodeLinks | None:
+        """Between every two nodes, where they were measured. Raises LinksError, and ClusterError for other nodes."""
+        if self.links.measured is None:
+            return None
+        found = read_links(Path(self.links.measured))
+        if len(found.nodes) != self.nodes:
+            raise ClusterError(
+                f"links.measured={self.links.measured}: of {len(found.nodes)} nodes, nodes={self.nodes}; measure those "
+                "that are planned for"
+            )
+        return found.scaled(self.links.between_gbs * 1e9)
+
+    def _between(self) -> tuple[float, float]:
+        """Bytes per second and seconds between nodes; of measured ones on the best ring's slowest link."""
+        if self.nodes == 1 or (links := self.node_links()) is None:
+            return self.links.between_gbs * 1e9, self.links.between_us * 1e-6
+        order = best_order(links, Exchanged(ring=1e9, ring_hops=1, handed=0.0, hand_overs=0, nodes=self.nodes))
+        pairs = list(zip(order, (*order[1:], order[0]), strict=True))
+        return min(links.bytes_per_s[a][b] for a, b in pairs), max(links.seconds[a][b] for a, b in pairs)
 
     def _measured(self, most: float) -> Hardware:
         from rlfuse.planning.calibration import read_calibration, scaled
@@ -177,6 +197,9 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClusterError(f"--cluster {path}: can't be read as YAML: {error}") from error
     try:
-        return read(Cluster, data, ClusterError)
+        found = read(Cluster, data, ClusterError)
+        if found.links.measured is None:
+            return found
+        return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))
     except ClusterError as error:
         raise ClusterError(*(f"--cluster {path}: {problem}" for problem in error.problems)) from None

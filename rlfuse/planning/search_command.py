@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import reduce
 from math import inf
-from operator import getitem
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +22,7 @@ from rich.table import Table
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.documentation import as_typed, keys
+from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
@@ -35,6 +33,8 @@ from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
+from rlfuse.planning.node_order import best_order, exchanged, seconds_of
+from rlfuse.planning.planned_job import completed, differing, write_job
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import NOTHING, SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
 from rlfuse.planning.space import POLICY, axes_of
@@ -42,11 +42,6 @@ from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
-STAND_INS = {
-    "data.train_files": ["train.parquet"],
-    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
-}
-"""What a job file has where the job does not say, to be replaced."""
 SHOWN = 8
 """Plans in the table."""
 
@@ -58,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
-    given = _completed(compose_job(words))
+    given = completed(compose_job(words))
     config = _accepted(cluster, given, arguments.keep)
     load_policy(config.fusion.policy)
     if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
@@ -112,14 +107,6 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:
         raise ConfigError(wrong)
-
-
-def _completed(given: DictConfig) -> DictConfig:
-    """With something where a job needs what no plan does."""
-    for key, value in STAND_INS.items():
-        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
-            OmegaConf.update(given, key, value)
-    return given
 
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
@@ -238,10 +225,27 @@ def _show(
         POLICY: _chosen(policies, dict(best.settings)[POLICY]),
         "cluster.device": job.cluster.device,
     }
-    words = " ".join(f"{key}={as_typed(value)}" for key, value in _differing(given, settings))
+    if placed := _placed(job, config):
+        settings["cluster.node_order"], line = placed
+        console.print(escape(line), soft_wrap=True)
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in differing(given, settings))
     console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
     if arguments.out is not None:
-        _write(arguments.out, given, settings, changed(job.config, settings.items()), console)
+        write_job(arguments.out, given, settings, changed(job.config, settings.items()), console)
+
+
+def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
+    """Nodes in the order in which the plan's exchanges take least, where links were measured, and what that gains."""
+    if config.trainer.nnodes == 1 or (links := job.cluster.node_links()) is None:
+        return None
+    sent = exchanged(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
+    order = best_order(links, sent)
+    names = [links.names[at] for at in order[: config.trainer.nnodes]]
+    before, after = (seconds_of(each, links, sent) for each in (range(len(order)), order))
+    return (
+        names,
+        f"nodes in the order {', '.join(names)}: {after:.3g} s of exchanges between them, {before:.3g} s as listed",
+    )
 
 
 def name_of(job: Job, plan: Plan) -> str:
@@ -353,34 +357,3 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
     ]
-
-
-# The job file --------------------------------------------------------------------------------------------------------
-
-
-def _differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
-    """What the plan changes in the job."""
-    return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
-
-
-def _write(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
-    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
-    written = OmegaConf.create()
-    for key in keys():
-        if key.required or value_of(planned, key.name) != key.default:
-            OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
-    read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
-    for key in keys():  # a reference to what the plan changes
-        if value_of(read, key.name) != value_of(planned, key.name):
-            OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
-    open_keys = ", ".join(key for key, value in STAND_INS.items() if value_of(planned, key) == value)
-    heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
-    path.write_text(heading + OmegaConf.to_yaml(written))
-    console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
-    if open_keys:
-        console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
-
-
-def _as_given(given: DictConfig, key: str) -> object:
-    """Unresolved."""
-    return reduce(getitem, key.split("."), OmegaConf.to_container(given))

@@ -18,6 +18,7 @@ from leftovers import weights_left
 
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.planning.measured_links import read_links
 
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 
@@ -113,6 +114,17 @@ def test_slots_are_on_the_nodes_in_the_order_given(cluster):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ordered"] == found["usual"][::-1]
     assert "cluster.node_order: no node is called 10.9.8.7; Ray has " in found["absent"]
+
+
+def test_links_between_the_nodes_are_measured(cluster, tmp_path):
+    out = tmp_path / "links.yaml"
+    command = [sys.executable, "-m", "rlfuse.cli", "calibrate", "--links", "--address", cluster[0], "--out", str(out)]
+    done = subprocess.run(command, env=os.environ | AUTHENTICATED, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = read_links(out)
+    assert found.over == "gloo" and len(found.nodes) == 2 and len(found.pairs) == 1
+    assert 0.01 < found.pairs[0].gbs < 1000 and found.pairs[0].us < 1e6
+    assert "fastest: " in done.stdout and "1 of 1 rounds" in done.stdout
 
 
 def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(

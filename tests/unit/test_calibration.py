@@ -202,8 +202,8 @@ def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
         assert main(["calibrate", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
-    assert "needs RUN_DIRs or --probe, one of them" in told()
-    assert "needs RUN_DIRs or --probe, one of them" in told("--probe", "some")
+    assert "needs RUN_DIRs, --probe or --links, one of them" in told()
+    assert "needs RUN_DIRs, --probe or --links, one of them" in told("--probe", "some")
     assert "No such file" in told(tmp_path / "none") and "none/config.yaml" in told(tmp_path / "none")
     assert "training.pipeline_parallel_size=2" in told(RECORDED / "pipelines")
     assert "named twice" in told(tmp_path, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import facts_of_a_plan
 from rlfuse.planning.cluster_file import ClusterError, read_cluster
+from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 
 TOKEN = "${oc.env:SERVICE_TOKEN}"
 
@@ -54,6 +56,23 @@ def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(fi
     assert "# Put yours: data.train_files, reward.functions." in out.read_text()
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
     assert "train.parquet, not found here" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_nodes_are_in_the_order_in_which_their_links_are_best(files, capsys):
+    folder, words = files
+    pairs = [Pair(a, b, 1.0 if {a, b} in ({"a", "b"}, {"c", "d"}) else 20.0, 20.0) for a, b in combinations("abcd", 2)]
+    write_links(MeasuredLinks("gloo", tuple("abcd"), tuple(pairs)), folder / "links.yaml")
+    cluster = yaml.safe_load((folder / "cluster.yaml").read_text()) | {"nodes": 4, "links": {"measured": "links.yaml"}}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    out = folder / "best.yaml"
+    four = ["--keep", "trainer.nnodes", "trainer.nnodes=4", "--seconds", "2", "--out", str(out)]
+    assert main([*words, *four]) == 0
+    assert "s of exchanges between them" in capsys.readouterr().out
+    order = yaml.safe_load(out.read_text())["cluster"]["node_order"]
+    assert sorted(order) == list("abcd")
+    ring = [{one, next_one} for one, next_one in zip(order, [*order[1:], order[0]], strict=True)]
+    assert {"a", "b"} not in ring and {"c", "d"} not in ring
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""How fast every two nodes of a Ray cluster exchange bytes: really sent, by a process on each.
+
+Role: `rlfuse calibrate --links`. Starts an actor on every node; pairs meet in rounds, in which no node is in two, and
+so do not slow each other on their own links. Over gloo, or over nccl where the nodes have GPUs (not run here).
+Waits for each round at most `ROUND_S`, and names the pairs that it waited for; ends its actors in any case.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlfuse.cluster.nodes import Node
+from rlfuse.errors import EngineError
+
+SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
+"""Bytes of a message."""
+REPEATS = 5
+"""Of each, of which the median counts; one more comes before."""
+ROUND_S = 180.0
+
+Link = tuple[float, float]
+"""Seconds until the first byte, bytes per second."""
+
+
+def rounds_of(count: int) -> list[list[tuple[int, int]]]:
+    """Every two of so many once, such that none is in two pairs of a round (the circle method of tournaments)."""
+    ring = [*range(count), *([-1] if count % 2 else [])]
+    found = []
+    for _ in range(len(ring) - 1):
+        pairs = zip(ring[: len(ring) // 2], reversed(ring), strict=False)
+        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return [each for each in found if each]
+
+
+def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> dict[tuple[int, int], Link]:
+    """Of every two nodes. Raises EngineError that names the pair that did not answer."""
+    options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0}
+    remote = ray.remote(_End)
+    ends = [
+        remote.options(**options, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
+        for node in nodes
+    ]
+    found: dict[tuple[int, int], Link] = {}
+    try:
+        rounds = rounds_of(len(nodes))
+        for number, pairs in enumerate(rounds, 1):
+            for pair, seconds in _round(ends, nodes, pairs, device).items():
+                found[pair] = _fitted(seconds)
+            tell(f"{number} of {len(rounds)} rounds: {len(found)} pairs measured")
+    finally:
+        for end in ends:
+            ray.kill(end)
+    return found
+
+
+def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int]], device: str) -> dict:
+    """Seconds of each size, of each pair."""
+    names = ", ".join(f"{nodes[a]} and {nodes[b]}" for a, b in pairs)
+    try:
+        where = ray.get([ends[a].address.remote() for a, _ in pairs], timeout=ROUND_S)
+        calls = {
+            pair: [ends[each].exchange.remote(rank, address, device) for rank, each in enumerate(pair)]
+            for pair, address in zip(pairs, where, strict=True)
+        }
+        return {pair: ray.get(call, timeout=ROUND_S)[0] for pair, call in calls.items()}
+    except (RayError, TimeoutError) as error:
+        why = str(error).strip().splitlines()
+        raise EngineError(
+            f"links between {names}: no answer in {ROUND_S:g} s ({why[-1] if why else type(error).__name__}); see "
+            "whether these nodes reach each other on all ports"
+        ) from error
+
+
+def _fitted(seconds: Sequence[float]) -> Link:
+    """Each size weighs alike."""
+    weights = 1 / np.array(seconds)
+    columns = np.stack([np.ones(len(SIZES)), np.array(SIZES, float)], axis=1) * weights[:, None]
+    first, byte = np.linalg.lstsq(columns, np.ones(len(SIZES)), rcond=None)[0]
+    return max(0.0, float(first)), 1 / max(float(byte), 1e-15)
+
+
+class _End:
+    """One of a pair."""
+
+    def address(self) -> str:
+        """Where the other finds it."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def exchange(self, rank: int, address: str, device: str) -> list[float]:
+        """Seconds of each of `SIZES`, sent and received at the same time."""
+        import torch
+        from torch import distributed
+
+        backend, wait = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
+        distributed.init_process_group(backend, init_method=address, rank=rank, world_size=2, timeout=wait)
+        try:
+            return [self._seconds(torch.ones(size // 4, device=device), 1 - rank) for size in SIZES]
+        finally:
+            distributed.destroy_process_group()
+
+    def _seconds(self, mine, peer: int) -> float:
+        import torch
+        from torch import distributed
+
+        theirs, taken = torch.empty_like(mine), []
+        for _ in range(REPEATS + 1):
+            distributed.barrier()
+            began = time.perf_counter()
+            sends = [
+                distributed.P2POp(distributed.isend, mine, peer),
+                distributed.P2POp(distributed.irecv, theirs, peer),
+            ]
+            for work in distributed.batch_isend_irecv(sends):
+                work.wait()
+            if mine.is_cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        return median(taken[1:])

@@ -1,0 +1,139 @@
+"""Which node comes after which, so that a plan's exchanges take least over links that are not alike.
+
+Role: `plan --search` puts the nodes of its best plan in order by the links that were measured between them. Pure.
+A run's slots fill one node after the other (`cluster.node_order`): ranks that have the same stage are a ring over the
+nodes in that order, and stages hand on to the next, so that the slowest link of each decides. Links of one cloud's
+nodes differ by more than half, and recommended plans take them as alike (Pipette, arXiv 2405.18093).
+Invariant: the order found is no worse than the one given; up to `FEW` nodes it is the best of all.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+
+from rlfuse.config.schema import Config
+from rlfuse.planning.memory import ITEM
+from rlfuse.planning.model_sizes import Shape
+
+FEW = 7
+"""Nodes of which every order is tried."""
+TRIES, STARTS = 4000, 4
+"""Changes of an order, and orders that are begun from."""
+COOLEST = 1e-3
+"""Share of the first order's seconds at which annealing ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLinks:
+    """Between every two nodes, either way."""
+
+    names: tuple[str, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    seconds: tuple[tuple[float, ...], ...]
+    """Until the first byte is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What a step sends between nodes: bytes, and how many messages wait for one another."""
+
+    ring: float
+    """Of a device on each link of a ring of ranks that have the same stage."""
+    ring_hops: int
+    handed: float
+    """From stage to stage of a pipeline."""
+    hand_overs: int
+    nodes: int
+    """That are used, the first of an order."""
+    nodes_of_a_pipeline: int = 1
+
+
+def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
+    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs.
+
+    ZeRO 2 scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch.
+    """
+    training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
+    stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
+    wide, mine = max(1, stages // each), tokens / (config.slots // stages)
+    mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    micro_batches = max(mini_batches, -(-mine * actor.ppo_epochs // actor.ppo_max_token_len_per_gpu))
+    times = 2 * mini_batches if zero < 2 else micro_batches + mini_batches if zero == 2 else 3 * micro_batches
+    nodes = config.trainer.nnodes
+    around = shape.parameters * item / stages / max(1, each // stages) * times
+    return Exchanged(
+        ring=around,
+        ring_hops=int(times * max(0, nodes // wide - 1)),
+        handed=2 * mine * shape.hidden * item if wide > 1 else 0.0,
+        hand_overs=int(2 * micro_batches) if wide > 1 else 0,
+        nodes=nodes,
+        nodes_of_a_pipeline=wide,
+    )
+
+
+def seconds_of(order: Sequence[int], links: NodeLinks, sent: Exchanged) -> float:
+    """Of the slowest ring and the slowest pipeline, over nodes in this order."""
+    used, wide = order[: sent.nodes], sent.nodes_of_a_pipeline
+    rings = [_slowest(path, links, sent.ring, sent.ring_hops) for path in _rings(used, wide)]
+    lines = [_slowest(path, links, sent.handed, sent.hand_overs) for path in _pipelines(used, wide)]
+    return max(rings, default=0.0) + max(lines, default=0.0)
+
+
+def _slowest(path: Sequence[int], links: NodeLinks, size: float, messages: int) -> float:
+    """Every link of a path carries the same at the same time."""
+    return max(
+        (size / links.bytes_per_s[a][b] + messages * links.seconds[a][b] for a, b in pairwise(path)), default=0.0
+    )
+
+
+def _rings(order: Sequence[int], wide: int) -> Iterator[list[int]]:
+    """Nodes at the same place of their pipelines, and back to the first."""
+    for place in range(wide):
+        nodes = list(order[place::wide])
+        if len(nodes) > 1:
+            yield [*nodes, nodes[0]]
+
+
+def _pipelines(order: Sequence[int], wide: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(order), wide):
+        yield order[first : first + wide]
+
+
+def best_order(links: NodeLinks, sent: Exchanged, seed: int = 0) -> tuple[int, ...]:
+    """Nodes by their places in `links`, the order that takes least."""
+    given = tuple(range(len(links.names)))
+    if len(given) <= FEW:
+        return min(permutations(given), key=lambda order: seconds_of(order, links, sent))
+    draw = random.Random(seed)
+    found = [_annealed(given, links, sent, draw)]
+    found += [_annealed(draw.sample(given, len(given)), links, sent, draw) for _ in range(STARTS - 1)]
+    return min((given, *found), key=lambda order: seconds_of(order, links, sent))
+
+
+def _annealed(start: Sequence[int], links: NodeLinks, sent: Exchanged, draw: random.Random) -> tuple[int, ...]:
+    """Stretches are turned round or nodes swapped; a slower order is kept as often as the temperature lets it."""
+    now = best = list(start)
+    taken = least = seconds_of(now, links, sent)
+    for tried in range(TRIES):
+        temperature = taken * COOLEST ** ((tried + 1) / TRIES) / 4
+        other = _changed(now, draw)
+        seconds = seconds_of(other, links, sent)
+        if seconds <= taken or draw.random() < math.exp((taken - seconds) / max(temperature, 1e-12)):
+            now, taken = other, seconds
+            if taken < least:
+                best, least = now, taken
+    return tuple(best)
+
+
+def _changed(order: Sequence[int], draw: random.Random) -> list[int]:
+    first, last = sorted(draw.sample(range(len(order)), 2))
+    other = list(order)
+    if draw.random() < 0.5:
+        other[first : last + 1] = other[first : last + 1][::-1]
+    else:
+        other[first], other[last] = other[last], other[first]
+    return other

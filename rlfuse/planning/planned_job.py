@@ -1,0 +1,61 @@
+"""The job file of a plan: what the job said, references and all, with what the plan changes in it.
+
+Role: `search_command` completes a job that says too little for a run, tells what a plan changes, and writes the file.
+Invariant: the file read again is the planned configuration, key by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from rlfuse.config.checks import value_of
+from rlfuse.config.documentation import keys
+from rlfuse.config.schema import Config
+
+STAND_INS = {
+    "data.train_files": ["train.parquet"],
+    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
+}
+"""What a job file has where the job does not say, to be replaced."""
+
+
+def completed(given: DictConfig) -> DictConfig:
+    """With something where a job needs what no plan does."""
+    for key, value in STAND_INS.items():
+        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
+            OmegaConf.update(given, key, value)
+    return given
+
+
+def differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
+    """What the plan changes in the job."""
+    return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
+
+
+def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
+    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
+    written = OmegaConf.create()
+    for key in keys():
+        if key.required or value_of(planned, key.name) != key.default:
+            OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
+    read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
+    for key in keys():  # a reference to what the plan changes
+        if value_of(read, key.name) != value_of(planned, key.name):
+            OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
+    open_keys = ", ".join(key for key, value in STAND_INS.items() if value_of(planned, key) == value)
+    heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
+    path.write_text(heading + OmegaConf.to_yaml(written))
+    console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
+    if open_keys:
+        console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
+
+
+def _as_given(given: DictConfig, key: str) -> object:
+    """Unresolved."""
+    return reduce(getitem, key.split("."), OmegaConf.to_container(given))

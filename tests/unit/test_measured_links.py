@@ -1,0 +1,69 @@
+"""Files of links between nodes: what they may hold, in which rounds pairs meet, what a cluster file makes of them."""
+
+from collections import Counter
+from itertools import chain, combinations
+
+import pytest
+import yaml
+from test_plan_search import CLUSTER
+
+from rlfuse.cluster.link_probe import SIZES, _fitted, rounds_of
+from rlfuse.planning.cluster_file import ClusterError, read_cluster
+from rlfuse.planning.measured_links import LinksError, MeasuredLinks, Pair, read_links, write_links
+
+THREE = MeasuredLinks(
+    "gloo", ("a", "b", "c"), (Pair("a", "b", 10.0, 20.0), Pair("c", "a", 2.0, 50.0), Pair("b", "c", 5.0, 30.0))
+)
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_every_two_nodes_meet_once_and_none_is_in_two_pairs_of_a_round(count):
+    rounds = rounds_of(count)
+    assert sorted(chain(*rounds)) == list(combinations(range(count), 2))
+    assert len(rounds) == count - 1 + count % 2
+    assert all(max(Counter(chain(*pairs)).values()) == 1 for pairs in rounds)
+
+
+def test_latency_and_rate_come_out_of_messages_of_several_sizes():
+    wait, rate = _fitted([2e-4 + size / 5e8 for size in SIZES])
+    assert wait == pytest.approx(2e-4) and rate == pytest.approx(5e8)
+
+
+def test_a_file_comes_back_and_is_scaled_to_its_fastest_pair(tmp_path):
+    write_links(THREE, tmp_path / "links.yaml")
+    assert read_links(tmp_path / "links.yaml") == THREE
+    links = THREE.scaled(100e9)
+    assert links.bytes_per_s[0][1] == links.bytes_per_s[1][0] == 100e9
+    assert links.bytes_per_s[0][2] == 20e9 and links.seconds[2][0] == pytest.approx(50e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pairs": [{"first": "a", "second": "b", "gbs": 1, "us": 1}]}, "a-c, b-c were not measured"),
+        ({"nodes": ["a", "b", "c", "a"]}, "a name stands there twice"),
+        ({"pairs": [{"first": "a", "second": "x", "gbs": 1, "us": 1}]}, "a-x are no two of the nodes"),
+        ({"pairs": [{"first": "a", "second": "b", "gbs": 0, "us": 1}]}, "pairs[0].gbs=0"),
+        ({"over": 3}, "over=3"),
+    ],
+)
+def test_what_is_wrong_is_told_with_file_and_field(tmp_path, change, says):
+    path = tmp_path / "links.yaml"
+    write_links(THREE, path)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
+    with pytest.raises(LinksError) as caught:
+        read_links(path)
+    assert says in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_cluster_file_names_it_from_where_it_lies_and_plans_with_the_best_ring(tmp_path):
+    write_links(THREE, tmp_path / "links.yaml")
+    path = tmp_path / "cluster.yaml"
+    given = CLUSTER | {"nodes": 3, "links": {"measured": "links.yaml", "between_gbs": 40}}
+    path.write_text(yaml.safe_dump(given))
+    links = read_cluster(path).hardware().links
+    assert links.between_bytes_per_s == pytest.approx(8e9), "of three nodes every ring has all pairs"
+    assert links.between_s == pytest.approx(50e-6)
+    path.write_text(yaml.safe_dump(given | {"nodes": 4}))
+    with pytest.raises(ClusterError, match="of 3 nodes, nodes=4; measure those that are planned for"):
+        read_cluster(path).hardware()

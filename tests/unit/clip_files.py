@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
@@ -63,14 +64,14 @@ def write_video(
     return str(path)
 
 
-def write_streams(path: Path, *streams: tuple[str, int, int, bool], sound_s: float = 0.0) -> str:
-    """Streams of (codec, first number, how many frames at ten a second, whether it is the default), and silence."""
+def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound_s: float = 0.0) -> str:
+    """Streams of (codec, first number, how many frames at ten a second, disposition), and silence."""
     with av.open(str(path), "w") as container:
         made = [container.add_stream(codec, rate=10) for codec, *_ in streams]
         sound = container.add_stream("aac", rate=16_000) if sound_s else None
-        for stream, (codec, _, _, is_default) in zip(made, streams, strict=True):
+        for stream, (codec, _, _, disposition) in zip(made, streams, strict=True):
             stream.height, stream.width, stream.pix_fmt = 32, 128, "yuvj420p" if codec == "mjpeg" else "yuv420p"
-            stream.disposition = Disposition.default if is_default else Disposition(0)
+            stream.disposition = disposition
         for stream, (_, first, count, _) in zip(made, streams, strict=True):
             for number in range(count):
                 frame = av.VideoFrame.from_ndarray(numbered(first + number, 32, 128), "rgb24")
@@ -130,6 +131,31 @@ def write_turned(path: Path, matrix: tuple[int, int, int, int]) -> str:
     a, b, c, d = (one * value for value in matrix)
     path.write_bytes(data[:place] + struct.pack(">6i", a, b, 0, c, d, 0) + data[place + 24 :])
     return str(path)
+
+
+def write_packed(path: Path, frames: int) -> str:
+    """MPEG-4 in AVI as DivX wrote it: each B-frame in one chunk with the frame before it, then a chunk without any."""
+    plain = write_video(path, steady(frames), codec="mpeg4", bf="1", b_strategy="0", g="12", sc_threshold="1000000000")
+    start = b"\0\0\1\xb6"
+    with av.open(plain) as container:
+        video = container.streams.video[0]
+        encoder, divx = re.search(rb"Lavc[\d.]+", video.codec_context.extradata)[0], b"DivX503b1393p"
+        chunks: list[bytes] = []
+        for packet in container.demux(video):
+            data = bytes(packet).replace(encoder, divx)
+            if data and data[data.index(start) + 4] >> 6 == 2:
+                chunks[-1] += data
+                chunks.append(start + bytes([0b01010000, 0b10111111]))
+            elif data:
+                chunks.append(data)
+        with av.open(packed := str(path.with_stem("packed")), "w") as output:
+            stream = output.add_stream_from_template(video)
+            for number, data in enumerate(chunks):
+                packet = av.Packet(data)
+                packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 10)
+                packet.is_keyframe = data[data.index(start) + 4] >> 6 == 0
+                output.mux(packet)
+    return packed
 
 
 def write_edited(path: Path, whole: str, parts: Sequence[tuple[float | None, float]]) -> str:

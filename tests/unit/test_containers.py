@@ -4,17 +4,23 @@ import random
 
 import numpy as np
 import pytest
+from av.stream import Disposition
 from clip_files import (
     COLOURS,
     TURNS,
+    numbered,
     numbers,
     plan_of,
     steady,
+    write_blank,
     write_edited,
     write_interlaced,
+    write_packed,
+    write_streams,
     write_turned,
     write_video,
 )
+from PIL import Image
 
 from rlfuse.errors import VideoError
 from rlfuse.video.decoding import decode, probe
@@ -87,6 +93,19 @@ def test_open_groups_of_pictures_in_avi_are_not_late(tmp_path):
     assert [numbers(decode(path, plan_of([number / 10]))) for number in (13, 24, 37)] == [[13], [24], [37]]
 
 
+def test_b_frames_packed_as_by_divx(tmp_path):
+    check(write_packed(tmp_path / "plain.avi", 41), steady(41))
+
+
+@pytest.mark.parametrize("disposal", [0, 1, 2])
+def test_gifs_of_parts_and_of_uneven_pictures(tmp_path, disposal):
+    stays = [0.05, 0.1, 0.3, 1.2, 0.06] * 6
+    pictures = [Image.fromarray(np.array(numbered(number, 32, 128))) for number in range(len(stays))]
+    path, milliseconds = tmp_path / "parts.gif", [round(1000 * stay) for stay in stays]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=milliseconds, disposal=disposal)
+    check(str(path), [0.0, *np.cumsum(stays[:-1]).round(2).tolist()])
+
+
 EDITS = {
     "begins late": ([(1.5, 4.5)], [*range(15, 60)]),
     "begins at a keyframe": ([(1.2, 4.8)], [*range(12, 60)]),
@@ -125,6 +144,44 @@ def test_turned_and_mirrored_clips_come_upright(tmp_path, matrix):
     names = {colour: name for name, colour in COLOURS.items()}
     corners = [pixels[row, column] for row in (14, 42) for column in (14, 42)]
     assert "".join(names[tuple(np.where(corner > 128, 255, 0).tolist())] for corner in corners) == TURNS[matrix]
+
+
+NONE, DEFAULT, COVER = Disposition(0), Disposition.default, Disposition.attached_pic
+STREAMS = {
+    "a flagged cover": ([("mjpeg", 200, 1, COVER), ("libx264", 0, 20, DEFAULT)], 2.0, [0, 3]),
+    "an unflagged cover": ([("mjpeg", 200, 1, DEFAULT), ("libx264", 0, 20, NONE)], 2.0, [0, 3]),
+    "a cover behind": ([("libx264", 0, 20, NONE), ("mjpeg", 200, 1, NONE)], 2.0, [0, 3]),
+    "the default": ([("libx264", 0, 20, NONE), ("libx264", 100, 5, DEFAULT)], 0.5, [100, 103]),
+    "else the longest": ([("libx264", 100, 5, NONE), ("libx264", 0, 20, NONE)], 2.0, [0, 3]),
+}
+"""The last not in MP4, where one is always the default."""
+
+
+@pytest.mark.parametrize(("kind", "name"), [*((kind, name) for kind in ("mkv", "mp4") for name in STREAMS)][:-1])
+def test_of_several_streams_the_one_that_a_player_shows(tmp_path, kind, name):
+    streams, duration, expected = STREAMS[name]
+    path = write_streams(tmp_path / f"streams.{kind}", *streams)
+    assert probe(path).duration_s == pytest.approx(duration)
+    assert numbers(decode(path, plan_of([0.0, 0.3]))) == expected
+
+
+@pytest.mark.parametrize("kind", ["avi", "ts"])
+def test_a_cover_where_streams_have_no_flags(tmp_path, kind):
+    path = write_streams(tmp_path / f"cover.{kind}", ("mjpeg", 200, 1, NONE), ("libx264", 0, 20, NONE))
+    assert numbers(decode(path, plan_of([0.0, 0.3]))) == [0, 3]
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "avi", "webm"])
+def test_wide_pixels_are_shown_wide(tmp_path, kind):
+    path = tmp_path / f"wide.{kind}"
+    if kind == "webm":  # says in the container how wide, where other things stood
+        write_video(path, steady(3), codec="libvpx-vp9", size=(64, 64), color_range="tv")
+        colours, width = b"\x55\xb0\x84\x55\xb9\x81\x01", b"\x54\xb0\x82\x00\x80\xec\x80"
+        path.write_bytes(path.read_bytes().replace(colours, width))
+    else:
+        write_blank(path, (64, 64), aspect=2)
+    facts = probe(str(path))
+    assert (facts.height, facts.width) == (64, 128)
 
 
 FIELDS = {

@@ -79,6 +79,9 @@ class _Video:
         for frame in self._container.decode(self.stream):
             if frame.pts is None:
                 raise VideoError("has frames without time stamps", "Put the stream into a container, such as mp4")
+            if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
+                problem = "stores each field as a picture of its own, of half the height (H.265)"
+                raise VideoError(problem, "Deinterlace it, or drop the row")
             if ticks := self.timeline.ticks:
                 presented = presented or iter(ticks[bisect.bisect_left(ticks, frame.pts) :])
                 frame.pts = next(presented, self.timeline.last)

@@ -208,3 +208,11 @@ def test_fields_become_frames_of_one_instant_the_same_in_all_parts_of_a_plan(tmp
     for first in range(12):
         assert np.array_equal(decode(path, plan, first, first + 1), whole[first : first + 1])
         assert np.array_equal(decode(path, plan, first), whole[first:])
+
+
+def test_pictures_that_are_single_fields_are_refused(tmp_path):
+    options = {"codec": "libx265", "x265-params": "interlace=tff:log-level=none", "fps": 50}
+    path = write_video(tmp_path / "fields.ts", steady(6, 50), **options)
+    for read in (probe, lambda path: decode(path, plan_of([0.0]))):
+        with pytest.raises(VideoError, match=r"fields.ts: stores each field as a picture of its own.* Deinterlace it"):
+            read(path)

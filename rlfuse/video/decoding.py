@@ -5,8 +5,8 @@ here bounds time: a file that never answers (a dead mount, a pipe) is ended with
 Invariants:
 - a frame is the one on the screen at its time, the last that starts no later, at constant and variable rates alike;
 - decoding starts at the last keyframe before a named frame, unless what was decoded for the one before is nearer;
-- frames come upright, of one instant and in the plan's size, whatever rotation, fields, pixel shape and format the file
-  has; what is not interlaced pays nothing for it;
+- nothing is shown that was decoded behind a seek before the first keyframe: it may lack what it refers to;
+- frames come as `display` says, in the plan's size, whatever the file has;
 - a file that can't give every frame of the plan is a `VideoError` that names it: no frame is made up.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import av
 import numpy as np
-from av.filter import Graph
-from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.reformatter import VideoReformatter
 
 from rlfuse.errors import VideoError
+from rlfuse.video import display
 from rlfuse.video.plan import ROUNDING_S, STILL_S, ClipFacts, VideoPlan
 from rlfuse.video.timeline import FETCH_AGAIN, REWRITE, timeline_of
 
@@ -36,10 +36,9 @@ def probe(path: str) -> ClipFacts:
         frame = next(video.frames(), None)
         if frame is None:
             raise VideoError("has no frame", REPLACE)
-        width = max(1, round(frame.width * (video.stream.sample_aspect_ratio or 1)))
-        sides = (width, frame.height) if _quarters(frame) % 2 else (frame.height, width)
+        height, width = display.sides(frame, float(video.stream.sample_aspect_ratio or 1))
         timeline = video.timeline
-        return ClipFacts(timeline.duration_s, timeline.fps, *sides, timeline.frames, timeline.stills)
+        return ClipFacts(timeline.duration_s, timeline.fps, height, width, timeline.frames, timeline.stills)
 
 
 def decode(
@@ -54,8 +53,8 @@ def decode(
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {times[place]:g} s is corrupt", REPLACE)
             if frame.interlaced_frame:
-                frame = _deinterlaced(before, frame, after)
-            pixels[place] = _upright(frame, plan.height, plan.width, reformatter)
+                frame = display.deinterlaced(before, frame, after)
+            pixels[place] = display.shown(frame, plan.height, plan.width, reformatter)
     return pixels
 
 
@@ -80,6 +79,9 @@ class _Video:
         for frame in self._container.decode(self.stream):
             if frame.pts is None:
                 raise VideoError("has frames without time stamps", "Put the stream into a container, such as mp4")
+            if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
+                problem = "stores each field as a picture of its own, of half the height (H.265)"
+                raise VideoError(problem, "Deinterlace it, or drop the row")
             if ticks := self.timeline.ticks:
                 presented = presented or iter(ticks[bisect.bisect_left(ticks, frame.pts) :])
                 frame.pts = next(presented, self.timeline.last)
@@ -98,9 +100,12 @@ class _Video:
                 before = held = None
                 frames, ahead = self._jump(start, tick)
             while ahead is not None and ahead.pts <= tick:
-                before, held, ahead = held, ahead, self._next(frames, time)
+                before, held, ahead = held, ahead, self._after(ahead, frames, time)
+                if before is None and start and held.interlaced_frame and (ahead is None or ahead.pts > tick):
+                    start, held = start - 1, None  # what it shows must not depend on where reading began
+                    frames, ahead = self._jump(start, tick)
             if held is None and ahead is not None:  # before the first frame it is the first
-                held, ahead = ahead, self._next(frames, time)
+                held, ahead = ahead, self._after(ahead, frames, time)
             if held is None or (ahead is None and not self._covers(held, tick)):
                 raise VideoError(
                     f"ends {f'at {self._end_s(held):g} s' if held else 'without a frame'}, and the plan has a frame at "
@@ -110,7 +115,9 @@ class _Video:
             yield before, held, ahead
 
     def _jump(self, start: int, tick: int) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None]:
-        """Go to a keyframe, or an earlier one if it is presented after `tick`; its frame, and those that follow it."""
+        """Go to a keyframe, or as far back as it takes to arrive at one presented by `tick`; the frame there, and those
+        that follow it. Some containers arrive behind what they are asked for, between keyframes."""
+        step = 1
         while True:
             if start:
                 self._container.seek(self.timeline.keyframes[start], stream=self.stream)
@@ -120,15 +127,24 @@ class _Video:
                 self._prepare()
             frames = self.frames()
             ahead = self._next(frames, self._seconds(tick))
-            if start == 0 or (ahead is not None and ahead.pts <= tick):
+            while start and ahead is not None and not ahead.key_frame and ahead.pts <= tick:
+                ahead = self._next(frames, self._seconds(tick))
+            if start == 0 or (ahead is not None and ahead.key_frame and ahead.pts <= tick):
                 return frames, ahead
-            start -= 1
+            start, step = max(0, start - step), 2 * step
 
     def _prepare(self) -> None:
         self.stream = self._container.streams[self.timeline.stream]
         # The pool has a process for each core: threads within one would only wait for each other.
         self.stream.codec_context.thread_count = 1
         self._at_start = True
+
+    def _after(self, frame: av.VideoFrame, frames: Iterator[av.VideoFrame], time: float) -> av.VideoFrame | None:
+        following = self._next(frames, time)
+        if following is not None and following.pts < frame.pts:
+            stamps = f"{self._seconds(following.pts):g} s behind one of {self._seconds(frame.pts):g} s"
+            raise VideoError(f"shows a frame stamped {stamps}: time stamps are damaged", REWRITE)
+        return following
 
     def _next(self, frames: Iterator[av.VideoFrame], time: float) -> av.VideoFrame | None:
         try:
@@ -172,39 +188,3 @@ def _opened(path: str) -> Iterator[_Video]:
     except (av.FFmpegError, OSError, IndexError) as error:  # the last is PyAV's for a stream that its header has not
         reason = getattr(error, "strerror", None) or str(error)
         raise VideoError(f"can't be read as a video ({reason})", REPLACE, path) from error
-
-
-def _deinterlaced(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.VideoFrame | None) -> av.VideoFrame:
-    """The frame as of its first field's instant: its other rows are made from these and from its neighbours' rows."""
-    shape = (frame.width, frame.height, frame.format.name)
-    graph = Graph()
-    source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base)
-    graph.link_nodes(source, graph.add("bwdif", "send_frame:auto:interlaced"), graph.add("buffersink")).configure()
-    run = [
-        other for other in (before, frame, after) if other and (other.width, other.height, other.format.name) == shape
-    ]
-    for other in (*run, None):
-        graph.vpush(other)
-    return [graph.vpull() for _ in run][run.index(frame)]
-
-
-def _quarters(frame: av.VideoFrame) -> int:
-    """Turns to the left that make it upright, 0 to 3."""
-    quarters = round(frame.rotation / 90)
-    if abs(frame.rotation - 90 * quarters) > 1:  # PyAV cuts fractions of a degree off
-        raise VideoError(
-            f"is to be shown turned by {frame.rotation} degrees; valid are multiples of 90",
-            "Rotate it, or drop the row",
-        )
-    return quarters % 4
-
-
-def _upright(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
-    """uint8 [height, width, 3] as displayed."""
-    quarters = _quarters(frame)
-    if quarters % 2:
-        height, width = width, height
-    resized = reformatter.reformat(
-        frame, width=width, height=height, format="rgb24", interpolation=Interpolation.BICUBIC
-    )
-    return np.rot90(resized.to_ndarray(), quarters)

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 BF16 = 2
 """Bytes of a number."""
+DECODING = 2
+"""Raised whenever a file and a plan come to give other pixels, as what is on disk was made of those before."""
 
 
 def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:
     """Of a clip's file (`content_hash`) seen through a plan by a tower."""
-    return hashlib.sha256(f"{content} {plan.hash} {tower_version}".encode()).hexdigest()[:40]
+    return hashlib.sha256(f"{content} {plan.hash} {tower_version} {DECODING}".encode()).hexdigest()[:40]
 
 
 def content_hash(path: str | Path) -> str:

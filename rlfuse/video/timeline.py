@@ -11,6 +11,7 @@ Waits for the file.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,12 +33,16 @@ COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 MP4, AVI = "mov,mp4,m4a,3gp,3g2,mj2", "avi"
 STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
 """Containers whose header says how long they are; of others FFmpeg estimates it from time stamps."""
+GUESSED_BEHIND_SEEKS = (AVI, "mpeg")
+"""Containers that don't say when each picture is shown. From the start they can be counted; from a keyframe FFmpeg
+can't know how many B-frames stored behind it are shown before it."""
 RATE_OFF = 0.01
 """Share by which a header's rate may differ from that of its packets."""
 LONGEST_JUMP_S = 10.0
 """In other containers; a longer one may not outlast the rest of the clip."""
 MOST_REORDERED = 32
 """Places between a frame's order of decoding and of showing: 16 frames of two fields in H.264 and H.265."""
+EDITED = "is put together from several parts by its edit list, and FFmpeg misplaces frames between such parts"
 FETCH_AGAIN = "Fetch it again, or drop the row"
 REWRITE = "Write it again from its source, or drop the row"
 SEGMENT = b"\x18\x53\x80\x67"
@@ -61,10 +66,10 @@ class Timeline:
     stills: tuple[tuple[float, float], ...]
     """As `ClipFacts.stills`."""
     keyframes: list[int]
-    """Ticks where decoding can start, rising. With B-frames they are a few frames before the frame's presentation."""
+    """Ticks where decoding can start, besides the clip's start; rising."""
     ticks: tuple[int, ...] = ()
     """Of all pictures in AVI. It stores when they are decoded, and FFmpeg's guess of when they are shown is right for
-    keyframes only, and late by a constant."""
+    keyframes without B-frames only, and late by a constant."""
 
 
 class _Packet(NamedTuple):
@@ -106,7 +111,11 @@ def _index(container: InputContainer, stream: VideoStream) -> Timeline | None:
     ticks, is_keyframe = np.array([(entry.timestamp, entry.is_keyframe) for entry in index]).T
     duration, end = stream.duration * tick_s, ticks[0] + stream.duration
     # The end counts as a picture: where the last stays shorter or longer than others, B-frames may hide more gaps.
-    if _stills(np.append(ticks, end), end, tick_s) or _too_long(np.ptp(ticks) * tick_s, duration):
+    if (
+        (np.diff(ticks) < 0).any()
+        or _stills(np.append(ticks, end), end, tick_s)
+        or _too_long(np.ptp(ticks) * tick_s, duration)
+    ):
         return None
     _check_length(container, stream, [ticks], end - ticks[-1], cut=False)
     fps = _rate(stream, duration / len(index))
@@ -120,7 +129,12 @@ def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
     """From every packet; once for all parts of a clip."""
     with av.open(path, metadata_errors="ignore") as container:
         streams, packets = _moving(container), defaultdict(list)
+        latest = defaultdict(lambda: -math.inf)
         for packet in container.demux(streams) if streams else ():
+            if container.format.name == MP4 and packet.dts is not None:
+                if packet.dts < latest[packet.stream_index]:
+                    raise VideoError(EDITED, "Write it again with its edits applied, or drop the row")
+                latest[packet.stream_index] = packet.dts
             if packet.size and packet.pts is not None and not packet.is_discard:
                 decoded = packet.pts if packet.dts is None else packet.dts
                 presented = decoded if container.format.name == AVI else packet.pts
@@ -178,6 +192,8 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     keyframes = sorted(packet.stamp for packet in packets if packet.is_keyframe)
     stamped = tuple((ticks - ticks[0] + start).tolist())
     guessed = stamped if container.format.name == AVI else ()
+    if container.format.name in GUESSED_BEHIND_SEEKS and stream.codec_context.has_b_frames:
+        keyframes = []
     return Timeline(stream.index, start, stamped[-1], duration, fps, len(packets), stills, keyframes, guessed)
 
 

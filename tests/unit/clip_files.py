@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from av.codec.context import Flags
+from av.filter import Graph
 from av.stream import Disposition
+from av.video.format import VideoFormat
 
 from rlfuse.video.plan import VideoPlan
 
 BARS = 8
 TICKS = 1000
 """A second, in the time base of the files."""
+MUXER = ("movflags", "output_ts_offset")
+"""Options that are the container's."""
+TURNS = {
+    (1, 0, 0, 1): "RGBW",
+    (-1, 0, 0, 1): "GRWB",
+    (1, 0, 0, -1): "BWRG",
+    (-1, 0, 0, -1): "WBGR",
+    (0, 1, -1, 0): "BRWG",
+    (0, -1, 1, 0): "GWRB",
+    (0, 1, 1, 0): "RBGW",
+    (0, -1, -1, 0): "WGBR",
+}
+"""All display matrices that turn by quarters or mirror, and what they make of four colours, row by row."""
+COLOURS = {"R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "W": (255, 255, 255)}
 
 
 def write_video(
@@ -25,15 +44,16 @@ def write_video(
     size: tuple[int, int] = (32, 128),
     rotation: int = 0,
     fps: int = 10,
+    pix_fmt: str = "yuv420p",
     **options: str,
 ) -> str:
-    """Frame i appears at `seconds[i]`; `options` are the encoder's and, for `movflags`, the container's."""
-    container_options = {key: options.pop(key) for key in ("movflags",) if key in options}
+    """Frame i appears at `seconds[i]`; `options` are the encoder's and, for those of `MUXER`, the container's."""
+    container_options = {key: options.pop(key) for key in MUXER if key in options}
     with av.open(str(path), "w", options=container_options) as container:
         stream = container.add_stream(codec, rate=fps, options=options)
         stream.height, stream.width = size
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.time_base = Fraction(1, fps if codec == "mpeg4" else TICKS)
+        stream.pix_fmt = pix_fmt
+        stream.codec_context.time_base = Fraction(1, fps if codec.startswith("mpeg") else TICKS)
         if rotation:
             stream.set_display_rotation(rotation)
         for number, at in enumerate(seconds):
@@ -44,14 +64,14 @@ def write_video(
     return str(path)
 
 
-def write_streams(path: Path, *streams: tuple[str, int, int, bool], sound_s: float = 0.0) -> str:
-    """Streams of (codec, first number, how many frames at ten a second, whether it is the default), and silence."""
+def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound_s: float = 0.0) -> str:
+    """Streams of (codec, first number, how many frames at ten a second, disposition), and silence."""
     with av.open(str(path), "w") as container:
         made = [container.add_stream(codec, rate=10) for codec, *_ in streams]
         sound = container.add_stream("aac", rate=16_000) if sound_s else None
-        for stream, (codec, _, _, is_default) in zip(made, streams, strict=True):
+        for stream, (codec, _, _, disposition) in zip(made, streams, strict=True):
             stream.height, stream.width, stream.pix_fmt = 32, 128, "yuvj420p" if codec == "mjpeg" else "yuv420p"
-            stream.disposition = Disposition.default if is_default else Disposition(0)
+            stream.disposition = disposition
         for stream, (_, first, count, _) in zip(made, streams, strict=True):
             for number in range(count):
                 frame = av.VideoFrame.from_ndarray(numbered(first + number, 32, 128), "rgb24")
@@ -63,20 +83,98 @@ def write_streams(path: Path, *streams: tuple[str, int, int, bool], sound_s: flo
     return str(path)
 
 
-def write_interlaced(path: Path, frames: int, size: tuple[int, int], step: int) -> str:
-    """A white bar that moves right by `step` pixels a field, 50 fields a second."""
+def write_interlaced(
+    path: Path,
+    frames: int,
+    size: tuple[int, int],
+    step: int,
+    *,
+    codec: str = "libx264",
+    order: str = "bff",
+    pix_fmt: str = "yuv420p",
+    **options: str,
+) -> str:
+    """A white bar that moves right by `step` pixels a field, 50 fields a second; `order`: which field is the first."""
+    fields = Graph()
+    source = fields.add_buffer(width=size[1], height=size[0], format=VideoFormat(pix_fmt), time_base=Fraction(1, 25))
+    fields.link_nodes(source, fields.add("setfield", order), fields.add("buffersink")).configure()
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=25, options={"x264-params": "bff=1", "crf": "10", "g": "5"})
-        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        stream = container.add_stream(codec, rate=25, options=options)
+        stream.height, stream.width, stream.pix_fmt = *size, pix_fmt
+        stream.codec_context.flags |= Flags.interlaced_dct | Flags.interlaced_me
         for number in range(frames):
             pixels = np.zeros((*size, 3), np.uint8)
             for field in (0, 1):
                 left = (2 * number + field) * step
-                pixels[1 - field :: 2, left : left + 32] = 255  # to x264 the lower rows are the earlier, unless told
-            frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
+                pixels[field if order == "tff" else 1 - field :: 2, left : left + 32] = 255
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format=pix_fmt)
             frame.pts, frame.time_base = number, Fraction(1, 25)
-            container.mux(stream.encode(frame))
+            fields.vpush(frame)
+            flagged = fields.vpull()
+            flagged.pict_type = 0
+            container.mux(stream.encode(flagged))
         container.mux(stream.encode(None))
+    return str(path)
+
+
+def write_turned(path: Path, matrix: tuple[int, int, int, int]) -> str:
+    """One frame of four colours, to be shown by this display matrix: x' = a x + c y, y' = b x + d y."""
+    quarters = np.array(list(COLOURS.values()), np.uint8).reshape(2, 2, 3)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"crf": "1"})
+        stream.height, stream.width, stream.pix_fmt = 64, 128, "yuv444p"
+        frame = av.VideoFrame.from_ndarray(quarters.repeat(32, axis=0).repeat(64, axis=1), "rgb24")
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data, one = path.read_bytes(), 1 << 16
+    place = data.index(struct.pack(">3i", one, 0, 0), data.rindex(b"tkhd"))
+    a, b, c, d = (one * value for value in matrix)
+    path.write_bytes(data[:place] + struct.pack(">6i", a, b, 0, c, d, 0) + data[place + 24 :])
+    return str(path)
+
+
+def write_packed(path: Path, frames: int) -> str:
+    """MPEG-4 in AVI as DivX wrote it: each B-frame in one chunk with the frame before it, then a chunk without any."""
+    plain = write_video(path, steady(frames), codec="mpeg4", bf="1", b_strategy="0", g="12", sc_threshold="1000000000")
+    start = b"\0\0\1\xb6"
+    with av.open(plain) as container:
+        video = container.streams.video[0]
+        encoder, divx = re.search(rb"Lavc[\d.]+", video.codec_context.extradata)[0], b"DivX503b1393p"
+        chunks: list[bytes] = []
+        for packet in container.demux(video):
+            data = bytes(packet).replace(encoder, divx)
+            if data and data[data.index(start) + 4] >> 6 == 2:
+                chunks[-1] += data
+                chunks.append(start + bytes([0b01010000, 0b10111111]))
+            elif data:
+                chunks.append(data)
+        with av.open(packed := str(path.with_stem("packed")), "w") as output:
+            stream = output.add_stream_from_template(video)
+            for number, data in enumerate(chunks):
+                packet = av.Packet(data)
+                packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 10)
+                packet.is_keyframe = data[data.index(start) + 4] >> 6 == 0
+                output.mux(packet)
+    return packed
+
+
+def write_edited(path: Path, whole: str, parts: Sequence[tuple[float | None, float]]) -> str:
+    """An MP4 with other edits: parts of it from a time on, or of nothing, each for so many seconds."""
+    data = bytearray(Path(whole).read_bytes())
+    with av.open(whole) as container:
+        ticks = container.streams.video[0].time_base.denominator
+    place = data.rindex(b"elst") - 4
+    (size,), (first,) = struct.unpack_from(">I", data, place), struct.unpack_from(">I", data, place + 20)
+    (scale,) = struct.unpack_from(">I", data, data.rindex(b"mvhd") + 16)
+    edits = [(round(long * scale), -1 if at is None else first + round(at * ticks), 1 << 16) for at, long in parts]
+    new = struct.pack(">4sII", b"elst", 0, len(edits)) + b"".join(struct.pack(">IiI", *edit) for edit in edits)
+    data[place : place + size] = struct.pack(">I", len(new) + 4) + new
+    for box in (b"edts", b"trak", b"moov"):
+        start = data.rindex(box, 0, place) - 4
+        struct.pack_into(
+            ">I", data, start, *(old + len(new) + 4 - size for old in struct.unpack_from(">I", data, start))
+        )
+    path.write_bytes(data)
     return str(path)
 
 

@@ -1,0 +1,99 @@
+"""What a screen would show of a frame: colours whatever the file's tags, and high dynamic range as ordinary video."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from av.video.reformatter import ColorPrimaries, ColorRange, ColorTrc, VideoReformatter
+
+from rlfuse.video.decoding import decode, probe
+from rlfuse.video.display import KNEE, PEAK, WHITE, shown
+from rlfuse.video.plan import VideoPlan
+
+WEIGHTS = {1: (0.2126, 0.0722), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
+"""Of red and blue in BT.709's, BT.601's and BT.2020's brightness, by their number in a file."""
+
+
+def flat(colour: tuple[float, float, float], matrix: int, full: bool = False, curve: int = 1) -> av.VideoFrame:
+    """10-bit, of one colour: red, green and blue as signals from 0 to 1."""
+    red, blue = WEIGHTS[matrix]
+    y = float(np.dot(colour, (red, 1 - red - blue, blue)))
+    planes = [y, (colour[2] - y) / (2 - 2 * blue) + 0.5, (colour[0] - y) / (2 - 2 * red) + 0.5]
+    limited = [64 + 876 * planes[0], *(64 + 896 * chroma for chroma in planes[1:])]
+    frame = av.VideoFrame(64, 64, "yuv444p10le")
+    for plane, signal, code in zip(frame.planes, planes, limited, strict=True):
+        plane.update(np.full(plane.buffer_size // 2, round(1023 * signal if full else code), np.uint16).tobytes())
+    frame.colorspace, frame.color_trc = matrix, curve
+    frame.color_range = ColorRange.JPEG if full else ColorRange.MPEG
+    frame.color_primaries = ColorPrimaries.BT2020 if matrix == 9 else ColorPrimaries.BT709
+    return frame
+
+
+def seen(frame: av.VideoFrame) -> np.ndarray:
+    """Its colour, 0 to 255."""
+    pixels = shown(frame, 28, 28, VideoReformatter())
+    assert pixels.dtype == np.uint8 and np.ptp(pixels, axis=(0, 1)).max() <= 1
+    return pixels[14, 14].astype(int)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["limited", "full"])
+@pytest.mark.parametrize("matrix", WEIGHTS)
+def test_colours_are_those_of_the_file_s_tags(matrix, full):
+    for colour in ((1, 1, 1), (0, 0, 0), (0.8, 0.2, 0.2), (0.2, 0.8, 0.2), (0.1, 0.3, 0.9)):
+        assert np.abs(seen(flat(colour, matrix, full)) - np.multiply(colour, 255)).max() <= 2
+
+
+def pq(nits: float) -> float:
+    """SMPTE ST 2084's signal."""
+    power = (nits / 10_000) ** 0.1593017578125
+    return ((0.8359375 + 18.8515625 * power) / (1 + 18.6875 * power)) ** 78.84375
+
+
+def hlg(nits: float) -> float:
+    """ARIB STD-B67's signal of a grey on a display of 1000 cd/m2."""
+    scene = (nits / 1000) ** (1 / 1.2)
+    return (3 * scene) ** 0.5 if scene <= 1 / 12 else 0.17883277 * np.log(12 * scene - 0.28466892) + 0.55991073
+
+
+@pytest.mark.parametrize(("curve", "signal"), [(ColorTrc.SMPTE2084, pq), (ColorTrc.ARIB_STD_B67, hlg)])
+def test_hdr_greys_are_as_bright_as_in_ordinary_video(curve, signal):
+    def grey(nits: float) -> int:
+        red, green, blue = seen(flat((signal(nits),) * 3, 9, curve=curve))
+        assert max(red, green, blue) - min(red, green, blue) <= 2
+        return green
+
+    for nits in (1, 5, 20, KNEE * WHITE):  # BT.1886: a display's light is the signal to the power of 2.4
+        assert grey(nits) == pytest.approx(255 * (nits / WHITE) ** (1 / 2.4), abs=2)
+    bright = [grey(nits) for nits in (100, WHITE, 400, 700, WHITE * PEAK)]
+    assert bright == sorted(set(bright)) and bright[1] > 210 and bright[-1] >= 254
+
+
+def test_hdr_colours_keep_their_hue():
+    """BT.709's red, at paper white's brightness, written in BT.2020's primaries."""
+    red = np.linalg.inv([[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]])[:, 0]
+    colour = tuple(pq(max(light, 0) * WHITE) for light in red)
+    found = seen(flat(colour, 9, curve=ColorTrc.SMPTE2084))
+    assert found[0] > 210 and found[1:].max() < 25
+
+
+def write_hdr(path: Path) -> str:
+    """Three frames of paper white in PQ."""
+    tags = "colorprim=bt2020:transfer=smpte2084:colormatrix=bt2020nc"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"x264-params": tags, "crf": "5"})
+        stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv444p10le"
+        for number in range(3):
+            frame = flat((pq(WHITE),) * 3, 9, curve=ColorTrc.SMPTE2084)
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts"])
+def test_hdr_files_are_told_by_their_tags(tmp_path, kind):
+    path = write_hdr(tmp_path / f"hdr.{kind}")
+    assert probe(path).frames == 3
+    assert decode(path, VideoPlan((0.0, 0.2), 28, 28, 10.0, 1)).mean() > 210  # untold: 148

@@ -210,7 +210,7 @@ def try_command(words):
     elif arguments[0] == "replay":
         assert read_command(found.settings)
     elif name in ("plan", "submit") and rest:
-        assert composed(rest).model.path
+        assert composed([*rest, *(NEEDED[n][2] for n in (0, 2) if "--search" in arguments)]).model.path
     elif name in ("eval", "generate"):
         assert not any(word.startswith("-") for word in rest), rest
         _, settings = checkpoint_among(rest)

@@ -331,21 +331,6 @@ def test_statuses_for_ci(large, capsys):
 
 
 @pytest.mark.slow
-def test_a_cluster_file_tells_memory_speed_and_links(large, tmp_path, capsys):
-    path = tmp_path / "cluster.yaml"
-    path.write_text("{nodes: 1, devices_per_node: 8, device_memory_gb: 80, tflops: 312}")
-    words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--cluster", str(path)]
-    assert command(large, *words) == 0
-    out = capsys.readouterr().out
-    assert "a GPU of 76.0 GiB" in out and "124.8 TFLOP/s" in out and "not counted: rewards, calls of Ray" in out
-    assert command(large, *words, "--tflops", "125", "--device-memory", "80") == 2
-    err = capsys.readouterr().err
-    assert "--tflops and --cluster: each tells the costs" in err and "both tell the memory" in err
-    assert command(large, "--cluster", str(tmp_path / "none.yaml")) == 2
-    assert "there is no such file" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_told(large, capsys):
     words = ["data.train_files=[data/gsm8k/train.parquet]", "cluster.device=auto"]
     assert command(large, *words, "--device-memory", "800", "--tflops", "300") == 0

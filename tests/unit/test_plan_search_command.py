@@ -47,6 +47,20 @@ def files(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, capsys):
+    folder, words = files
+    plan = ["plan", *words[2:], "trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
+    assert main(plan) == 0
+    out = capsys.readouterr().out
+    assert "a GPU of 45.6 GiB" in out and "120 TFLOP/s" in out and "not counted: rewards, calls of Ray" in out
+    assert main([*plan, "--tflops", "125", "--device-memory", "80"]) == 2
+    err = capsys.readouterr().err
+    assert "--tflops and --cluster: each tells the costs" in err and "both tell the memory" in err
+    assert main(["plan", "--cluster", str(folder / "none.yaml"), *words[4:]]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(files, capsys):
     folder, words = files
     out = folder / "best.yaml"

@@ -227,15 +227,14 @@ class Neighbour:
 
 
 def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour]]:
-    """The plans with the best one's neighbours, and theirs, until none is faster; and the neighbours of that plan.
-
-    Keys whose change gains next to nothing stay as the job has them.
+    """The plans with the best one's neighbours, and theirs, until none gains more than next to nothing; and the
+    neighbours of that plan. Keys whose change gains next to nothing stay as the job has them.
     """
-    plans = list(found.plans)
+    plans, enough = list(found.plans), 1 - NOTHING
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
         around = list(_neighbours(job, best, facts))
-        faster = [each.plan for each in around if each.plan and each.plan.seconds.step < best.seconds.step]
+        faster = [each.plan for each in around if each.plan and each.plan.seconds.step < enough * best.seconds.step]
         if not faster:
             break
         plans += faster

@@ -1,0 +1,239 @@
+"""The memory that `rlfuse plan` tells for CPU hosts, against the peaks of real ranks and real engines.
+
+    python tests/benchmarks/memory_peaks.py            # all cases, a minute each; or the names of some
+
+Each case holds its models in fresh processes, where `TrainerRank` does what a step asks of it, twice, on the largest
+micro-batches that the plan knows of; or where vLLM answers as many prompts as it takes at once. The peak is the
+kernel's, of a process's resident memory, above what the process had before its models came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rlfuse.cluster.host_memory import resident_mib
+from rlfuse.config.schema import Config
+from rlfuse.planning.activations import worst
+from rlfuse.planning.memory import GIB, MIB, Budget, Memory, memory_of
+from rlfuse.planning.model_sizes import shapes_of
+from rlfuse.planning.tracing import Texts
+from rlfuse.samples import MicroBatch, Row
+
+WIDTHS = dict(
+    hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=4,
+    vocab_size=32000, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+SPARSE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512, intermediate_size=512, head_dim=64)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", TIED),
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", TIED | {"head_dim": 128}),
+    "gemma3": ("Gemma3TextConfig", TIED | {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}),
+    "qwen3_moe": ("Qwen3MoeConfig", SPARSE),
+}
+SECONDS = 600
+"""That a process of a case has."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job on CPUs; `roles`: models of a rank, or `engine` alone."""
+
+    model: str
+    roles: tuple[str, ...] = ("actor",)
+    ranks: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+ALL, PPO = ("actor", "critic", "reference"), ("actor", "critic")
+BF16, RECOMPUTE = {"model.dtype": "bfloat16"}, {"model.enable_gradient_checkpointing": True}
+CASES = {
+    "actor": Case("qwen2", settings={"actor.zero_stage": 0}),
+    "actor, own head": Case("llama", settings={"actor.zero_stage": 1}),
+    "actor, wide heads": Case("gemma3", settings={"actor.zero_stage": 1}),
+    "actor, experts": Case("qwen3_moe", settings={"actor.zero_stage": 0}),
+    "actor, bfloat16 summed in float32": Case("llama", settings={"actor.zero_stage": 0} | BF16),
+    "actor, short answers": Case("qwen2", settings={"data.max_prompt_length": 16, "data.max_response_length": 48}),
+    "actor and reference": Case("qwen3", ("actor", "reference"), settings={"actor.use_kl_loss": True}),
+    "actor and critic": Case("qwen2", PPO, settings={"actor.zero_stage": 1}),
+    "all, recomputed": Case("llama", ALL, settings={"algorithm.use_kl_in_reward": True} | RECOMPUTE),
+    "two ranks, ZeRO 1": Case("qwen2", PPO, 2, {"actor.zero_stage": 1} | BF16),
+    "two ranks, ZeRO 2": Case("llama", PPO, 2, {"actor.zero_stage": 2}),
+    "two ranks, ZeRO 3": Case("llama", ALL, 2, {"actor.zero_stage": 3, "algorithm.use_kl_in_reward": True}),
+    "engine": Case("qwen2", ("engine",)),
+    "engine, own head": Case("llama", ("engine",), settings=BF16),
+    "engine, experts": Case("qwen3_moe", ("engine",)),
+}
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all if none is given")
+    parser.add_argument("--parts", action="store_true", help="also what the plan counts")
+    arguments = parser.parse_args()
+    print("| | model | planned MiB | measured MiB | off by |\n|---|---|---|---|---|", flush=True)
+    for name in arguments.names or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(CASES[name], Path(folder))
+            parts = planned(config, CASES[name].roles)
+            ours, theirs = sum(size for _, size in parts), measured(config, CASES[name])
+        print(f"| {name} | {CASES[name].model} | {ours:.0f} | {theirs:.0f} | {ours / theirs - 1:+.1%} |", flush=True)
+        for what, size in parts if arguments.parts else ():
+            print(f"    {size:8.0f} {what}", flush=True)
+
+
+def config_of(case: Case, folder: Path) -> Config:
+    """The case as a job, its model with random weights in `folder`."""
+    kind, sizes = MODELS[case.model]
+    given = getattr(transformers, kind)(**(WIDTHS | sizes))
+    AutoModelForCausalLM.from_config(given).save_pretrained(folder)
+    config = Config()
+    config.model.path, config.model.dtype, config.cluster.device = str(folder), "float32", "cpu"
+    config.trainer.n_gpus_per_node = case.ranks
+    config.data.max_prompt_length, config.data.max_response_length = 128, 384
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 16, 16, 1
+    config.actor.ppo_max_token_len_per_gpu, config.rollout.max_num_seqs = 2048, 16
+    config.rollout.kv_cache_memory_mb = 512
+    config.algorithm.adv_estimator = "gae" if "critic" in case.roles else "reinforce"
+    config.algorithm.use_kl_in_reward = config.actor.use_kl_loss = False
+    for key, value in case.settings.items():
+        node = config
+        *rooms, last = key.split(".")
+        for room in rooms:
+            node = getattr(node, room)
+        setattr(node, last, value)
+    return config
+
+
+def planned(config: Config, roles: tuple[str, ...]) -> list[tuple[str, float]]:
+    """MiB of each part of these roles."""
+    memory: Memory = memory_of(config, shapes_of(config), Budget("cpu", 64 * GIB))
+    return [(f"{part.role}: {part.what}", part.size / MIB) for part in memory.parts if part.role in roles]
+
+
+def measured(config: Config, case: Case) -> float:
+    """MiB of the process that has the most. TimeoutError, or what went wrong in it."""
+    context = multiprocessing.get_context("spawn")
+    told, meeting = context.Queue(), context.Queue()
+    work = _engine if case.roles == ("engine",) else _rank
+    processes = [context.Process(target=_told, args=(work, config, i, told, meeting)) for i in range(case.ranks)]
+    try:
+        for process in processes:
+            process.start()
+        answers = [told.get(timeout=SECONDS) for _ in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+    if failed := [answer for answer in answers if isinstance(answer, str)]:
+        raise RuntimeError(failed[0])
+    return max(answers)
+
+
+def _told(work: Any, config: Config, number: int, told: Any, meeting: Any) -> None:
+    try:
+        told.put(work(config, number, meeting))
+    except BaseException as error:
+        told.put(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _rank(config: Config, number: int, meeting: Any) -> float:
+    from rlfuse.engines.trainer.trainer_rank import TrainerRank
+
+    rank = TrainerRank(config, number, config.slots, "cpu", number % (os.cpu_count() or 1))
+    rank.load_extensions()
+    if number == 0:
+        where = rank.meeting_place()
+        for _ in range(config.slots - 1):
+            meeting.put(where)
+    else:
+        where = meeting.get(timeout=SECONDS)
+    rank.join(*where)
+    _warm_up()
+    before = _reset_peak()
+    rank.setup(10)
+    for _ in range(2):
+        _step(rank, config)
+    return _peak() - before
+
+
+def _step(rank: Any, config: Config) -> None:
+    """Two of every micro-batch that may need the most, of all that a step asks a rank for."""
+    without, learned = ([_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True))
+    for name in ("actor", "ref"):
+        if name in rank.engines:
+            rank.log_probs(name, without * 2)
+    if "critic" in rank.engines:
+        rank.values(without * 2)
+    for name in ("critic", "actor"):
+        if name in rank.engines:
+            rank.accumulate(name, learned * 2)
+            rank.step(name, 1.0)
+
+
+def _micro_batch(texts: Texts) -> MicroBatch:
+    draw = np.random.default_rng(0)
+    names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
+    rows = [
+        Row(
+            draw.integers(3, 30000, prompt, dtype=np.int32),
+            draw.integers(3, 30000, response, dtype=np.int32),
+            {name: draw.normal(-1, 0.1, response).astype(np.float32) for name in names},
+        )
+        for prompt, response in texts.lengths
+    ]
+    return MicroBatch(tuple(rows))
+
+
+def _engine(config: Config, number: int, meeting: Any) -> float:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams
+
+    from rlfuse.engines.rollout.vllm_setup import engine_arguments
+
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    arguments = engine_arguments(config.model, config.rollout, longest, "cpu")
+    _warm_up()
+    before = _reset_peak()
+    engine = LLM(**arguments, skip_tokenizer_init=True)
+    draw = np.random.default_rng(0)
+    lengths = (config.data.max_prompt_length, config.data.max_response_length)
+    prompts = [{"prompt_token_ids": draw.integers(3, 30000, lengths[0]).tolist()} for _ in range(64)]
+    engine.generate(prompts, SamplingParams(max_tokens=lengths[1], ignore_eos=True, logprobs=0, detokenize=False))
+    return _peak() - before
+
+
+def _warm_up() -> None:
+    """What the first product of a process loads is not a model's."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(64, 64, dtype=dtype)
+        layer(torch.ones(64, 64, dtype=dtype)).sum().backward()
+
+
+def _reset_peak() -> int:
+    """MiB now, from which on the peak counts."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mib()
+
+
+def _peak() -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()

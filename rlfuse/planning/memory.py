@@ -37,6 +37,9 @@ NCCL = 1 * GIB
 """What a rank's communicators keep. Likewise."""
 SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
 """A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
+HOLES = 1 / 2
+"""Of activations on CPU hosts: what glibc keeps of freed blocks that the next do not fit (`rank_group.HOST_MEMORY`).
+Measured by `tests/benchmarks/memory_peaks.py`."""
 LANES = 1 * GIB
 """What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
 
@@ -177,15 +180,19 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
             again = 4 * held if config.actor.grad_accum_dtype == "bfloat16" and item == 2 else 0
             steps.append(Part(role, "gradients in a step", again + 4 * min(held, REDUCED_WHOLE), Item.ACTIVATIONS))
         if zero >= 1:
-            touched = REDUCED if device == "cuda" else min(REDUCED, held)  # a CPU's memory is taken where it is used
             wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
-            found.append(Part(role, "reduction buffer", touched * wide, _of_gradients(zero)))
+            if device == "cuda":
+                found.append(Part(role, "reduction buffer", REDUCED * wide, _of_gradients(zero)))
+            else:  # taken where it is used, while activations go
+                steps.append(Part(role, "reduction buffer", min(REDUCED, held) * wide, Item.ACTIVATIONS))
             steps.append(Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS))
         work[role] = activations(config, shape, role, device, position)
     if not config.video.freeze_tower:
         found += _trained_tower(config, shapes["actor"].tower, copies)
         steps.append(Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS))
     passes = _at_work(config, work)
+    if device == "cpu":
+        passes += [Part(part.role, "holes between activations", HOLES * part.size, part.item) for part in passes]
     if zero == 3:
         live = max(min(shape.parameters, LIVE) for shape in shapes.values())
         passes.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/memory_peaks.py            # all cases, a minute each; or the names of some
 
-Each case holds its models in fresh processes, where `TrainerRank` does what a step asks of it, twice, on the largest
-micro-batches that the plan knows of; or where vLLM answers as many prompts as it takes at once. The peak is the
-kernel's, of a process's resident memory, above what the process had before its models came.
+Each case holds its models in fresh processes, where `TrainerRank` does what a step asks of it, once its optimizers have
+their states, on the largest micro-batches that the plan knows of; or where vLLM answers as many prompts as it takes at
+once. The peak is the kernel's, of a process's resident memory, above what the process had before its models came.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.rank_group import HOST_MEMORY
 from rlfuse.planning.activations import worst
 from rlfuse.planning.memory import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.planning.model_sizes import shapes_of
@@ -128,6 +129,9 @@ def measured(config: Config, case: Case) -> float:
     context = multiprocessing.get_context("spawn")
     told, meeting = context.Queue(), context.Queue()
     work = _engine if case.roles == ("engine",) else _rank
+    for key, value in HOST_MEMORY.items():  # as the ranks of a run have it, and engines do not
+        os.environ.pop(key, None)
+        os.environ |= {key: value} if work is _rank else {}
     processes = [context.Process(target=_told, args=(work, config, i, told, meeting)) for i in range(case.ranks)]
     try:
         for process in processes:
@@ -164,22 +168,21 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     _warm_up()
     before = _reset_peak()
     rank.setup(10)
-    for _ in range(2):
-        _step(rank, config)
+    _step(rank, [], [_micro_batch(Texts(((8, 8),)))])
+    _step(rank, *([_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)))
     return _peak() - before
 
 
-def _step(rank: Any, config: Config) -> None:
-    """Two of every micro-batch that may need the most, of all that a step asks a rank for."""
-    without, learned = ([_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True))
+def _step(rank: Any, passed: list[MicroBatch], learned: list[MicroBatch]) -> None:
+    """All that a step asks a rank for."""
     for name in ("actor", "ref"):
-        if name in rank.engines:
-            rank.log_probs(name, without * 2)
-    if "critic" in rank.engines:
-        rank.values(without * 2)
+        if passed and name in rank.engines:
+            rank.log_probs(name, passed)
+    if passed and "critic" in rank.engines:
+        rank.values(passed)
     for name in ("critic", "actor"):
         if name in rank.engines:
-            rank.accumulate(name, learned * 2)
+            rank.accumulate(name, learned)
             rank.step(name, 1.0)
 
 

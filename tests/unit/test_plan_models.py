@@ -22,6 +22,7 @@ from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.passes import OBJECTIVES
 from rlfuse.errors import ConfigError
+from rlfuse.planning import tracing
 from rlfuse.planning.memory import (
     GIB,
     Budget,
@@ -213,3 +214,11 @@ def test_a_family_whose_code_fails_is_named_with_the_reason(tmp_path, name, why)
     with pytest.raises(ConfigError) as told:
         read_shape(str(tmp_path), "ref.path")
     assert f"ref.path={tmp_path}: the sizes of a {name} can't be told: " in str(told.value) and why in str(told.value)
+
+
+def test_the_gradient_of_picked_rows_is_counted_once():
+    """As autograd makes it where nothing looks on: into the zeros themselves."""
+    with tracing._Live(torch.nn.Module()) as live:
+        whole = torch.zeros(100, 10, device="meta", requires_grad=True)
+        whole[torch.zeros(3, dtype=torch.int64, device="meta")].sum().backward()
+    assert 8000 < live.peak < 10000

@@ -154,7 +154,8 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 0  # no number is known; what looks for special ones finds none
-        if function is torch.ops.aten.index_put.default:  # autograd's copy of zeros, made only where a mode looks on
+        if function is torch.ops.aten.index_put.default and args[3:] == (True,):  # a gradient, summed into zeros that
+            # autograd copies only where a mode looks on
             function = torch.ops.aten.index_put_.default
         result = function(*args, **(kwargs or {}))
         for each in (result,) if isinstance(result, Tensor) else tree_iter(result):

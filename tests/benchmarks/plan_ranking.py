@@ -4,7 +4,8 @@
 
 The plans of a job are the job as it is, the search's best, and others that differ in a key. They are predicted from a
 calibration on the other jobs as they are: no plan is predicted from runs of its own job, but for the lengths of its
-responses. Measured is the median step of a run but its first.
+responses. Nothing learns (learning rates are 0): else each plan's responses would grow or shrink in their own way, and
+with them its steps. Measured is the median step of a run but its first.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ TRIED = {
     "wide_grpo": ("stream", "few sequences"),
 }
 """Of OTHERS, each at least once."""
+FROZEN = ("actor.lr=0", "critic.lr=0")
 CLUSTER = Cluster(1, 2, 10, tflops=0.1, device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
 """Gloo between two processes of one machine: its order of magnitude."""
@@ -104,7 +106,7 @@ def folder_of(folder: Path, name: str) -> Path:
 
 def _run(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
     if not (folder_of(folder, name) / "summary.json").exists():
-        make(folder, name, words, steps)
+        make(folder, name, (*words, *FROZEN), steps)
 
 
 def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterator[Tried]:

@@ -67,6 +67,8 @@ def main() -> None:
 
 def make(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
     model = folder.absolute() / "models" / name.partition("_")[0]
+    if not BASE.exists():
+        subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
     if not model.exists():
         hidden, intermediate, layers, heads = MODELS[model.name]
         config = AutoConfig.from_pretrained(BASE)

@@ -62,7 +62,7 @@ TRIED = {
     "wide_grpo": ("stream", "few sequences"),
 }
 """Of OTHERS, each at least once."""
-FROZEN = ("actor.lr=0", "critic.lr=0")
+FROZEN = ("actor.optim.lr=0", "critic.optim.lr=0")
 CLUSTER = Cluster(1, 2, 10, tflops=0.1, device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
 """Gloo between two processes of one machine: its order of magnitude."""

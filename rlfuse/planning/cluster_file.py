@@ -14,6 +14,7 @@ from typing import Annotated
 import yaml
 
 from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
+from rlfuse.config.schema import Config
 from rlfuse.planning.hardware import KINDS, Hardware, Links
 from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
@@ -120,6 +121,13 @@ class Cluster:
         found = [(1.0, self.device_memory_gb)] * alike
         found += [(speed, group.device_memory_gb) for speed, group in groups for _ in range(group.nodes)]
         return sorted(found, reverse=True)[:nodes]
+
+    def lacks(self, config: Config) -> Iterator[str]:
+        """What the job asks for that is not there."""
+        have = {"nnodes": ("nodes", self.nodes), "n_gpus_per_node": ("devices_per_node", self.devices_per_node)}
+        for key, (name, most) in have.items():
+            if (asked := getattr(config.trainer, key)) > most:
+                yield f"trainer.{key}={asked}: the cluster file has {name}={most}; mend one of the two"
 
     def budget(self, nodes: int | None = None) -> Budget:
         """What a plan may take of a device: of the smallest on so many nodes, or on all."""

@@ -90,13 +90,15 @@ def forecast(
     lengths: Sequence[int],
     prompt_tokens: int,
     error: float = UNMEASURED,
+    speeds: Sequence[float] = (),
 ) -> Forecast:
     """Simulate one step; where the job has pipelines, training is the schedule that a run would start with.
 
-    `error`: part of a step that the costs may be wrong by.
+    `error`: part of a step that the costs may be wrong by; `speeds`: of the nodes, where they differ.
     """
     engines = config.slots // config.rollout.tensor_model_parallel_size
     workload = workload_of(config, costs, engines, lengths, prompt_tokens)
+    workload = replace(workload, slot_speed=engine_speeds(config, speeds))
     given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
     results, tuned = {}, {}
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
@@ -110,11 +112,24 @@ def forecast(
         training = mine.step_s - mine.generation_and_scoring_s - costs.step_s
         steps = {policy: each.step_s for policy, each in results.items()}
         return Forecast(mine, training, steps, disaggregate=why)
-    planner, counts, _ = planned(config, shapes, costs, lengths, prompt_tokens)
+    planner, counts, _ = planned(config, shapes, of_slowest(costs, speeds), lengths, prompt_tokens)
     mini_batches = workload.training.mini_batches * workload.training.epochs
-    training = mini_batches * (planner.plan(counts).seconds + costs.optimizer_s)
+    optimizers = len(workload.training.models) * costs.optimizer_s
+    training = mini_batches * (planner.plan(counts).seconds + optimizers)
     steps = {policy: each.generation_and_scoring_s + training + costs.step_s for policy, each in results.items()}
     return Forecast(mine, training, steps, planner.problem(counts), why)
+
+
+def engine_speeds(config: Config, nodes: Sequence[float]) -> tuple[float, ...]:
+    """Of each engine, by its slowest device; empty where `nodes` has no speeds, as all are alike."""
+    width = config.rollout.tensor_model_parallel_size
+    devices = [speed for speed in nodes for _ in range(config.trainer.n_gpus_per_node)]
+    return tuple(min(devices[at : at + width]) for at in range(0, len(devices), width))
+
+
+def of_slowest(costs: Costs, nodes: Sequence[float]) -> Costs:
+    """Of pipelines, which wait for each other in every mini-batch."""
+    return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * min(nodes, default=1.0))
 
 
 def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Result | None, str]:

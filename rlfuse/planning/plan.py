@@ -142,6 +142,7 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         wrong.append(f"{' and '.join(costs)}: each tells the costs; give one of them")
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
+    wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
     wrong += _wrong_file("--picture", arguments.picture, PICTURES)
     wrong += _wrong_file("--memory-picture", arguments.memory_picture, PICTURES[:1])
     if arguments.picture is not None:
@@ -251,7 +252,8 @@ def _forecast(
         costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths), memory.moved)
     roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
     error = error_of(recording.fit) if recording else max(hardware.errors.values(), default=UNMEASURED)
-    found = forecast(config, shapes, roomy, lengths, prompt, error)
+    speeds = arguments.cluster.speeds(config.trainer.nnodes) if arguments.cluster is not None else ()
+    found = forecast(config, shapes, roomy, lengths, prompt, error, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):

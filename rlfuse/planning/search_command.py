@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts, facts_of_a_plan
@@ -134,10 +133,7 @@ def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
     """What the cluster does not have, or no search knows the time of."""
     if config.trainer.task != "rl":
         yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
-    have = {"trainer.nnodes": cluster.nodes, "trainer.n_gpus_per_node": cluster.devices_per_node}
-    for key, most in have.items():
-        if value_of(config, key) > most:
-            yield f"--keep {key}: the job has {value_of(config, key)}, the cluster file {most}; mend one of the two"
+    yield from cluster.lacks(config)
 
 
 def _facts(config: Config) -> Facts:

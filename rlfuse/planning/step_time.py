@@ -22,7 +22,7 @@ from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.planning import hypothetical
 from rlfuse.planning.activations import in_lockstep
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import planned, stage_shares
+from rlfuse.planning.forecast import engine_speeds, of_slowest, planned, stage_shares
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
@@ -32,6 +32,7 @@ from rlfuse.planning.tracing import Work
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.recorded import workload_of
 from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 
@@ -186,7 +187,8 @@ class StepTimes:
         """
         job, stages = self._job, config.training.pipeline_parallel_size
         tensor = hypothetical.of(config).tensor_parallel_size
-        group = replace(costs, train_tokens_per_s=costs.train_tokens_per_s * tensor)
+        group = of_slowest(costs, job.cluster.speeds(config.trainer.nnodes))
+        group = replace(group, train_tokens_per_s=group.train_tokens_per_s * tensor)
         planner, counts, forward = planned(
             hypothetical.as_one(config), job.shapes, group, job.lengths, job.prompt_tokens
         )
@@ -202,8 +204,7 @@ class StepTimes:
             fullest = max(stage_shares(job.shapes["actor"], stages))
             seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1)
         steps, models = workload.training.mini_batches * workload.training.epochs, len(workload.training.models)
-        slowest = min(job.cluster.speeds(config.trainer.nnodes), default=1.0)
-        return steps * (seconds / slowest + models * costs.optimizer_s)
+        return steps * (seconds + models * costs.optimizer_s)
 
     def _some_engines(self, config: Config, costs: Costs) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
@@ -213,9 +214,7 @@ class StepTimes:
         engines, prompts = cut(config.slots // width, mini_batch, mini_batches, rows)
         lengths = self._lengths(rows, prompts * mini_batches)
         workload = workload_of(config, costs, engines, lengths, self._job.prompt_tokens)
-        per_node = max(1, config.trainer.n_gpus_per_node // width)
-        speeds = [speed for speed in self._job.cluster.speeds(config.trainer.nnodes) for _ in range(per_node)]
-        some = tuple(speeds[i * len(speeds) // engines] for i in range(engines)) if speeds else ()
+        some = some_of(engine_speeds(config, self._job.cluster.speeds(config.trainer.nnodes)), engines)
         return replace(workload, training=replace(workload.training, mini_batches=mini_batches), slot_speed=some)
 
     @functools.cache  # noqa: B019, as long as the search

@@ -11,6 +11,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 
+def some_of(speeds: Sequence[float], count: int) -> tuple[float, ...]:
+    """Speeds of `count` slots that stand for all, from every part of them; none where none are given."""
+    return tuple(speeds[number * len(speeds) // count] for number in range(count)) if speeds else ()
+
+
 class Speed:
     """`changes`: (from when on, speed), in the order of time; the first one holds before it, too."""
 

@@ -18,6 +18,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
@@ -63,7 +64,8 @@ def draws_of(workload: Workload) -> list[Workload]:
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     samples = round(per_slot * slots)
-    small = replace(workload, slots=slots, slot_speed=workload.slot_speed[:slots], slowdowns=(), failures=())
+    speeds = some_of(workload.slot_speed, slots)
+    small = replace(workload, slots=slots, slot_speed=speeds, slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
     count = DRAWS if samples <= FEW else 1
     drawn = (resample(lengths, workload.group, samples, seed) for seed in range(1, 1 + count))

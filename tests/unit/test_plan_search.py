@@ -12,10 +12,11 @@ from test_plan import SEVEN_B
 
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
 from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
 from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven
 from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.forecast import engine_speeds, forecast, lengths_of, of_slowest
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.memory import problems
 from rlfuse.planning.model_sizes import read_shape
@@ -275,6 +276,27 @@ def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
     even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
     slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
     assert slower.seconds.step > even.seconds.step
+
+
+def test_one_jobs_forecast_is_of_uneven_nodes():
+    config = Config()
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 8, 8, 2
+    config.algorithm.adv_estimator, config.data.max_response_length = "grpo", 256
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 2
+    costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
+    even, uneven = (forecast(config, {}, costs, lengths, 64, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
+    assert uneven["serial"] == pytest.approx(2 * even["serial"], rel=0.05), "samples are divided alike"
+    assert all(uneven[policy] > 1.3 * even[policy] for policy in even)
+    assert of_slowest(costs, (1.0, 0.5)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
+
+
+def test_an_engine_is_as_fast_as_its_slowest_device():
+    config = Config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 4
+    config.rollout.tensor_model_parallel_size = 2
+    assert engine_speeds(config, (1.0, 0.5)) == (1.0, 1.0, 0.5, 0.5) and engine_speeds(config, ()) == ()
+    config.rollout.tensor_model_parallel_size = 8
+    assert engine_speeds(config, (1.0, 0.5)) == (0.5,)
 
 
 def test_errors_that_plans_have_in_common_do_not_make_them_equal(shape):

@@ -56,6 +56,8 @@ def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, ca
     assert main([*plan, "--tflops", "125", "--device-memory", "80"]) == 2
     err = capsys.readouterr().err
     assert "--tflops and --cluster: each tells the costs" in err and "both tell the memory" in err
+    assert main([*plan, "trainer.nnodes=4"]) == 2
+    assert "trainer.nnodes=4: the cluster file has nodes=2; mend one of the two" in capsys.readouterr().err
     assert main(["plan", "--cluster", str(folder / "none.yaml"), *words[4:]]) == 2
     assert "there is no such file" in capsys.readouterr().err
 
@@ -144,7 +146,7 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
     "more, told",
     [
         (["--out", "CLUSTER"], "would be written over what it is made from"),
-        (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "the job has 3, the cluster file 2"),
+        (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "trainer.nnodes=3: the cluster file has nodes=2"),
         (["--response-tokens", "inf"], "--response-tokens inf: needs a number above 0"),
         (["--seconds", "nan"], "--seconds nan: needs a number above 0"),
         (["trainer.task=reward_model"], "what is searched are steps that generate"),

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from rlfuse.simulate.tuning import draws_of
 from rlfuse.simulate.workload import WorkloadError, of_costs, parse, read_workload
 
 FULL = {
@@ -120,3 +121,9 @@ def test_files_are_named(tmp_path):
         read_workload(path)
     path.write_text(json.dumps(FULL))
     assert read_workload(path) == parse(FULL)
+
+
+def test_a_scaled_down_step_has_slow_slots_in_proportion():
+    uneven = parse(FULL | {"slots": 64, "slot_speed": [1.0] * 32 + [0.5] * 32})
+    assert {draw.slot_speed for draw in draws_of(uneven)} == {(1.0,) * 8 + (0.5,) * 8}
+    assert {draw.slot_speed for draw in draws_of(parse(FULL | {"slots": 64}))} == {()}

@@ -83,6 +83,9 @@ class Cluster:
     """GB/s that a device reads from its memory."""
     memory_margin: Annotated[float, number(most=0.5)] = 0.05
     """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
+    host_memory_gb: Positive | None = None
+    """GiB of a node's own memory, where models and optimizers are pinned while they are off its GPUs; without it they
+    are taken to have room. `memory_margin` of it is left free, too."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinksGiven = field(default_factory=LinksGiven)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
@@ -132,7 +135,9 @@ class Cluster:
     def budget(self, nodes: int | None = None) -> Budget:
         """What a plan may take of a device: of the smallest on so many nodes, or on all."""
         smallest = min(memory for _, memory in self._used(nodes or self.nodes))
-        return Budget(self.device, int(smallest * (1 - self.memory_margin) * GIB))
+        taken = (1 - self.memory_margin) * GIB
+        host = None if self.host_memory_gb is None else int(self.host_memory_gb * taken)
+        return Budget(self.device, int(smallest * taken), host)
 
     def speeds(self, nodes: int) -> tuple[float, ...]:
         """Of each node that is used, the fastest first; empty where all are alike."""

@@ -63,6 +63,8 @@ class Budget:
 
     device: str
     bytes: int
+    host: int | None = None
+    """Bytes of a node's own memory for what is off its GPUs; None: as many as it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,13 @@ def problems(config: Config, memory: Memory) -> list[str]:
         total = memory.total(phase)
         if total > memory.budget.bytes:
             found.append(_too_much(memory, phase, total))
+    waiting, host = memory.host * config.trainer.n_gpus_per_node, memory.budget.host
+    if host is not None and waiting > host:
+        found.append(
+            f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
+            f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
+            f"actor.zero_stage={config.actor.zero_stage}, actor.offload_optimizer={config.actor.offload_optimizer}"
+        )
     return found
 
 

@@ -343,10 +343,11 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
     if found.left:
         more = f"cut with {found.left} that were not looked at, --seconds searches longer; {more}"
     lengths, cluster = job.lengths, job.cluster
+    unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
     return [
         f"{looked}; {more}",
-        f"memory: {cluster.memory_margin:.0%} of a device's {cluster.device_memory_gb:g} GiB are left free "
-        "(memory_margin)",
+        f"memory: {cluster.memory_margin:.0%} of each device are left free (memory_margin)"
+        + ("; hosts are taken to have room for what is pinned (host_memory_gb)" if unbounded else ""),
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
         "(--response-tokens, --prompt-tokens)",
         "errors: "

@@ -267,6 +267,20 @@ def test_a_plan_leaves_the_margin_free(shape):
     assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
 
 
+def test_what_is_off_the_devices_has_room_on_their_host(shape):
+    job, facts = job_of(shape), facts_of(shape)
+    offloaded = [(key, (True,) if key == "actor.offload_optimizer" else values) for key, values in SMALL.items()]
+    free = search(replace(job, axes=dict(offloaded)), facts, seconds=0).plans[0]
+    config, _ = job.with_settings(free.settings)
+    needed = free.memory.host * config.trainer.n_gpus_per_node / 2**30
+    for share, fits in ((1.1, True), (0.9, False)):
+        tight = job_of(shape, host_memory_gb=needed * share / 0.95)
+        wrong = problems(config, replace(free.memory, budget=tight.cluster.budget()))
+        assert fits is not any("host memory: needs" in line for line in wrong)
+    none = search(job_of(shape, axes=dict(offloaded), host_memory_gb=1), facts, seconds=0)
+    assert not none.plans and "(host_memory_gb)" in none.nearest[1][0]
+
+
 def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
     uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, tflops=5, device_memory_gb=20),))
     assert uneven.budget().bytes < Cluster(**CLUSTER).budget().bytes

@@ -1,11 +1,22 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rlfuse.engines.trainer.degrees import Costs, Overhead, Unit, degrees_up_to, plan, unit_per_row, units_by_prompt
+from rlfuse.engines.trainer.degrees import (
+    Costs,
+    Overhead,
+    Share,
+    Unit,
+    degrees_up_to,
+    plan,
+    unit_per_row,
+    units_by_prompt,
+)
+from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.measuring import fitted
 from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import Row
@@ -124,6 +135,65 @@ def test_no_plan_ends_later_than_one_degree_for_all():
                 )
             ends.append(machine.end(loads))
         assert ends[0] <= 1.05 * min(ends[1:]), (seed, ends)
+
+
+def clips_and_texts(seed, batches=1):
+    """Clips of an hour among short answers."""
+    rng = random.Random(seed)
+    clips = [rng.randint(40_000, 90_000) for _ in range(rng.randint(6, 11) * batches)]
+    lengths = clips + [rng.randint(100, 600) for _ in range(400 * batches)]
+    return [Unit((i,), length, length**2 / 2) for i, length in enumerate(lengths)]
+
+
+def over_bound(units, ranks, budget, machine, degrees=(1, 2, 4, 8)):
+    shares = plan(units, ranks, budget, degrees, machine)
+    return makespan(shares, units, machine, False) / max(bounds(units, ranks, budget, degrees, machine))
+
+
+SEVEN_B = 3.7e-5
+"""A pair of tokens in attention of a model of 7B parameters."""
+
+
+@pytest.mark.parametrize("budget", [16_384, 100_000])
+def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
+    """Where memory alone would give a clip 4 or 8 ranks, and one."""
+    ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B)) for seed in range(20)]
+    assert min(ratios) >= 1 and np.mean(ratios) < 1.02
+    exchanges = Costs(SEVEN_B, {1: Overhead(20), **{d: Overhead(20 + 5 * d, 0.01) for d in (2, 4, 8)}})
+    ratios = [over_bound(clips_and_texts(seed), 32, 16_384, exchanges) for seed in range(20)]
+    assert min(ratios) >= 1 and np.mean(ratios) < 1.05
+
+
+@pytest.mark.slow
+def test_clips_among_texts_keep_512_ranks_equally_busy():
+    """As many for each rank; and so few that the longest clip alone is the bound."""
+    assert 1 <= over_bound(clips_and_texts(0, batches=16), 512, 16_384, Costs(SEVEN_B)) < 1.05
+    assert over_bound(clips_and_texts(1), 512, 16_384, Costs(SEVEN_B)) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_no_plan_is_sooner_done_than_the_bound():
+    for seed in range(200):
+        rng = random.Random(seed)
+        machine = replace(
+            costs(rng.choice([0, 50]), rng.choice([0, 0.5]), rng.choice([0, 0.01]), slower=slower(rng)),
+            rates=tuple(rng.choice([1.0, 1.0, 2.5]) for _ in range(4)),
+        )
+        units = unit_per_row([row(1, rng.choice([20, 100, 1000]) - 1) for _ in range(rng.randint(1, 9))])
+        budget, lockstep = rng.choice([300, 3000]), rng.random() < 0.5
+        shares = plan(units, 4, budget, (1, 2, 4), machine, lockstep=lockstep)
+        bound = max(bounds(units, 4, budget, (1, 2, 4), machine))
+        assert makespan(shares, units, machine, lockstep) >= bound * (1 - 1e-9), seed
+
+
+def test_the_makespan_is_that_of_the_last_rank_and_in_lockstep_of_every_micro_batch():
+    units, machine = [Unit((0, 1), 80, 0.0), Unit((2,), 10, 0.0), Unit((3,), 30, 0.0)], costs(start=2.0)
+    shares = [[Share((0, 1), 2), Share((2,))], [Share((0, 1), 2), Share((3,))]]
+    assert makespan(shares, units, machine, False) == makespan(shares, units, machine, True) == 40 + 2 + 30
+    shares = [[Share((0, 1), 2), Share((2,)), Share()], [Share((0, 1), 2), Share(), Share((3,))]]
+    assert makespan(shares, units, machine, False) == 72 and makespan(shares, units, machine, True) == 82
+    slow = replace(machine, rates=(1.0, 3.0))
+    assert makespan(shares, units, slow, False) == 3 * (42 + 30)
 
 
 def test_passes_with_gradients_have_more_work_and_not_as_many_more_exchanges():

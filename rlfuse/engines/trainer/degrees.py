@@ -11,16 +11,19 @@ that wait for each other in every micro-batch run as many of them, and a slow on
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 
 from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import MicroBatch, Row
 
-_RAISES = 64  # attempts to speed a plan up by giving its longest unit more ranks
+_TRIES = 16  # attempts to speed a plan up by giving its longest units more ranks
+_TARGETS = (0.0, 1.0, 1.02, 1.05)  # of the time of a perfectly even plan: when what is cut is to be done; 0: soon
 _EVEN = 1.02  # a plan this close to perfectly even is not worth any
 _WORTH = 0.98  # more ranks must end the pass this much sooner: predictions are no better
 _EXCHANGES = 2 / 3  # to work, of passes with gradients relative to those without
@@ -156,12 +159,15 @@ def plan(
     then the short one on rank 0.
     """
     costs = costs or Costs()
-    chosen = _degrees(units, ranks, budget, degrees, costs)
-    _, first = _assign(units, chosen, ranks, budget, costs)
+    placed = _placed(units, ranks, budget, degrees, costs)
+    chosen, first = placed.degrees, placed.first
+    together: dict[tuple[int, int], list[Unit]] = defaultdict(list)
+    for unit, degree, rank in zip(units, chosen, first, strict=True):
+        together[degree, rank].append(unit)
     shares: list[list[Share]] = [[] for _ in range(ranks)]
     for degree in reversed(degrees):
         for group in range(0, ranks, degree):
-            mine = [units[i] for i in range(len(units)) if (chosen[i], first[i]) == (degree, group)]
+            mine = together[degree, group]
             counts = [len(unit.rows) for unit in mine]
             for bin in pack([unit.tokens for unit in mine], budget * degree, most, counts):
                 share = Share(tuple(row for i in bin for row in mine[i].rows), degree)
@@ -169,10 +175,8 @@ def plan(
                     shares[rank].append(share)
     if not lockstep:
         return shares
-    longest, alone = max(map(len, shares)), [[] for _ in range(ranks)]
-    for unit, degree, rank in zip(units, chosen, first, strict=True):
-        alone[rank] += [unit] if degree == 1 else []
-    return [_in_step(*mine, longest, budget, most) for mine in zip(shares, alone, strict=True)]
+    longest = max(map(len, shares))
+    return [_in_step(mine, together[1, rank], longest, budget, most) for rank, mine in enumerate(shares)]
 
 
 def _in_step(mine: list[Share], alone: list[Unit], count: int, budget: int, most: int | None) -> list[Share]:
@@ -202,39 +206,95 @@ def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[Mi
     ]
 
 
-def _degrees(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> list[int]:
-    """The smallest that fit, raised for the longest units where that ends the pass clearly sooner."""
-    tried = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
-    best, end = tried, _assign(units, tried, ranks, budget, costs)[0]
-    even = costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, tried, strict=True)), ranks)
-    for _ in range(_RAISES if len(degrees) > 1 else 0):
-        raisable = [i for i, degree in enumerate(tried) if degree < degrees[-1]]
-        if not raisable or end <= _EVEN * even:
-            break
-        longest = max(raisable, key=lambda i: (costs.seconds(units[i], tried[i]), -i))
-        tried = [2 * degree if i == longest else degree for i, degree in enumerate(tried)]
-        if (sooner := _assign(units, tried, ranks, budget, costs)[0]) < _WORTH * end:
-            best, end = tried, sooner
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Where units run, and when the last rank ends."""
+
+    end: float
+    degrees: list[int]
+    first: list[int]
+    """Rank of each unit."""
+
+
+def _placed(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> _Placement:
+    """The smallest degrees that fit, raised where that ends the pass clearly sooner."""
+    smallest = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
+    even = costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, smallest, strict=True)), ranks)
+    best = _Placement(math.inf, [], [])
+    for tried in _raised(units, smallest, degrees, costs, shortest=(_EVEN - 1) * even):
+        for target in _TARGETS if max(tried, default=1) > 1 else _TARGETS[:1]:
+            found = _assign(units, tried, ranks, budget, costs, target * even)
+            if found.end < best.end * (1.0 if tried == best.degrees else _WORTH):
+                best = found
+            if best.end <= _EVEN * even:
+                return best
     return best
 
 
-def _assign(
-    units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs
-) -> tuple[float, list[int]]:
-    """When the last rank ends, and each unit's first rank: high degrees first, the longest to who would end it first.
+def _raised(
+    units: Sequence[Unit], smallest: Sequence[int], degrees: Sequence[int], costs: Costs, shortest: float
+) -> Iterator[list[int]]:
+    """Degrees of units to try: the smallest; more for who takes longest, down to `shortest` with its start, one after
+    the other or several at a time; and one degree for all."""
+    tried, raises = list(smallest), list[int]()
+    longest: list[tuple[float, int, int]] = []  # -seconds, unit, degree
 
-    Ranks that share a unit are equally loaded before it, so none waits for the others.
+    def wait(i: int, degree: int) -> None:
+        seconds = costs.seconds(units[i], degree)
+        if degree < degrees[-1] and seconds + costs.start(degree) > shortest:
+            heapq.heappush(longest, (-seconds, i, degree))
+
+    yield list(tried)
+    for i, degree in enumerate(tried):
+        wait(i, degree)
+    while longest:
+        _, i, degree = heapq.heappop(longest)
+        raises.append(i)
+        wait(i, 2 * degree)
+    at_once = math.ceil(len(raises) / _TRIES)
+    for begin in range(0, len(raises), at_once or 1):
+        for i in raises[begin : begin + at_once]:
+            tried[i] *= 2
+        yield list(tried)
+    yield from ([max(degree, least) for least in smallest] for degree in degrees[1:])
+
+
+def _assign(
+    units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs, target: float = 0.0
+) -> _Placement:
+    """High degrees first, the longest to who would end it first: ranks that share a unit are equally loaded before it,
+    so none waits for the others.
+
+    What is cut goes to the fullest that would end it by `target`, if there is one: few long units share ranks out
+    better that way (MULTIFIT, Coffman et al. 1978), and short ones level what is left.
     """
     loads, first = [0.0] * ranks, [0] * len(units)
-    room: dict[tuple[int, int], int] = {}  # tokens that the last micro-batch of a degree still takes, by first rank
     seconds = [costs.seconds(unit, degree) for unit, degree in zip(units, degrees, strict=True)]
-    for i in sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i)):
-        width, tokens = degrees[i], units[i].tokens
-        groups = ((costs.rate(rank, width), rank) for rank in range(0, ranks, width))
-        end, at, rate = min((loads[rank] + rate * seconds[i], rank, rate) for rate, rank in groups)
-        if (left := room.get((width, at), 0)) < tokens:
-            end, left = end + rate * costs.start(width), budget * width
-        room[width, at] = left - tokens
-        loads[at : at + width] = [end] * width
-        first[i] = at
-    return costs.end(loads), first
+    order = sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i))
+    for width, same in groupby(order, key=lambda i: degrees[i]):
+        alike: dict[float, list[tuple[float, int]]] = defaultdict(list)  # of ranks at one rate: when each ends
+        for rank in range(0, ranks, width):
+            insort(alike[costs.rate(rank, width)], (loads[rank], rank))
+        room = dict.fromkeys(range(0, ranks, width), 0)  # tokens that the last micro-batch still takes
+        for i in same:
+            rate, place = _choice(alike, seconds[i], target if width > 1 else 0.0)
+            end, at = alike[rate].pop(place)
+            end += rate * seconds[i]
+            if room[at] < units[i].tokens:
+                end, room[at] = end + rate * costs.start(width), budget * width
+            room[at] -= units[i].tokens
+            insort(alike[rate], (end, at))
+            first[i] = at
+        for end, at in chain(*alike.values()):
+            loads[at : at + width] = [end] * width
+    return _Placement(costs.end(loads), list(degrees), first)
+
+
+def _choice(alike: Mapping[float, Sequence[tuple[float, int]]], seconds: float, target: float) -> tuple[float, int]:
+    """(rate, place in its list) of who gets a unit: the last to end it by `target`, or else the first to end it."""
+    in_time, soonest = [], []
+    for rate, ends in alike.items():
+        soonest.append((ends[0][0] + rate * seconds, ends[0][1], rate, 0))
+        if place := bisect_right(ends, (target - rate * seconds, math.inf)):
+            in_time.append((ends[place - 1][0] + rate * seconds, ends[place - 1][1], rate, place - 1))
+    return (max(in_time) if in_time else min(soonest))[2:]

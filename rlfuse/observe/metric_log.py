@@ -176,7 +176,7 @@ class MetricLog:
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values |= figures.garbage_metrics(spans)
         values |= self._account(spans)
-        values |= figures.repetition(spans, board.samples)
+        values |= figures.repetition(spans, board.samples) | figures.balance_metrics(spans)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
         if any(sample.prompt.video is not None for sample in whole):
             values |= figures.video_metrics(spans)

@@ -154,6 +154,20 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
     return {"perf/tokens_run_over_unique": run / unique} if unique else {}
 
 
+def balance_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """balance/makespan_over_bound/mean, /max and /min of passes over all ranks, by what they were predicted to take.
+
+    The bound is the larger of all work shared out evenly and of the longest row at its best degree; above 1 is what
+    ranks wait for each other. balance/frac_bound_by_longest: the share of passes that it keeps from ending sooner.
+    """
+    told = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
+    if not told:
+        return {}
+    ratios = [each["makespan"] / max(each["even"], each["longest"]) for each in told]
+    longest = float(np.mean([each["longest"] > each["even"] for each in told]))
+    return _spread("balance/makespan_over_bound", ratios) | {"balance/frac_bound_by_longest": longest}
+
+
 TIMED = ("gen", "reward", *PASSES, "adv", "update_critic", "update_actor", "update_weights")
 TIMED += ("save_checkpoint", "testing", "step")
 

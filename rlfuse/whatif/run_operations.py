@@ -243,7 +243,7 @@ class _Step:
             return span.kind == "encode"
         if call.span.kind == "update_weights":
             return span.kind == "update_weights"
-        return span.kind not in ("switch", "schedule", "start", "gc") and self._slot(span) in call.slots
+        return span.kind not in ("switch", "plan", "schedule", "start", "gc") and self._slot(span) in call.slots
 
     def _lock(self, call: Call) -> None:
         """Ranks that can only work together: an optimizer step, a row cut over ranks, ZeRO's gathers."""

@@ -8,6 +8,7 @@ import pytest
 
 from rlfuse.events import EventLog, Recorder, Span, read_events
 from rlfuse.observe.metrics import (
+    balance_metrics,
     covered,
     failure_metrics,
     fusion_metrics,
@@ -108,6 +109,20 @@ def test_a_prompt_that_runs_for_every_answer_is_seen():
     assert repetition(slices, samples) == {"perf/tokens_run_over_unique": 1.0}
     again = [ran("ref", 6, "1/0/0"), ran("ref", 10, "1/0/1")]
     assert repetition(again, samples) == {"perf/tokens_run_over_unique": 16 / 12}
+
+
+def test_the_balance_of_passes_is_told_by_what_no_plan_undercuts():
+    def planned(**told):
+        return Span("plan", "trainer", 0, 1, attributes=told)
+
+    passes = [planned(makespan=6.0, even=4.0, longest=5.0), planned(makespan=8.0, even=8.0, longest=2.0), planned()]
+    assert balance_metrics(passes) == {
+        "balance/makespan_over_bound/mean": 1.1,
+        "balance/makespan_over_bound/max": 1.2,
+        "balance/makespan_over_bound/min": 1.0,
+        "balance/frac_bound_by_longest": 0.5,
+    }
+    assert balance_metrics(passes[2:]) == {}
 
 
 def test_validation_prefers_acc_and_keeps_sources_apart():

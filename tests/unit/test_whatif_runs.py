@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlfuse.cli import main
-from rlfuse.events import Span
+from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.rates import Rates
 from rlfuse.health.alarms import write_alarms
@@ -63,6 +63,15 @@ def test_an_unmodified_replay_takes_what_the_steps_took(name):
     found = examined(name).found
     assert 0 <= found.launch_delay < 0.05, f"measured {found.measured}, replayed {found.seconds}"
     assert pytest.approx(found.S_machine * found.S_skew) == found.S and found.S_skew >= 1
+
+
+def test_how_passes_are_planned_is_no_ranks_work():
+    spans = [span for span in read_events(RECORDED["text"] / "events.jsonl") if span.step == 2]
+    step = next(span for span in spans if span.kind == "step")
+    rest = [span for span in spans if span is not step]
+    plans = [Span("plan", "trainer", s.start, s.end, 2) for s in rest if (s.kind, s.where) == ("ref", "driver")]
+    without, found = (operations([(step, each)]).pieces for each in (rest, rest + plans))
+    assert plans and [(each.kind, each.worker) for each in found] == [(each.kind, each.worker) for each in without]
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.pipeline.slow_devices import paces
-from rlfuse.events import Recorder, Span
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
@@ -53,7 +52,7 @@ class PipelineTrainer(PipelineGroup):
         (trainer, facts), _ = await asyncio.gather(
             super().start(config, slots, layout, optimizer_steps, cores), compiling
         )
-        trainer.planner, trainer.recorder = planner, Recorder("trainer")
+        trainer.planner = planner
         sizes = [
             tensor for rank in (await trainer._all("sizes", "list its weights", "actor"))[:stages] for tensor in rank
         ]
@@ -100,6 +99,3 @@ class PipelineTrainer(PipelineGroup):
         """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
         fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
         return max(len(self._within_budget(model, rows)[0]), fullest)
-
-    async def drain(self, collect: bool = False) -> list[Span]:
-        return self.recorder.drain() + await super().drain(collect)

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
 from rlfuse.engines.trainer.liveness import WATCH, Judge
 from rlfuse.errors import NotSaved, WorkerLost
-from rlfuse.events import Span
+from rlfuse.events import Recorder, Span
 
 HOST_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -51,6 +52,7 @@ class RankGroup:
 
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         self.config, self.ranks, self._turns = config, list(ranks), _Turns()
+        self.recorder = Recorder("trainer")
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
         """Model -> response tokens of each row since its last step."""
         self._known: set[tuple[int, str]] = set()
@@ -99,7 +101,8 @@ class RankGroup:
         return [None if None in each else min(each) for each in slots]
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        return [span for spans in await self._all("drain", "hand over its events", collect) for span in spans]
+        of_ranks = await self._all("drain", "hand over its events", collect)
+        return [*self.recorder.drain(), *chain.from_iterable(of_ranks)]
 
     def _check_no_gradients(self, done: str) -> None:
         """ValueError while a model holds gradients, which checkpoints do not have."""

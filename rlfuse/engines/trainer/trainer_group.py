@@ -21,6 +21,7 @@ import ray
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
+from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
@@ -128,11 +129,21 @@ class TrainerGroup(RankGroup):
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees = self._ranks(slot), degrees_up_to(self._largest_degree) if slot is None else (1,)
+        ranks, degrees = self._ranks(slot), self._degrees(slot)
         units = self._units(rows, budget * degrees[-1], len(ranks))
         costs = replace(self.costs, rates=tuple(self.rates[rank] for rank in ranks))
         costs = costs.trained() if least_stage == 2 else costs
-        return plan(units, len(ranks), budget, degrees, costs, most, lockstep)
+        with self.recorder.span("plan", cause="a pass") as span:
+            shares = plan(units, len(ranks), budget, degrees, costs, most, lockstep)
+            if slot is None:
+                even, longest = bounds(units, len(ranks), budget, degrees, costs)
+                took = makespan(shares, units, costs, lockstep)
+                span.attributes |= {"makespan": took, "even": even, "longest": longest}
+        return shares
+
+    def _degrees(self, slot: int | None) -> Sequence[int]:
+        """That a row may have, ascending."""
+        return degrees_up_to(self._largest_degree) if slot is None else (1,)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
         """Rows that stay together; `capacity`: tokens of a micro-batch at most."""

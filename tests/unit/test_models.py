@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,37 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
     wide = replace(batch[0], visual=(Visual(at.astype(np.int32), Clip("wide", torch.zeros(4, 8))),))
     with pytest.raises(ValueError, match=r"shape \[4, 8\] for 4 positions.*hidden size 32"):
         response_logits(model, collate([wide], **way))
+
+
+@dataclass
+class Read(Clip):
+    """And which of them each rank asked for."""
+
+    spans: list
+
+    def read(self, first=0, last=None):
+        self.spans.append((int(first), int(last)))
+        return super().read(first, last)
+
+
+@pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
+def test_a_rank_reads_the_embeddings_of_its_own_slice_and_no_others(way):
+    """Of three clips in two prompts; what all ranks read together is every row once for each copy of its prompt."""
+    rng, asked, clips = np.random.default_rng(0), [], []
+    for tokens, starts in ((60, (5, 40)), (30, (2,))):
+        found = [Read(f"{tokens}/{at}", torch.zeros(16, 8), []) for at in starts]
+        visual = tuple(Visual(np.arange(at, at + 16, dtype=np.int32), c) for at, c in zip(starts, found, strict=True))
+        prompt = rng.integers(3, 50, tokens).astype(np.int32)
+        asked += [Row(prompt, rng.integers(3, 50, size).astype(np.int32), visual=visual) for size in (4, 9)]
+        clips += found
+    for index in range(4):
+        batch = collate(asked, **way, part=SimpleNamespace(degree=4, index=index, attend=None))
+        for at, embeddings in batch.visual:
+            assert 0 < len(at) == len(embeddings) and at.max() < batch.inputs["input_ids"].numel()
+    copies = 1 if way.get("shared") else 2
+    for clip in clips:
+        assert sorted(row for first, last in clip.spans for row in range(first, last)) == sorted([*range(16)] * copies)
+        assert len(clip.spans) <= 4 * copies
 
 
 def test_what_a_layout_would_not_say_is_refused():

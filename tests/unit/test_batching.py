@@ -1,7 +1,8 @@
 import random
+from statistics import mean
 
 from rlfuse.engines.trainer.degrees import Unit, plan
-from rlfuse.engines.trainer.micro_batches import balance, pack
+from rlfuse.engines.trainer.micro_batches import balance, pack, split_evenly
 
 
 def micro_batches(lengths, ranks, token_budget, most=None, lockstep=False):
@@ -39,3 +40,38 @@ def test_first_fit_decreasing_fills_bins():
 def test_fewer_rows_than_ranks_leaves_ranks_idle_or_with_empty_micro_batches():
     assert micro_batches([4], ranks=3, token_budget=8) == [[[0]], [], []]
     assert micro_batches([4], ranks=3, token_budget=8, lockstep=True) == [[[0]], [[]], [[]]]
+
+
+def one_forward_one_backward(seconds, stages):
+    """When the last of these micro-batches has left a pipeline; a backward takes twice as long."""
+    count, ends, clocks, at = len(seconds), {}, [0.0] * stages, [0] * stages
+    orders = []
+    for ahead in (min(stages - stage - 1, count) for stage in range(stages)):
+        order = [("forward", i) for i in range(ahead)]
+        for i in range(count):
+            order += [("forward", ahead + i)] * (ahead + i < count) + [("backward", i)]
+        orders.append(order)
+    while any(at[stage] < len(orders[stage]) for stage in range(stages)):
+        for stage in range(stages):
+            while at[stage] < len(orders[stage]):
+                kind, i = orders[stage][at[stage]]
+                before = (kind, i, stage - 1 if kind == "forward" else stage + 1)
+                if 0 <= before[2] < stages and before not in ends:
+                    break
+                begin = max(clocks[stage], ends.get(before, 0.0))
+                clocks[stage] = ends[kind, i, stage] = begin + seconds[i] * (1 if kind == "forward" else 2)
+                at[stage] += 1
+    return max(clocks)
+
+
+def test_pipelines_are_sooner_done_with_small_micro_batches_at_both_ends():
+    assert split_evenly([9, 5, 4, 1], 1, 3) == [[[1], [0], [2, 3]]]
+    assert one_forward_one_backward([1.0] * 4, 2) == 4 * 3 + 3
+    rng, sooner = random.Random(0), []
+    for _ in range(50):
+        lengths = [rng.randint(20_000, 90_000) for _ in range(rng.randint(2, 6))] + [300] * 60
+        [micro_batches] = split_evenly(lengths, 1, 8)
+        tokens = [sum(lengths[i] for i in bin) for bin in micro_batches]
+        largest_first = one_forward_one_backward(sorted(tokens, reverse=True), 4)
+        sooner.append(largest_first / one_forward_one_backward(tokens, 4))
+    assert mean(sooner) > 1.05

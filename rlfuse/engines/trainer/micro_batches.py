@@ -55,9 +55,18 @@ def split_evenly(
 ) -> list[list[list[int]]]:
     """Row indices as [pipeline][micro-batch][row]: `count` micro-batches for each pipeline, of nearly equal tokens.
 
-    `rates`: of each pipeline, as for `balance`; a slow one's micro-batches are smaller.
+    `rates`: of each pipeline, as for `balance`; a slow one's micro-batches are smaller. Where long rows keep
+    micro-batches from being equal, the small ones are at both ends: stages wait for the first ones to come and for the
+    last ones to go (data-aware order, DistTrain, arXiv 2408.04275). Gradients are sums, whatever the order.
 
-    Example: lengths 9, 5, 4, 1 on 1 pipeline in 2 micro-batches -> [[[0, 3], [1, 2]]].
+    Example: lengths 9, 5, 4, 1 on 1 pipeline in 3 micro-batches -> [[[1], [0], [2, 3]]].
     """
     shares = balance(lengths, pipelines, rates)
-    return [[[share[i] for i in bin] for bin in balance([lengths[i] for i in share], count)] for share in shares]
+    return [
+        [[share[i] for i in bin] for bin in _small_at_both_ends([lengths[i] for i in share], count)] for share in shares
+    ]
+
+
+def _small_at_both_ends(lengths: Sequence[int], count: int) -> list[list[int]]:
+    ascending = sorted(balance(lengths, count), key=lambda bin: sum(lengths[i] for i in bin))
+    return ascending[::2] + ascending[1::2][::-1]

@@ -24,8 +24,8 @@ from rlfuse.samples import MicroBatch, Row
 
 _TRIES = 16  # attempts to speed a plan up by giving its longest units more ranks
 _TARGETS = (0.0, 1.0, 1.02, 1.05)  # of the time of a perfectly even plan: when what is cut is to be done; 0: soon
-_EVEN = 1.02  # a plan this close to perfectly even is not worth any
-_WORTH = 0.98  # more ranks must end the pass this much sooner: predictions are no better
+EVEN = 1.02  # a plan this close to perfectly even is not worth any
+WORTH = 0.98  # more ranks must end the pass this much sooner: predictions are no better
 _EXCHANGES = 2 / 3  # to work, of passes with gradients relative to those without
 
 
@@ -154,10 +154,13 @@ def plan(
 ) -> list[list[Share]]:
     """Shares as [rank][micro-batch]; in `lockstep` every rank gets as many, some without rows.
 
+    ValueError for lockstep at degrees above 1, where `columns` plans.
     `budget`: tokens of a micro-batch on one rank, the memory limit; `degrees` ascend.
     Example: units of 90 and 8 tokens on 2 ranks with a budget of 50 and degrees 1, 2 -> the long one on both ranks,
     then the short one on rank 0.
     """
+    if lockstep and degrees[-1] > 1:
+        raise ValueError(f"degrees={degrees} in lockstep: plan_in_columns plans that.")
     costs = costs or Costs()
     placed = _placed(units, ranks, budget, degrees, costs)
     chosen, first = placed.degrees, placed.first
@@ -180,14 +183,12 @@ def plan(
 
 
 def _in_step(mine: list[Share], alone: list[Unit], count: int, budget: int, most: int | None) -> list[Share]:
-    """A rank's shares in `count` micro-batches, since ranks wait for each other in each: what it computes alone is
-    spread evenly where that fits; those without rows come last."""
-    together = [share for share in mine if share.degree > 1]
-    spread = balance([unit.tokens for unit in alone], count - len(together))
-    bins = [[alone[i] for i in bin] for bin in spread if bin]
+    """A rank's shares in `count` micro-batches, since ranks wait for each other in each: spread evenly where that fits;
+    those without rows come last."""
+    bins = [[alone[i] for i in bin] for bin in balance([unit.tokens for unit in alone], count) if bin]
     if all(len(bin) == 1 or _fits(bin, budget, most) for bin in bins):
         bins.sort(key=lambda bin: -sum(unit.tokens for unit in bin))
-        mine = together + [Share(tuple(row for unit in bin for row in unit.rows)) for bin in bins]
+        mine = [Share(tuple(row for unit in bin for row in unit.rows)) for bin in bins]
     return mine + [Share()] * (count - len(mine))
 
 
@@ -218,24 +219,34 @@ class _Placement:
 
 def _placed(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> _Placement:
     """The smallest degrees that fit, raised where that ends the pass clearly sooner."""
-    smallest = [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
-    even = costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, smallest, strict=True)), ranks)
-    best = _Placement(math.inf, [], [])
-    for tried in _raised(units, smallest, degrees, costs, shortest=(_EVEN - 1) * even):
+    even, best = even_end(units, ranks, budget, degrees, costs), _Placement(math.inf, [], [])
+    for tried in degrees_to_try(units, ranks, budget, degrees, costs):
         for target in _TARGETS if max(tried, default=1) > 1 else _TARGETS[:1]:
             found = _assign(units, tried, ranks, budget, costs, target * even)
-            if found.end < best.end * (1.0 if tried == best.degrees else _WORTH):
+            if found.end < best.end * (1.0 if tried == best.degrees else WORTH):
                 best = found
-            if best.end <= _EVEN * even:
+            if best.end <= EVEN * even:
                 return best
     return best
 
 
-def _raised(
-    units: Sequence[Unit], smallest: Sequence[int], degrees: Sequence[int], costs: Costs, shortest: float
+def _smallest(units: Sequence[Unit], budget: int, degrees: Sequence[int]) -> list[int]:
+    return [next((d for d in degrees if unit.tokens <= d * budget), degrees[-1]) for unit in units]
+
+
+def even_end(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> float:
+    """When units at the smallest degrees that fit would end, if they could be shared out to the token."""
+    smallest = _smallest(units, budget, degrees)
+    return costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, smallest, strict=True)), ranks)
+
+
+def degrees_to_try(
+    units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs
 ) -> Iterator[list[int]]:
-    """Degrees of units to try: the smallest; more for who takes longest, down to `shortest` with its start, one after
-    the other or several at a time; and one degree for all."""
+    """The smallest that fit; more for the longest units, one after the other or several at a time, as far as a unit
+    with its start can make a plan uneven; and one degree for all."""
+    smallest = _smallest(units, budget, degrees)
+    shortest = (EVEN - 1) * even_end(units, ranks, budget, degrees, costs)
     tried, raises = list(smallest), list[int]()
     longest: list[tuple[float, int, int]] = []  # -seconds, unit, degree
 

@@ -20,6 +20,7 @@ import ray
 
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.columns import plan_in_columns
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
 from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
@@ -134,7 +135,10 @@ class TrainerGroup(RankGroup):
         costs = replace(self.costs, rates=tuple(self.rates[rank] for rank in ranks))
         costs = costs.trained() if least_stage == 2 else costs
         with self.recorder.span("plan", cause="a pass") as span:
-            shares = plan(units, len(ranks), budget, degrees, costs, most, lockstep)
+            if lockstep and degrees[-1] > 1:
+                shares = plan_in_columns(units, len(ranks), budget, degrees, costs, most)
+            else:
+                shares = plan(units, len(ranks), budget, degrees, costs, most, lockstep)
             if slot is None:
                 even, longest = bounds(units, len(ranks), budget, degrees, costs)
                 took = makespan(shares, units, costs, lockstep)

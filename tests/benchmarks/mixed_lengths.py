@@ -1,0 +1,125 @@
+"""Passes over a few long rows among many short ones: a degree for each row, against one degree for all.
+
+    python tests/benchmarks/mixed_lengths.py [--ranks 2 4] [--long 4096] [--short 32 192] [--repeats 5] [--out FILE]
+
+The random Qwen2 of `sequence_parallel.py` on so many ranks, each bound to a core if there are enough. Log-probs and
+gradients of each mixture take turns within each repetition: at every fixed degree, as the planner has it, and what the
+bound is made of.
+That is the larger of all work shared out evenly (every rank runs the whole batch by itself, at the same time as the
+others, divided by ranks: so it knows what ranks take from each other on shared cores) and of the longest row alone at
+its best degree. `over bound` and `over fixed` (the better of the fixed degrees) are medians of ratios within a
+repetition, with their range; `planned` is what the planner itself expects of the former. The first repetition warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from sequence_parallel import Forced, model_folder, row
+
+from rlfuse.cluster import placement
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.degrees import degrees_up_to
+from rlfuse.observe.metrics import balance_metrics
+from rlfuse.samples import Row
+
+MIXTURES = ((1, 64), (2, 64), (1, 16), (3, 16), (1, 0), (0, 64))
+"""Long and short rows of a batch."""
+CHOSEN, EVEN = "chosen", "even"
+
+
+def mixture(long: int, short: int, options: argparse.Namespace) -> list[Row]:
+    least, most = options.short
+    lengths = [least + (most - least) * i // max(short - 1, 1) for i in range(short)]
+    lengths += [options.long] * long
+    return [row(length, max(length // 8, 1), seed, seed) for seed, length in enumerate(lengths)]
+
+
+Pass = Callable[..., Awaitable[object]]
+"""Of rows; with `slot`, on its rank alone."""
+
+
+async def seconds(group: Forced, run: Pass, rows: Sequence[Row], way: int | str) -> float:
+    """At that degree, at the chosen ones, or of an even share of the work."""
+    group.degree = way if isinstance(way, int) else None
+    begin, slots = time.perf_counter(), range(len(group.ranks)) if way == EVEN else [None]
+    await asyncio.gather(*(run(rows, slot=slot) for slot in slots))
+    return (time.perf_counter() - begin) / len(slots)
+
+
+async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) -> dict[str, list[float]]:
+    """Way -> seconds of each repetition; `bound` among them."""
+    degrees, longest = degrees_up_to(len(group.ranks)), max(rows, key=lambda each: each.tokens)
+    found: dict[str, list[float]] = {str(way): [] for way in (*degrees, CHOSEN, "bound")}
+    for repetition in range(repeats + 1):
+        taken = {way: await seconds(group, run, rows, way) for way in (*degrees, CHOSEN, EVEN)}
+        alone = [await seconds(group, run, [longest], degree) for degree in degrees]
+        taken["bound"] = max(taken[EVEN], min(alone))
+        for way, times in found.items():
+            if repetition:
+                times.append(taken[int(way) if way.isdigit() else way])
+    return found
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+    """Median and range."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
+    """Prints one; what was measured."""
+    config, measurements = Config(), []
+    config.trainer.n_gpus_per_node, config.algorithm.adv_estimator = ranks, "grpo"
+    config.training.ulysses_sequence_parallel_size = ranks
+    config.model.dtype, config.actor.ppo_max_token_len_per_gpu = "float32", options.long
+    config.data.max_response_length = options.long
+    slots = await placement.start(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config.model.path = model_folder(folder, options.long)
+        group, _ = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
+        degrees = list(map(str, degrees_up_to(ranks)))
+        print(f"\n{ranks} ranks on {slots.device}, {group.costs}\n")
+        titles = ["long", "short", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "bound, s"]
+        titles += ["over bound", "over fixed", "planned"]
+        print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|", flush=True)
+        passes = {"log-probs": partial(group.log_probs, "actor"), "gradients": partial(group.accumulate, "actor")}
+        for long, short in MIXTURES:
+            rows = mixture(long, short, options)
+            for name, run in passes.items():
+                found = await measured(group, run, rows, options.repeats)
+                group.degree = None
+                await group.drain()
+                await run(rows)
+                planned = balance_metrics(await group.drain())["balance/makespan_over_bound/mean"]
+                fixed = [min(each) for each in zip(*(found[degree] for degree in degrees), strict=True)]
+                cells = [f"{statistics.median(found[way]):.3f}" for way in (*degrees, CHOSEN, "bound")]
+                cells += [ratio(found[CHOSEN], found["bound"]), ratio(found[CHOSEN], fixed), f"{planned:.2f}"]
+                print(f"| {long} | {short} | {name} | " + " | ".join(cells) + " |", flush=True)
+                measurements.append({"ranks": ranks, "long": long, "short": short, "pass": name, "seconds": found})
+    return measurements
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--long", type=int, default=4096, help="tokens of a long row")
+    parser.add_argument("--short", type=int, nargs=2, default=[32, 192], help="tokens of short rows, from and to")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="measurements as JSON")
+    chosen, everything = parser.parse_args(), []
+    for number in chosen.ranks:
+        try:
+            everything += asyncio.run(tables(number, chosen))
+        finally:
+            placement.stop()
+    if chosen.out:
+        chosen.out.write_text(json.dumps(everything))

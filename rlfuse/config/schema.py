@@ -292,8 +292,10 @@ class TrainingConfig:
 class VideoConfig:
     """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
 
-    sampling: str = "seed_vl"
+    sampling: str = "family"
     """Which frames a model sees:"""
+    timestamps: str = "family"
+    """How a prompt says when a frame is shown:"""
     max_tokens: int = 81920
     """seed_vl: visual tokens of a clip at most."""
     levels: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])

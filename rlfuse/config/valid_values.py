@@ -40,8 +40,11 @@ _NAMED: dict[str, str] = {
     "fusion.policy": "serial | stream | rlhfuse | adaptive",
     "fusion.data": "exact | tail_batching (reordered) | over_sampling (off-policy) | partial_rollout (off-policy) | "
     "one_step_off (off-policy)",
-    "video.sampling": "seed_vl (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | "
+    "video.sampling": "family (as many and as large as the model's own processor takes) | "
+    "seed_vl (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | "
     "fixed (as many of as many tokens for every clip)",
+    "video.timestamps": "family (as the model's own processor does: VideoLLaMA3 `Time 1.5s:`, Qwen2.5-VL not at all) | "
+    "seed_vl (`[1.5 second]`)",
     "video.task": "general | detail | motion",
     "trainer.task": "rl (a policy, by reward) | reward_model (a classifier, by chosen / rejected rows, with `actor`'s "
     "settings)",

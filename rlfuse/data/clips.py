@@ -17,15 +17,26 @@ from rlfuse.data.rows import DataRow
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Video
 from rlfuse.video.decode_pool import DecodePool
-from rlfuse.video.plan import ClipFacts, FixedSampling, Sampling, SeedSampling, TaskKind, plan_video
+from rlfuse.video.plan import (
+    SEED_TIMES,
+    ClipFacts,
+    FixedSampling,
+    Sampling,
+    SeedSampling,
+    TaskKind,
+    VideoPlan,
+    plan_video,
+)
 from rlfuse.video.video_model import VideoModel
 
 MANY = 50
 """Files from which on looking at them shows its progress."""
 
 
-def sampling_of(video: VideoConfig) -> Sampling:
+def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
     """What the configuration says of frames and tokens; ValueError where it contradicts itself."""
+    if video.sampling == "family":
+        return model.sampling
     if video.sampling == "fixed":
         return FixedSampling(video.frames, video.tokens_per_frame)
     return SeedSampling(video.max_tokens, tuple(video.levels), video.fps_general, video.fps_detail, video.fps_motion)
@@ -43,7 +54,8 @@ class ClipReader:
         workers: int,
     ):
         self._model, self._video, self._tokenizer, self._max_tokens = model, video, tokenizer, max_tokens
-        self._workers, self._sampling = workers, sampling_of(video)
+        self._workers, self._sampling = workers, sampling_of(video, model)
+        self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
         self._facts: dict[str, ClipFacts | VideoError] = {}
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
@@ -58,18 +70,19 @@ class ClipReader:
         if len(row.videos) > 1:
             raise VideoError(f"has {len(row.videos)} clips", "A prompt can show one; join them into one file")
         path = row.videos[0] if row.videos else None
-        plan = None
-        if path is not None:
-            facts = self._facts[path]
-            if isinstance(facts, VideoError):
-                raise facts
-            model = self._model
-            plan = plan_video(facts, self._sampling, self._task(row), model.geometry, timestamps=model.timestamps)
         try:
+            plan = self._plan(row, path) if path else None
             prompt = self._model.prompt(self._tokenizer, text, plan, self._max_tokens)
         except VideoError as error:
             raise error.of(path) if path else error from None
         return prompt.token_ids, Video(path, plan, prompt.positions[0]) if plan else None
+
+    def _plan(self, row: DataRow, path: str) -> VideoPlan:
+        facts = self._facts[path]
+        if isinstance(facts, VideoError):
+            raise facts
+        task, geometry = self._task(row), self._model.geometry
+        return plan_video(facts, self._sampling, task, geometry, timestamps=self._timestamps)
 
     def check_failures(self, unusable: Sequence[str], of: int) -> None:
         """DataError if more rows have clips that can't be used than are allowed."""

@@ -23,6 +23,8 @@ GIB, MIB = 1 << 30, 1 << 20
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = 8
 """AdamW's two moments, in float32."""
+FAMILY_TOKENS = 768
+"""Of a frame, at most, as the processors of VideoLLaMA3 and Qwen2.5-VL have it where a checkpoint does not say."""
 REDUCED_WHOLE = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
 LIVE = 1_000_000_000
@@ -232,7 +234,8 @@ def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
 def _tower_at_work(config: Config, shape: Shape) -> float:
     """Of a unit of the largest frames, and of its gradient, whose sums are counted elsewhere."""
     video, item = config.video, ITEM[config.model.dtype]
-    tokens = max(video.levels) if video.sampling == "seed_vl" else video.tokens_per_frame
+    most = {"family": FAMILY_TOKENS, "seed_vl": max(video.levels), "fixed": video.tokens_per_frame}
+    tokens = most[video.sampling]
     return shape.tower_kept(tokens, item) + shape.tower * item
 
 

@@ -33,7 +33,7 @@ from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
-from rlfuse.video.models.base import bring_along
+from rlfuse.video.models.base import Route, bring_along
 from rlfuse.video.step_clips import StepClips
 from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
@@ -122,6 +122,9 @@ def video_model_of(config: Config) -> VideoModel | None:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
     if model is None and not config.video.freeze_tower:
         raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
+    if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":
+        why = f"{config.model.path} has times in its positions, and all tokens of a clip in one piece"
+        raise ConfigError([f"video.timestamps=seed_vl: {why}; set it to family"])
     return model
 
 

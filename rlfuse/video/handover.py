@@ -43,9 +43,7 @@ def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route 
     if family.route is Route.PROMPT_EMBEDS:
         return Refusal(f"vLLM is to serve the text part of a {kind} model: export it and give its folder as model.path")
     if plan and plan.timestamps:
-        return Refusal(
-            f"vLLM puts all placeholders of a clip where {kind} has one: plan the clip with timestamps=False"
-        )
+        return Refusal(f"vLLM puts all placeholders of a clip where {kind} has one: plan the clip without timestamps")
     return family.route
 
 

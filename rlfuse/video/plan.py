@@ -11,19 +11,21 @@ Invariants:
 - everything but times, size and geometry is derived from them, so a plan can't contradict itself;
 - equal plans have equal hashes, on every machine and in every process.
 
-Sampling after Seed1.5-VL (arXiv 2505.07062, section on video encoding): 1, 2 or 5 frames a second by task, the largest
-of six levels of tokens per frame at which all of them fit into the budget, and where even the smallest does not fit, as
-many frames as fit, spread evenly over the clip. The alternative, a fixed number of frames and tokens, is that of MR-SP
-(arXiv 2507.07966).
+Samplings: a model's own is that of its processor (`processor_sampling`). Seed1.5-VL's (arXiv 2505.07062, section on
+video encoding) takes 1, 2 or 5 frames a second by task, the largest of six levels of tokens per frame at which all of
+them fit into the budget, and where even the smallest does not fit, as many frames as fit, spread evenly over the clip.
+A fixed number of frames and tokens is that of MR-SP (arXiv 2507.07966).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -139,6 +141,24 @@ class Geometry:
         return self.patch * self.merge
 
 
+class Choice(NamedTuple):
+    """What a sampling shows of a clip."""
+
+    times: list[float]
+    fps: float
+    level: int
+    """Tokens per frame, at most."""
+    height: int
+    width: int
+
+
+class Sampling(Protocol):
+    """A rule by which clips are sampled."""
+
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+        """Times, their rate, and the size of every frame."""
+
+
 @dataclass(frozen=True, slots=True)
 class SeedSampling:
     """Seed1.5-VL's sampling. Smaller models take smaller budgets and levels, by these settings alone."""
@@ -173,14 +193,15 @@ class SeedSampling:
             TaskKind.MOTION: self.fps_motion,
         }[task]
 
-    def choose(self, clip: ClipFacts, task: TaskKind, temporal_patch: int) -> tuple[list[float], float, int]:
-        """(times, frames per second, level)."""
-        most = {level: self.budget // level * temporal_patch for level in self.levels}
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+        """At the task's rate, as large as the budget allows."""
+        most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
         if clip.stills:
             times, fps = clip.spread(most[self.levels[-1]], self.fps(task))
         else:  # no frame is shown twice
             times, fps = clip.spread(min(most[self.levels[-1]], clip.distinct_frames), min(self.fps(task), clip.fps))
-        return times, fps, next(level for level in self.levels if len(times) <= most[level])
+        level = next(level for level in self.levels if len(times) <= most[level])
+        return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +220,30 @@ class FixedSampling:
         """Visual tokens of a clip, at most (with temporal patches of one frame)."""
         return self.frames * self.tokens_per_frame
 
-    def choose(self, clip: ClipFacts, task: TaskKind, temporal_patch: int) -> tuple[list[float], float, int]:
-        """(times, frames per second, level), whatever the task."""
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+        """As many frames, whatever the task."""
         highest = 1 / STILL_S if clip.stills else clip.distinct_frames / clip.duration_s
-        return *clip.spread(self.frames, highest), self.tokens_per_frame
+        times, fps = clip.spread(self.frames, highest)
+        size = fit_size(clip.height, clip.width, self.tokens_per_frame, geometry.cell)
+        return Choice(times, fps, self.tokens_per_frame, *size)
 
 
-Sampling = SeedSampling | FixedSampling
+@dataclass(frozen=True, slots=True)
+class Timestamps:
+    """How a prompt says the time of a frame, before its tokens."""
+
+    template: str
+    """Of the time in seconds."""
+    between: str = ""
+    """Before every time but the first."""
+
+    def texts(self, seconds: Sequence[float]) -> list[str]:
+        """What stands before the tokens of each of these times."""
+        return [(self.between if i else "") + self.template.format(each) for i, each in enumerate(seconds)]
+
+
+SEED_TIMES = Timestamps("[{:.1f} second]")
+"""Seed1.5-VL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +268,8 @@ class VideoPlan:
     level: int
     """Tokens per frame that the sampling allowed."""
     geometry: Geometry = field(default_factory=Geometry)
-    timestamps: bool = True
-    """Whether the prompt says the time before every frame; towers with rotary time axes do without."""
+    timestamps: Timestamps | None = SEED_TIMES
+    """How the prompt says the time before every frame; None for models with time in their positions."""
 
     def __post_init__(self) -> None:
         assert self.times and len(self.times) % self.geometry.temporal_patch == 0
@@ -275,13 +313,13 @@ class VideoPlan:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The prompt's part for this clip: `[1.5 second]` before the tokens of every temporal patch, the mean of its
-        frames' times; one wordless piece without timestamps."""
-        if not self.timestamps:
+        """The prompt's part for this clip: before the tokens of every temporal patch the mean of its frames' times; one
+        wordless piece without timestamps."""
+        if self.timestamps is None:
             return (Piece("", self.tokens),)
         size = self.temporal_patch
-        patches = (self.times[start : start + size] for start in range(0, self.frames, size))
-        return tuple(Piece(timestamp(math.fsum(patch) / size), self.tokens_per_frame) for patch in patches)
+        seconds = [math.fsum(self.times[start : start + size]) / size for start in range(0, self.frames, size)]
+        return tuple(Piece(text, self.tokens_per_frame) for text in self.timestamps.texts(seconds))
 
     @cached_property
     def hash(self) -> str:
@@ -297,15 +335,14 @@ def plan_video(
     task: TaskKind | str = TaskKind.GENERAL,
     geometry: Geometry | None = None,
     *,
-    timestamps: bool = True,
+    timestamps: Timestamps | None = SEED_TIMES,
     max_tokens: int | None = None,
 ) -> VideoPlan:
     """The plan of one clip. Raises VideoError where it has more visual tokens than `max_tokens`."""
     geometry = geometry or Geometry()
     seen = clip if timestamps else clip.steady()
-    times, fps, level = sampling.choose(seen, _task(task), geometry.temporal_patch)
+    times, fps, level, height, width = sampling.choose(seen, _task(task), geometry)
     times += times[-1:] * (-len(times) % geometry.temporal_patch)
-    height, width = fit_size(clip.height, clip.width, level, geometry.cell)
     plan = VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
     if max_tokens is not None and plan.tokens > max_tokens:
         raise VideoError(
@@ -336,11 +373,6 @@ def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
         key=unlike,
     )
     return rows * cell, columns * cell
-
-
-def timestamp(seconds: float) -> str:
-    """`[1.5 second]`, as Seed1.5-VL writes it before a frame."""
-    return f"[{seconds:.1f} second]"
 
 
 def _neighbours(number: float) -> set[int]:

@@ -48,7 +48,7 @@ class MRope:
         if not cells.shape[1] == count == last - first + 1:
             raise ValueError(
                 f"a clip of grid {clip.plan.grid} is {cells.shape[1]} tokens in one piece, got {count} of them at "
-                f"places {first} to {last}: plan it with timestamps=False and the geometry of this model"
+                f"places {first} to {last}: plan it without timestamps and in the geometry of this model"
             )
         if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
             cells[0] = (cells[0] * (clip.plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)

@@ -69,16 +69,17 @@ def assemble(
             f"Give as many clips as markers; text that is no marker must not contain {marker}",
         )
     placeholder = visual.ids(tokenizer)[0]
-    ids = tokenise(tokenizer, texts[0], visual)
-    positions = []
+    ids, positions, before = [], [], texts[0]
     for plan, following in zip(plans, texts[1:], strict=True):
         places: list[int] = []
         for piece in plan.pieces:
-            ids += tokenise(tokenizer, piece.text, visual)
+            ids += tokenise(tokenizer, before + piece.text, visual)
             places += range(len(ids), len(ids) + piece.tokens)
             ids += [placeholder] * piece.tokens
+            before = ""
         positions.append(np.asarray(places, dtype=np.int32))
-        ids += tokenise(tokenizer, following, visual)
+        before = following
+    ids += tokenise(tokenizer, before, visual)
     if max_tokens is not None and len(ids) > max_tokens:
         seen = sum(plan.tokens for plan in plans)
         raise VideoError(

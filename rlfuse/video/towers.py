@@ -79,7 +79,7 @@ class Pixels:
     @classmethod
     def of(cls, folder: Path) -> Pixels:
         """As the checkpoint's processor configuration says."""
-        settings = _processor_settings(folder)
+        settings = processor_settings(folder)
         try:
             return cls(
                 tuple(settings["image_mean"]), tuple(settings["image_std"]), settings.get("rescale_factor", 1 / 255)
@@ -181,7 +181,7 @@ def _family(folder: Path) -> tuple[PreTrainedConfig, type[VideoFamily]]:
     return config, family
 
 
-def _processor_settings(folder: Path) -> dict:
+def processor_settings(folder: Path) -> dict:
     """The video processor's settings, or the image processor's where there is only that one."""
     whole = folder / "processor_config.json"
     if whole.is_file() and "video_processor" in (nested := json.loads(whole.read_text())):

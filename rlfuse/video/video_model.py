@@ -18,7 +18,9 @@ from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.handover import unknown
 from rlfuse.video.models.base import Route, VideoFamily, family_of, known_families
 from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.prompt import MARKER, VideoPrompt, VisualTokens, assemble
+from rlfuse.video.towers import processor_settings
 
 
 def usable_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
@@ -69,9 +71,9 @@ class VideoModel:
         )
 
     @property
-    def timestamps(self) -> bool:
-        """Whether times are written into the prompt; models with a time axis in their positions do without."""
-        return self.family.route is Route.PROMPT_EMBEDS
+    def sampling(self) -> ProcessorSampling:
+        """How the model's own processor samples clips."""
+        return self.family.sampling.told(processor_settings(Path(self.folder)))
 
     def served(self, folder: Path) -> str:
         """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there."""

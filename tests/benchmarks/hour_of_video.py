@@ -54,6 +54,8 @@ def main() -> None:
 def command(folder: Path) -> list[str]:
     settings = {
         "algorithm": "grpo",
+        "video.sampling": "seed_vl",
+        "video.timestamps": "seed_vl",
         "data.train_files": f"[{folder}/rows.jsonl]",
         "data.max_prompt_length": CONTEXT - 64,
         "data.max_response_length": 32,

@@ -58,6 +58,7 @@ def test_a_job_learns_with_the_readmes_family(tmp_path):
         "rollout.n": 2,
         "rollout.kv_cache_memory_mb": 64,
         "reward.functions": "[reward.py:first_letter]",
+        "video.sampling": "seed_vl",
         "video.levels": "[4]",
         "video.max_tokens": 64,
         "video.freeze_tower": "false",

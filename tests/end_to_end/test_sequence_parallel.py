@@ -185,7 +185,7 @@ async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_pa
     """A Qwen2.5-VL: all passes and gradients at every degree, prompts shared, under ZeRO 1 and 3."""
     folder = write_small_qwen25_vl(tmp_path / "model")
     times, geometry = tuple(i / 5 for i in range(12)), Geometry(temporal_patch=2)
-    plan = VideoPlan(times, 56, 56, 5.0, 4, geometry, timestamps=False)
+    plan = VideoPlan(times, 56, 56, 5.0, 4, geometry, timestamps=None)
     prompts, rows = long_rows([44, 40]), make_rows(5, seed=8)
     for number, prompt in enumerate(prompts):
         (path := tmp_path / str(number)).touch()

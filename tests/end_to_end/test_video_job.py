@@ -57,6 +57,7 @@ def run(driven, tmp_path_factory):
         "rollout.kv_cache_memory_mb": 64,
         "algorithm.use_kl_in_reward": "true",
         "reward.functions": f"[{folder}/first_letter.py:first_letter]",
+        "video.sampling": "seed_vl",
         "video.levels": "[4]",
         "video.max_tokens": 128,
         "video.cache_mb": 64,

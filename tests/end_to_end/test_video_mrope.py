@@ -21,14 +21,14 @@ from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl
 from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.models.base import m_rope
-from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
 
 WARM = Sampling(1.0, 1.0, -1, 24)
 
 
 def plan_at(fps: float) -> VideoPlan:
     """8 frames of 112 x 56 pixels: 4 temporal patches of 8 tokens."""
-    return VideoPlan(tuple(i / fps for i in range(8)), 112, 56, fps, 8, Geometry(temporal_patch=2), timestamps=False)
+    return VideoPlan(tuple(i / fps for i in range(8)), 112, 56, fps, 8, Geometry(temporal_patch=2), timestamps=None)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
 
 async def test_a_plan_with_timestamps_is_refused(engine, ask):
     one = ask(20)
-    video = replace(one.prompt.video, plan=replace(one.prompt.video.plan, timestamps=True))
-    with pytest.raises(EngineError, match=r"clip\.mp4 can't go to vLLM: .*timestamps=False"):
+    video = replace(one.prompt.video, plan=replace(one.prompt.video.plan, timestamps=SEED_TIMES))
+    with pytest.raises(EngineError, match=r"clip\.mp4 can't go to vLLM: .*without timestamps"):
         await collect(engine, [replace(one, prompt=replace(one.prompt, video=video))], WARM)
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from clip_files import steady, write_sound, write_video
 
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.errors import DataError
+from rlfuse.errors import ConfigError, DataError
+from rlfuse.run.inference import video_model_of
 from rlfuse.samples import Embedding, Response, Sample
-from rlfuse.tasks.small_video_models import VIDEO, SmallModel, write_small_video_llama3
+from rlfuse.tasks.small_video_models import VIDEO, SmallModel, write_small_qwen25_vl, write_small_video_llama3
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.video_model import VideoModel
 
@@ -39,6 +40,7 @@ def load(folder, *rows, **video):
     """Prompts and report of rows that are (question, clips...)."""
     config = Config()
     config.model.path, config.data.max_prompt_length = str(folder / "model"), 300
+    config.video.sampling = "seed_vl"
     config.video.levels, config.video.max_tokens, config.video.decode_timeout_s = [4], 256, 20.0
     for name, value in video.items():
         setattr(config.video, name, value)
@@ -127,3 +129,33 @@ def test_a_response_that_spells_a_placeholder_is_text(folder):
     [visual] = row.visual
     np.testing.assert_array_equal(visual.positions, prompt.video.positions)
     assert visual.positions.max() < len(row.prompt_ids) and len(visual.positions) == visual.source.tokens
+
+
+@pytest.mark.slow
+def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
+    def shown(**video):
+        [prompt], _ = load(folder, ("see <video>", "good.mp4"), **video)
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
+        return prompt.video.plan, tokenizer.decode(prompt.token_ids).replace(VIDEO, "")
+
+    processor = folder / "model" / "video_preprocessor_config.json"
+    before = processor.read_text()
+    processor.write_text(
+        json.dumps(json.loads(before) | {"fps": 2.5, "min_pixels": 28 * 28, "max_pixels": 5 * 56 * 56})
+    )
+    try:
+        plan, text = shown(sampling="family")
+        assert plan.times == (0.0, 0.4, 0.8, 1.2, 1.6) and plan.grid == (5, 4, 4)
+        assert text == "see Time 0.0s:,Time 0.4s:,Time 0.8s:,Time 1.2s:,Time 1.6s:"
+        again, text = shown(sampling="family", timestamps="seed_vl")
+        assert again.hash == plan.hash and text.startswith("see [0.0 second][0.4 second]")
+    finally:
+        processor.write_text(before)
+
+
+@pytest.mark.slow
+def test_times_in_the_prompt_of_a_model_that_has_them_in_its_positions_are_refused(tmp_path):
+    config = Config()
+    config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
+    with pytest.raises(ConfigError, match=r"video\.timestamps=seed_vl: .*model has times in its positions.*to family"):
+        video_model_of(config)

@@ -93,7 +93,7 @@ def test_the_experiment_shows_the_model_what_it_was_trained_on():
     settings = compose_job(["experiment=long_video"]).video
     sampling = ClipWarmStart().sampling
     assert (settings.max_tokens, tuple(settings.levels)) == (sampling.budget, sampling.levels)
-    assert settings.sampling == "seed_vl" and settings.fps_general == sampling.fps_general
+    assert settings.sampling == settings.timestamps == "seed_vl" and settings.fps_general == sampling.fps_general
 
 
 @pytest.mark.slow

@@ -107,7 +107,10 @@ def test_latent_attention_needs_gpus():
         ),
         ({"video__freeze_tower": False, "video__disk_cache": "/tmp"}, ["embeddings that a trained tower makes stale"]),
         ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers from 1 up, largest first"]),
-        ({"video__levels": [8], "video__max_tokens": 4}, ["video.max_tokens=4: must hold a frame", "8"]),
+        (
+            {"video__sampling": "seed_vl", "video__levels": [8], "video__max_tokens": 4},
+            ["video.max_tokens=4: must hold a frame", "8"],
+        ),
         ({"trainer__logger": ["tensorboard"]}, ["needs its package", "rlfuse[tensorboard]"]),
         ({"alerts__grad_norm_factor": 1.0}, ["alerts.grad_norm_factor=1.0: must be above 1, or null"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),

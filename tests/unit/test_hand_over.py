@@ -24,17 +24,17 @@ from rlfuse.samples import Embedding, Video
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route
 from rlfuse.video.placeholders import placeholder_ids
-from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
 
 PAIRS = Geometry(temporal_patch=2)
-AT_TWO = VideoPlan((0.0, 0.5, 1.0, 1.5), 28, 56, 2.0, 2, PAIRS, timestamps=False)
+AT_TWO = VideoPlan((0.0, 0.5, 1.0, 1.5), 28, 56, 2.0, 2, PAIRS, timestamps=None)
 TEXT = Qwen2Config(image_token_id=5, video_token_id=6)
 
 
 @pytest.mark.parametrize(
     "config, plan, route",
     [
-        (TEXT, replace(AT_TWO, geometry=Geometry(), timestamps=True), Route.PROMPT_EMBEDS),
+        (TEXT, replace(AT_TWO, geometry=Geometry(), timestamps=SEED_TIMES), Route.PROMPT_EMBEDS),
         (Qwen2_5_VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
         (Qwen2_5_VLConfig(), None, Route.VIDEO_EMBEDS),
     ],
@@ -48,7 +48,7 @@ def test_the_way_into_the_engine(config, plan, route):
     [
         (Qwen2Config(), AT_TWO, "no visual placeholder.*image_token_id"),
         (VideoLlama3Config(), AT_TWO, "text part of a video_llama_3 model: export it"),
-        (Qwen2_5_VLConfig(), replace(AT_TWO, timestamps=True), "where qwen2_5_vl has one.*timestamps=False"),
+        (Qwen2_5_VLConfig(), replace(AT_TWO, timestamps=SEED_TIMES), "where qwen2_5_vl has one.*without timestamps"),
         (Qwen2VLConfig(), AT_TWO, "qwen2_vl is no family.*known are qwen2_5_vl, video_llama_3"),
         (Qwen3VLConfig(), AT_TWO, "qwen3_vl feeds several layers"),
         (LlavaConfig(), AT_TWO, "llava is no family.*qwen2_5_vl"),

@@ -64,7 +64,7 @@ def plan_of(grid: tuple[int, int, int], seconds: float) -> VideoPlan:
     patches, height, width = grid
     times = tuple(i * seconds / 2 for i in range(2 * patches))
     level = height * width // 4
-    return VideoPlan(times, 14 * height, 14 * width, 2 / seconds, level, Geometry(temporal_patch=2), timestamps=False)
+    return VideoPlan(times, 14 * height, 14 * width, 2 / seconds, level, Geometry(temporal_patch=2), timestamps=None)
 
 
 def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:

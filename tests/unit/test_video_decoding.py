@@ -99,7 +99,7 @@ def test_a_lecture_s_slides_are_all_seen_whatever_rate_its_header_says(folder, k
     few = plan_video(facts, SeedSampling(budget=20 * 128))
     seen = numbers(decode(path, plan_of(few.times)))
     assert 15 <= few.frames == len(set(seen)) <= 20 and seen[0] == 0 and seen[-1] >= 27
-    rotary = plan_video(facts, SeedSampling(), "detail", Geometry(temporal_patch=2), timestamps=False)
+    rotary = plan_video(facts, SeedSampling(), "detail", Geometry(temporal_patch=2), timestamps=None)
     assert rotary.seconds_per_temporal_patch == 1.0 and np.allclose(np.diff(rotary.times)[:-1], 0.5)
     assert rotary.times[-1] > facts.duration_s - 1
 

@@ -91,7 +91,7 @@ def test_pieces_say_the_time_before_every_frame():
 
 def test_temporal_patches_take_two_frames_each():
     qwen = Geometry(temporal_patch=2)
-    plan = plan_video(clip(5.0), SeedSampling(), "detail", qwen, timestamps=False)
+    plan = plan_video(clip(5.0), SeedSampling(), "detail", qwen, timestamps=None)
     assert plan.frames == 10 and plan.grid == (5, plan.height // 14, plan.width // 14)
     assert plan.tokens == 5 * plan.tokens_per_frame == math.prod(plan.grid) // 4
     assert plan.seconds_per_temporal_patch == 1.0
@@ -155,7 +155,7 @@ def test_at_a_variable_rate_no_picture_is_shown_twice_and_the_plan_spans_the_cli
     asked = 10 if isinstance(sampling, FixedSampling) else sampling.fps(kind)
     if len(listed) == len(stays) <= min(ends[-1] * asked, sampling.budget // plan.level):
         assert seen.tolist() == list(range(len(stays)))
-    even = plan_video(facts, sampling, kind, timestamps=False)
+    even = plan_video(facts, sampling, kind, timestamps=None)
     assert np.allclose(np.diff(even.times), 1 / even.fps, atol=1e-5) and even.times[-1] >= ends[-1] - 1.01 / even.fps
     assert even.tokens <= sampling.budget
 

@@ -37,8 +37,9 @@ from rlfuse.config.own_modules import load
 from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.video import models
-from rlfuse.video.plan import VideoPlan
+from rlfuse.video.plan import Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
+from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
 
 
@@ -65,6 +66,10 @@ class VideoFamily(torch.nn.Module, ABC):
     temporal_patch: ClassVar[int] = 1
     """Frames of a unit: no attention crosses its bounds."""
     route: ClassVar[Route] = Route.PROMPT_EMBEDS
+    timestamps: ClassVar[Timestamps | None] = None
+    """How its processor writes the time of a frame; None: not at all."""
+    sampling: ClassVar[ProcessorSampling] = ProcessorSampling(2.0, 4, 768, 128 * 28**2, 768 * 28**2)
+    """How its processor samples clips, where that of a checkpoint does not say; these are Qwen2-VL's numbers."""
 
     @abstractmethod
     def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:

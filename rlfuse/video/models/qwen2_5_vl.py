@@ -6,6 +6,8 @@ without its tower.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -13,7 +15,22 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from rlfuse.video.models.base import Route, VideoFamily, video_family
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.positions import MRope
+from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(ProcessorSampling):
+    """All frames of a clip share 90 % of the pixels of `max_video_tokens`, besides."""
+
+    cap_pixels_per_frame: bool = True
+    max_video_tokens: int = 128_000
+
+    def most_pixels(self, frames: int) -> int:
+        if not self.cap_pixels_per_frame:
+            return self.max_pixels
+        share = int(self.max_video_tokens * 28**2 * 0.9) * Qwen25VL.temporal_patch // frames
+        return max(min(self.max_pixels, share), int(1.05 * self.min_pixels))
 
 
 @video_family("qwen2_5_vl")
@@ -24,6 +41,7 @@ class Qwen25VL(VideoFamily):
     prefixes = ("visual.",)
     temporal_patch = 2
     route = Route.VIDEO_EMBEDS
+    sampling = Sampling(2.0, 4, 768, 128 * 28**2, 768 * 28**2)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

@@ -11,7 +11,16 @@ from transformers import PreTrainedConfig, VideoLlama3ForConditionalGeneration
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
 
 from rlfuse.video.models.base import VideoFamily, video_family
+from rlfuse.video.plan import Timestamps
+from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
+
+
+class Sampling(ProcessorSampling):
+    """`max_pixels` are those of a whole clip."""
+
+    def most_pixels(self, frames: int) -> int:
+        return self.max_pixels // frames
 
 
 @video_family("video_llama_3")
@@ -20,6 +29,8 @@ class VideoLlama3(VideoFamily):
 
     whole = VideoLlama3ForConditionalGeneration
     prefixes = ("vision_model.", "projector.")
+    timestamps = Timestamps("Time {:.1f}s:", between=",")
+    sampling = Sampling(1.0, 4, 180, 128 * 28**2, 768 * 28**2)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()

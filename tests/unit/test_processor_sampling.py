@@ -1,0 +1,108 @@
+"""Frames, sizes and prompts of clips are those of the model's own processor."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlfuse.errors import VideoError
+from rlfuse.tasks.small_video_models import VIDEO, VISION_END, VISION_START, byte_tokenizer
+from rlfuse.video.models.qwen2_5_vl import Qwen25VL
+from rlfuse.video.models.video_llama_3 import VideoLlama3
+from rlfuse.video.plan import SEED_TIMES, ClipFacts, Geometry, plan_video
+from rlfuse.video.processor_sampling import within
+from rlfuse.video.prompt import VisualTokens, assemble
+
+pytest.importorskip("torchvision", reason="the models' own processors need it")
+FAMILIES = {"video_llama_3": VideoLlama3, "qwen2_5_vl": Qwen25VL}
+SHOWN = {"video_llama_3": "Look:\n{}\nWhat?", "qwen2_5_vl": f"Look:\n{VISION_START}{{}}{VISION_END}What?"}
+FEW_PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
+
+
+def processor_of(kind, **settings):
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+        VideoLlama3ImageProcessor,
+        VideoLlama3Processor,
+        VideoLlama3VideoProcessor,
+    )
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, "<|image_pad|>", VIDEO]})
+    if kind == "qwen2_5_vl":
+        return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(**settings))
+    frames = VideoLlama3VideoProcessor(use_token_compression=False, **settings)
+    return VideoLlama3Processor(VideoLlama3ImageProcessor(), tokenizer, frames)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_frames_are_those_that_the_processor_takes(kind):
+    family = FAMILIES[kind]
+    sampling, processor = family.sampling, processor_of(kind).video_processor
+    geometry = Geometry(temporal_patch=family.temporal_patch)
+    from transformers.video_utils import VideoMetadata
+
+    for total, fps in itertools.product((2, 7, 61, 1001, 30_000), (1.0, 24.0, 30_000 / 1001, 60.0)):
+        facts = ClipFacts(total / fps, fps, 56, 84, total)
+        limits = {"min_frames": sampling.min_frames, "max_frames": sampling.max_frames, "fps": sampling.fps}
+        metadata = VideoMetadata(total_num_frames=total, fps=fps)
+        expected = processor.sample_frames(metadata, temporal_patch_size=family.temporal_patch, **limits).tolist()
+        plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
+        assert plan.times == pytest.approx([frame / fps for frame in expected], abs=1e-6)
+        assert plan.fps == pytest.approx(len(expected) / total * fps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("height", "width", "seconds"), [(56, 84, 3.2), (100, 300, 9.0), (300, 200, 30.1)])
+@pytest.mark.parametrize("size", [FEW_PIXELS, {"shortest_edge": 16 * 28 * 28, "longest_edge": 90 * 28 * 28}])
+def test_prompts_and_sizes_are_the_processors(kind, height, width, seconds, size):
+    family, fps = FAMILIES[kind], 5.0
+    extra = {"cap_pixels_per_frame": True, "max_video_tokens": 200} if kind == "qwen2_5_vl" else {}
+    processor = processor_of(kind, size=size, **extra)
+    pixels = torch.zeros(int(seconds * fps), 3, height, width, dtype=torch.uint8)
+    metadata = {"total_num_frames": len(pixels), "fps": fps, "duration": seconds}
+    limits = {"min_frames": 4, "max_frames": 12, "fps": 1.0}
+    inputs = processor(
+        text=[SHOWN[kind].format(VIDEO)], videos=[pixels], video_metadata=[metadata], do_sample_frames=True,
+        return_tensors="pt", **limits,
+    )  # fmt: skip
+    sampling = family.sampling.told({"size": size, **limits, **extra})
+    facts = ClipFacts(len(pixels) / fps, fps, height, width, len(pixels))
+    geometry = Geometry(temporal_patch=family.temporal_patch)
+    plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
+    assert list(plan.grid) == inputs["video_grid_thw"][0].tolist()
+    prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO))
+    assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
+
+
+def test_what_a_checkpoint_says_goes_before_the_familys():
+    own = VideoLlama3.sampling
+    assert own.told({}) == own == own.told({"fps": None, "size": {"height": 4}})
+    told = own.told({"fps": 3, "max_frames": 9, "size": {"shortest_edge": 5, "longest_edge": 7}, "patch_size": 14})
+    assert told == replace(own, fps=3, max_frames=9, min_pixels=5, max_pixels=7)
+    assert own.told({"size": {"shortest_edge": 5}, "min_pixels": 6}).min_pixels == 6
+    assert Qwen25VL.sampling.told({"cap_pixels_per_frame": False}).most_pixels(10_000) == 768 * 28**2
+
+
+def test_seed_vls_times_are_another_way_to_write_the_same_plan():
+    facts = ClipFacts(3.0, 24.0, 56, 56)
+    own, seed = (
+        plan_video(facts, VideoLlama3.sampling, timestamps=each) for each in (VideoLlama3.timestamps, SEED_TIMES)
+    )
+    assert own.hash == seed.hash
+    assert [piece.text for piece in own.pieces][:2] == ["Time 0.0s:", ",Time 0.8s:"]
+    assert [piece.text for piece in seed.pieces][:2] == ["[0.0 second]", "[0.8 second]"]
+
+
+def test_clips_without_an_answer_of_the_processor():
+    one = ClipFacts(0.04, 24.0, 56, 56, 1)
+    plan = plan_video(one, Qwen25VL.sampling, geometry=Geometry(temporal_patch=2), timestamps=None)
+    assert plan.times == (0.0, 0.0)
+    slides = ClipFacts(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
+    assert plan_video(slides, VideoLlama3.sampling, timestamps=VideoLlama3.timestamps).times == (0.0, 5.0, 40.0)
+    with pytest.raises(VideoError, match="is 4000 x 10 pixels; the longer side may be 200 times"):
+        within(10, 4000, 28, 1, 10**9)

@@ -362,6 +362,17 @@ class Config:
         return (Path(trainer.default_local_dir) / trainer.project_name / name).absolute()
 
     @property
+    def lockstep(self) -> bool:
+        """Whether passes need all ranks together: they gather weights from each other, cut rows or hold stages."""
+        widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
+        return max(widths) > 1 or self.actor.zero_stage == 3
+
+    @property
+    def lockstep_backward(self) -> bool:
+        """Whether gradients do: ZeRO 2 reduces them in every backward."""
+        return self.lockstep or self.actor.zero_stage == 2
+
+    @property
     def uses_critic(self) -> bool:
         return traits_of(self.algorithm.adv_estimator).needs_critic
 

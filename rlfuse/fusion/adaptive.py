@@ -1,7 +1,8 @@
 """The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
 
-Role: `fusion=adaptive`. Exact like the others. `settings.threshold` and `longest_first` are tuned by simulating the
-lengths and costs that the run recorded (`rlfuse.simulate.tuning`). Four ideas beyond RLHFuse's one threshold:
+Role: `fusion=adaptive`. Exact like the others. Its settings are tuned by simulating the lengths and costs that the run
+recorded (`rlfuse.simulate.tuning`); where none of them is as fast as `serial` there, it does what that does. Four ideas
+beyond RLHFuse's one threshold:
 1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
    by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
    r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
@@ -23,6 +24,7 @@ from itertools import islice
 from rlfuse.fusion.consolidation import as_moves, consolidate, slots_in_use, slots_needed
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
+from rlfuse.fusion.serial import serial
 from rlfuse.fusion.sharing import (
     REWARD,
     Capacity,
@@ -49,6 +51,8 @@ MARGIN = 1.3
 @fusion_policy(tuned=TUNABLE, trains_early=True)
 def adaptive(view: Snapshot) -> list[Decision]:
     """Admit, release, score, train: whatever pays now."""
+    if not view.settings.overlapping:
+        return serial(view)
     admitted = admit_by_deadline(view)
     scored = score_passes(view, admitted)
     trained = accumulate_gradients(view, admitted + scored)

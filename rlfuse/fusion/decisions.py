@@ -176,6 +176,8 @@ class Settings:
     """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""
     longest_first: bool = True
     """adaptive: admit by expected length, where lengths are known from before."""
+    overlapping: bool = True
+    """adaptive: stages overlap; else one follows the other, as in serial."""
     prefill_share: float = 0.0
     """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
 

@@ -41,15 +41,9 @@ def _prompts(config: Config, learns: bool) -> int:
     return config.actor.ppo_mini_batch_size if learns else config.data.train_batch_size
 
 
-def in_lockstep(config: Config, learns: bool) -> bool:
-    """Whether all ranks wait for each other, as `TrainerGroup.lockstep` and `lockstep_backward` say."""
-    widths = (config.training.pipeline_parallel_size, config.training.ulysses_sequence_parallel_size)
-    return max(widths) > 1 or config.actor.zero_stage >= (2 if learns else 3)
-
-
 def _sharers(config: Config, learns: bool) -> int:
     """Ranks or pipelines among which every call is divided: all that wait for each other, else those of one slot."""
-    if in_lockstep(config, learns):
+    if config.lockstep_backward if learns else config.lockstep:
         return config.slots // config.training.pipeline_parallel_size
     return config.rollout.tensor_model_parallel_size
 

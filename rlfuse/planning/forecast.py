@@ -19,12 +19,12 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Problem
-from rlfuse.planning.activations import in_lockstep, stage_parts
+from rlfuse.planning.activations import stage_parts
 from rlfuse.planning.cluster_file import UNMEASURED
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.prefill_share import find
-from rlfuse.simulate.recorded import Recording, workload_of
+from rlfuse.simulate.recorded import Recording, micro_batches, workload_of
 from rlfuse.simulate.runner import Result, simulate
 from rlfuse.simulate.tuning import MOST_SAMPLES, resample, tune
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
@@ -97,12 +97,11 @@ def forecast(
     `error`: part of a step that the costs may be wrong by; `speeds`: of the nodes, where they differ.
     """
     engines = config.slots // config.rollout.tensor_model_parallel_size
-    workload = workload_of(config, costs, engines, lengths, prompt_tokens)
+    workload = without_schedule(workload_of(config, costs, engines, lengths, prompt_tokens))
     workload = replace(workload, slot_speed=engine_speeds(config, speeds))
-    given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
     results, tuned = {}, {}
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
-        tuned[policy] = tune(workload, policy, given) if workload.samples <= MOST_SAMPLES else given
+        tuned[policy] = tune(workload, policy) if workload.samples <= MOST_SAMPLES else Settings()
         results[policy] = simulate(workload, policy, tuned[policy]).result
     result, why = _disaggregated(config, workload, tuned[config.fusion.policy], error)
     if result is not None:
@@ -132,6 +131,12 @@ def of_slowest(costs: Costs, nodes: Sequence[float]) -> Costs:
     return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * min(nodes, default=1.0))
 
 
+def without_schedule(workload: Workload) -> Workload:
+    """All slots still work together, but not in pipelines: what a schedule takes and fills is worked out apart."""
+    training, scoring = replace(workload.training, bubbles=None), replace(workload.scoring, deferred=False)
+    return replace(workload, training=training, scoring=scoring)
+
+
 def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Result | None, str]:
     """The step, if `rollout.disaggregate` changes it, and what comes of that key."""
     free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
@@ -151,10 +156,8 @@ def planned(
     training, width = config.training, config.rollout.tensor_model_parallel_size
     stages = training.pipeline_parallel_size
     planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
-    copies, rows = config.slots // stages, config.actor.ppo_mini_batch_size * config.rollout.n
-    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies
-    least = -(-tokens // config.actor.ppo_max_token_len_per_gpu)
-    count = int(max(least, min(2 * stages, -(-rows // copies))))  # as the trainer cuts them
+    rows, count = config.actor.ppo_mini_batch_size * config.rollout.n, micro_batches(config, lengths, prompt_tokens)
+    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / (config.slots // stages)
     forward = tokens / count / (costs.train_tokens_per_s / width) / 3
     counts = {}
     for role in ("actor", "critic") if config.uses_critic else ("actor",):

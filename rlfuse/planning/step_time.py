@@ -17,12 +17,10 @@ import numpy as np
 from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.planning import hypothetical
-from rlfuse.planning.activations import in_lockstep
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import engine_speeds, of_slowest, planned, stage_shares
+from rlfuse.planning.forecast import engine_speeds, of_slowest, planned, stage_shares, without_schedule
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
@@ -151,10 +149,9 @@ class StepTimes:
         """A step under a policy or the job's, as a run starts; `tuned`: as it goes on, where simulating is quick."""
         policy = policy or config.fusion.policy
         workload, training = self._workload(config, memory)
-        given = Settings(lockstep=in_lockstep(config, learns=False), lockstep_backward=in_lockstep(config, learns=True))
-        key = (workload, training, policy, given, tuned)
+        key = (workload, training, policy, tuned)
         if key not in self._simulated:
-            settings = tune(workload, policy, given) if tuned and workload.samples <= MOST_SAMPLES else given
+            settings = tune(workload, policy) if tuned and workload.samples <= MOST_SAMPLES else None
             result = simulate(workload, policy, settings).result
             scored = result.generation_and_scoring_s
             self._simulated[key] = Seconds(
@@ -213,7 +210,7 @@ class StepTimes:
         mini_batches = -(-batch // mini_batch)
         engines, prompts = cut(config.slots // width, mini_batch, mini_batches, rows)
         lengths = self._lengths(rows, prompts * mini_batches)
-        workload = workload_of(config, costs, engines, lengths, self._job.prompt_tokens)
+        workload = without_schedule(workload_of(config, costs, engines, lengths, self._job.prompt_tokens))
         some = some_of(engine_speeds(config, self._job.cluster.speeds(config.trainer.nnodes)), engines)
         return replace(workload, training=replace(workload.training, mini_batches=mini_batches), slot_speed=some)
 

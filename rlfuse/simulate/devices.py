@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,15 +27,21 @@ PASS_OF = {"actor": "old_log_prob", "ref": "ref"}
 
 
 class SimulatedTrainer:
-    """One rank on each device, with whole models.
+    """One rank on each device, with whole models, sharded or not.
 
     `scored` and `trained` count how often each sample was, per kind and model.
     """
 
-    lockstep = lockstep_backward = False
-
-    def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros):
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        costs: Costs,
+        zeros: Zeros,
+        lockstep: bool = False,
+        lockstep_backward: bool = False,
+    ):
         self.devices, self.costs, self._zeros = list(devices), costs, zeros
+        self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)
         self.trained: dict[str, Counter[str]] = defaultdict(Counter)
         self._accumulated: dict[str, list[Row]] = {}
@@ -49,6 +55,7 @@ class SimulatedTrainer:
         return await self._score("values", rows, slot)
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
+        self._check_alone(kind, slot, self.lockstep)
         async with self._at_work(kind, rows, slot) as devices:
             await asyncio.sleep(self.costs.score_call_s)
             await _work(devices, self._tokens(rows, slot) / self.costs.score_tokens_per_s)
@@ -57,10 +64,15 @@ class SimulatedTrainer:
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
         """The time of a forward and a backward pass over the rows."""
+        self._check_alone("backward", slot, self.lockstep_backward)
         async with self._at_work("backward", rows, slot, model) as devices:
             await asyncio.sleep(self.costs.train_call_s)
             await _work(devices, self._tokens(rows, slot) / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
+
+    def _check_alone(self, kind: str, slot: int | None, lockstep: bool) -> None:
+        if lockstep and slot is not None:
+            raise SimulationError(f"slot {slot} is told to do {kind} alone, which needs all ranks")
 
     async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
         """An optimizer step of all ranks on what was accumulated."""
@@ -145,6 +157,30 @@ class SimulatedTrainer:
     async def drain(self, collect: bool = False) -> list[Span]:
         spans, self._spans = self._spans, []
         return spans
+
+
+class SimulatedStages(SimulatedTrainer):
+    """Ranks that hold stages of pipelines. `bubbles`: their idle time in a schedule, over that of their work."""
+
+    def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros, bubbles: float):
+        super().__init__(devices, costs, zeros, lockstep=True, lockstep_backward=True)
+        self._bubbles = bubbles
+
+    async def train(
+        self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+        """The time of one schedule: passes take some only beyond what its bubbles hold."""
+        trained = [row for model in rows for row in rows[model]]
+        async with self._at_work("backward", trained, None, "+".join(rows)) as devices:
+            await asyncio.sleep(self.costs.train_call_s)
+            work = sum(self._tokens(each, None) for each in rows.values()) / self.costs.train_tokens_per_s
+            passes = sum(self._tokens(each, None) for each in scored.values()) / self.costs.score_tokens_per_s
+            await _work(devices, work + max(work * self._bubbles, passes))
+        for model, each in rows.items():
+            self._accumulated.setdefault(model, []).extend(each)
+        for model, each in scored.items():
+            self.scored[PASS_OF[model]].update(row.id for row in each)
+        return {}, {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
 
 
 async def _work(devices: Sequence[Device], cost: float) -> None:

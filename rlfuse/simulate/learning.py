@@ -65,7 +65,7 @@ class Learning:
             return
         error = error_of(fit([span for each in self._spans for span in each], tuning.costs))
         workload = step_like(tuning, self._engines, config, spans)
-        found = find(workload, config.fusion.policy, replace(tuning.fixed, pipelined=False), mode, error)
+        found = find(workload, config.fusion.policy, tuning.fixed, mode, error)
         tuning.fixed = replace(tuning.fixed, prefill_share=found.share)
         self._say(f"rollout.disaggregate={mode}: {found.why}")
 
@@ -79,10 +79,8 @@ def measured(spans: Sequence[Span], before: Costs) -> Costs:
 
 def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequence[Span]) -> Settings:
     """The settings of `tuning` with what is best for this policy on steps like that of these spans."""
-    # Simulated ranks train together, but not in one schedule.
-    given = replace(tuning.fixed, pipelined=False, prefill_share=0.0)
-    best = tune(step_like(tuning, engines, config, spans), policy, given)
-    return replace(best, pipelined=tuning.fixed.pipelined, prefill_share=tuning.fixed.prefill_share)
+    best = tune(step_like(tuning, engines, config, spans), policy, replace(tuning.fixed, prefill_share=0.0))
+    return replace(best, prefill_share=tuning.fixed.prefill_share)
 
 
 def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span]) -> Workload:

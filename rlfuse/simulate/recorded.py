@@ -104,8 +104,11 @@ def workload_of(
         models=("critic", "actor") if config.uses_critic else ("actor",),
         epochs=actor.ppo_epochs,
         early=experience.early("actor"),
+        bubbles=_bubbles(config, lengths, prompt_tokens),
     )
-    scoring = Scoring(kinds=tuple(kind for kind in experience.kinds if kind in PASSES))
+    scoring = Scoring(
+        kinds=tuple(kind for kind in experience.kinds if kind in PASSES), deferred=bool(experience.deferred)
+    )
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
     return of_costs(
         replace(costs, kv_tokens=limit),
@@ -115,8 +118,26 @@ def workload_of(
         prompt_tokens=prompt_tokens,
         scoring=scoring,
         training=training,
+        credit_samples=config.fusion.credit_samples,
+        lockstep="all" if config.lockstep else "gradients" if config.lockstep_backward else "none",
         length_history_sigma=history,
     )
+
+
+def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:
+    """Those of 1F1B over its work, as `Training.bubbles`; fused models share them."""
+    if (stages := config.training.pipeline_parallel_size) == 1:
+        return None
+    fused = config.uses_critic and config.fusion.training == "fused"
+    return (stages - 1) / micro_batches(config, lengths, prompt_tokens) / (2 if fused else 1)
+
+
+def micro_batches(config: Config, lengths: Sequence[int], prompt_tokens: int) -> int:
+    """Of a mini-batch in each pipeline, as the trainer cuts them."""
+    stages, rows = config.training.pipeline_parallel_size, config.actor.ppo_mini_batch_size * config.rollout.n
+    copies = config.slots // stages
+    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies
+    return int(max(-(-tokens // config.actor.ppo_max_token_len_per_gpu), min(2 * stages, -(-rows // copies))))
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:

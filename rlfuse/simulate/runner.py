@@ -37,7 +37,7 @@ from rlfuse.samples import Group, Prompt, Sample
 from rlfuse.simulate.batching import Batch, SimulationError
 from rlfuse.simulate.bound import Bound, lower_bound
 from rlfuse.simulate.clock import run_virtual
-from rlfuse.simulate.devices import SimulatedReward, SimulatedTrainer, SimulatedWeights
+from rlfuse.simulate.devices import SimulatedReward, SimulatedStages, SimulatedTrainer, SimulatedWeights
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
 from rlfuse.step.advantages import Advantages
@@ -89,6 +89,7 @@ def simulate(
 ) -> Simulated:
     """Run one step under a policy or the one of that name. `settings`: as tuned; `rates`: as the step before left them.
 
+    What ranks do together only is the workload's, whatever the settings say.
     Raises WorkloadError for a step without end, PolicyError for a policy that can't be used, and SimulationError where
     an invariant of the machine breaks.
     """
@@ -101,7 +102,8 @@ def simulate(
         )
     machine, policy = Machine(workload), load_policy(policy) if isinstance(policy, str) else policy
     with _no_collection():
-        spans = _spans(machine, policy, settings or Settings(), rates or Rates(workload.slots))
+        settings = workload.settings(settings or Settings())
+        spans = _spans(machine, policy, settings, rates or Rates(workload.slots))
     machine.audit(spans)
     cpu_s = time.process_time() - began
     return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
@@ -166,9 +168,15 @@ class Machine:
             SimulatedRollout(device, Batch(self.costs, workload.tail_speculation), self._length_of, zeros)
             for device in devices
         ]
-        self.trainer, self.reward = SimulatedTrainer(devices, self.costs, zeros), SimulatedReward()
+        self.trainer, self.reward = self._trainer(devices, zeros), SimulatedReward()
         weights = SimulatedWeights(self.rollouts, self.trainer, workload.step_s, workload.restart_s)
         self.engines = Engines(self.rollouts, self.reward, self.trainer, weights)
+
+    def _trainer(self, devices: Sequence[Device], zeros: Zeros) -> SimulatedTrainer:
+        if (bubbles := self.workload.training.bubbles) is not None:
+            return SimulatedStages(devices, self.costs, zeros, bubbles)
+        lockstep = self.workload.lockstep
+        return SimulatedTrainer(devices, self.costs, zeros, lockstep == "all", lockstep != "none")
 
     def _length_of(self, sample: Sample) -> int:
         return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
@@ -317,7 +325,8 @@ class _Experience:
     def __init__(self, workload: Workload):
         self.kinds = ("reward", *workload.scoring.kinds)
         self.actor_tensors: tuple[str, ...] = ()
-        self.deferred: tuple[str, ...] = ()
+        deferred = workload.scoring.kinds if workload.scoring.deferred else ()
+        self.deferred = tuple(kind for kind in deferred if kind != "values")
         self._training = workload.training
 
     def early(self, model: str) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from math import inf
 from statistics import fmean
 
 import numpy as np
@@ -29,6 +31,8 @@ takes seconds. On much fewer slots than there are, consolidation looks better or
 RISK = 0.1
 """Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
 other lengths than were simulated it may turn out worse."""
+EQUAL = 1e-6
+"""Part of a step by which two that are the same may differ."""
 DRAWS = 2
 FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
@@ -37,26 +41,35 @@ FEW = 64
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
     """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
 
-    What is simulated are other draws of its lengths: settings are for steps to come. `given`: what the configuration
-    decides, lockstep above all; it is simulated, and is part of what is returned.
+    What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which a draw
+    takes longer than under `serial`, if there are others. `given`: what the configuration decides; it is simulated, and
+    is part of what is returned.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
     draws = draws_of(workload)
+    limits = [simulate(draw, "serial", given).result.step_s for draw in draws]
 
+    @cache
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
-        mean = fmean(simulate(draw, function, settings).result.step_s for draw in draws)
-        return round(mean * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
+        steps = []
+        for draw, limit in zip(draws, limits, strict=True):
+            steps.append(simulate(draw, function, settings).result.step_s)
+            if steps[-1] > limit * (1 + EQUAL):
+                return inf
+        return round(fmean(steps) * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
 
     known = "longest_first" in tuned and workload.length_history_sigma is not None
-    first = replace(given, cost_gated=True, longest_first=known)
+    first = replace(given, cost_gated=True, longest_first=known, overlapping=True)
     tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)
-    return min((best, replace(best, longest_first=False)), key=seconds) if known else best
+    if known:
+        best = min((best, *(replace(each, longest_first=False) for each in (best, tried[0]))), key=seconds)
+    return replace(best, overlapping=False) if "overlapping" in tuned and seconds(best) == inf else best
 
 
 def draws_of(workload: Workload) -> list[Workload]:

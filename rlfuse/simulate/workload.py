@@ -31,6 +31,7 @@ from rlfuse.config.input_files import (
     read_json,
 )
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
 
 BETWEEN_PROMPTS = 0.7
@@ -67,6 +68,8 @@ class Scoring:
     tokens_per_s: Positive = 40_000.0
     call_s: Seconds = 0.0
     kinds: tuple[Annotated[str, one_of("old_log_prob", "ref", "values")], ...] = ("old_log_prob",)
+    deferred: Annotated[bool, FLAG] = False
+    """Whether log-probs wait for their mini-batch, and until then fill the bubbles of pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,9 @@ class Training:
     early: Annotated[bool, FLAG] = True
     """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
     batch."""
+    bubbles: AtLeastZero | None = None
+    """Where ranks hold stages and train together in one schedule: their idle time there, over that of their work. null:
+    they hold whole models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,10 @@ class Workload:
     kv_bytes_per_token: AtLeastZero = 0.0
     link_bytes_per_s: AtLeastZero = 0.0
     """Between two slots' KV caches; 0: moved samples are prefilled again."""
+    lockstep: Annotated[str, one_of("none", "gradients", "all")] = "none"
+    """What slots score and train together only: nothing, `gradients` (ZeRO 2) or `all` (ZeRO 3, Ulysses, pipelines)."""
+    credit_samples: Count | None = None
+    """Finished samples that may wait for one kind of scoring before no more are admitted. null: any number."""
     slot_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
     """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -183,6 +193,10 @@ class Workload:
             yield f"response_tokens has {self.samples:,} lengths: at most {MOST_SAMPLES:,} can be simulated"
         if not self.training.models:
             yield "training.models=[]: a step trains at least one model; leave it out for ['actor']"
+        if self.training.bubbles is not None and self.lockstep != "all":
+            yield f"lockstep={self.lockstep!r}: stages of pipelines (training.bubbles) need 'all'"
+        if self.scoring.deferred and self.training.bubbles is None:
+            yield "scoring.deferred=true: only pipelines have bubbles to fill; give training.bubbles, or leave it out"
         for where, names in (("scoring.kinds", self.scoring.kinds), ("training.models", self.training.models)):
             if len(set(names)) < len(names):
                 yield f"{where}={list(names)}: names each only once"
@@ -254,6 +268,17 @@ class Workload:
         rng = np.random.default_rng((self.seed, 1))  # independent of the draw of lengths
         means = self.lengths().reshape(self.prompts, self.group).mean(axis=1)
         return means * np.exp(rng.normal(0.0, self.length_history_sigma, self.prompts))
+
+    def settings(self, given: Settings) -> Settings:
+        """These, with what the workload decides of them."""
+        if self.credit_samples is not None:
+            given = replace(given, credit_samples=self.credit_samples)
+        return replace(
+            given,
+            lockstep=self.lockstep == "all",
+            lockstep_backward=self.lockstep != "none",
+            pipelined=self.training.bubbles is not None,
+        )
 
     def costs(self) -> Costs:
         """As the policies and the simulated engines see it."""

@@ -6,19 +6,29 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from rlfuse.fusion.decisions import Settings
+from rlfuse.config.schema import Config
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Score
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.serial import serial
+from rlfuse.simulate.batching import SimulationError
+from rlfuse.simulate.recorded import workload_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.tuning import tune
-from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Workload, parse
+from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload, parse
 
 exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 
 @st.composite
 def workloads(draw):
-    """Up to 80 long-tailed samples on unequal slots, with caches that may be too small and engines that may be lost."""
+    """Up to 80 long-tailed samples on unequal slots, with caches that may be too small and engines that may be lost.
+
+    Ranks are free, or work together where ZeRO, Ulysses or pipelines want it, whose bubbles passes may fill.
+    """
     slots, group = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+    together = draw(st.sampled_from(["none", "none", "gradients", "all", "pipelines"]))
+    pipelines, reference = together == "pipelines", ["ref"] * draw(st.booleans())
     gae, lost = draw(st.booleans()), draw(st.sets(st.integers(0, slots - 1), max_size=slots - 1))
     return parse(
         {
@@ -41,16 +51,21 @@ def workloads(draw):
             "scoring": {
                 "tokens_per_s": draw(st.sampled_from([500, 5000])),
                 "call_s": draw(st.sampled_from([0.0, 0.05])),
-                "kinds": ["old_log_prob", "values"] if gae else ["old_log_prob"],
+                "kinds": ["old_log_prob", *reference, "values"] if gae else ["old_log_prob", *reference],
+                "deferred": pipelines and draw(st.booleans()),
             },
             "training": {
                 "tokens_per_s": draw(st.sampled_from([500, 5000])),
                 "mini_batches": draw(st.integers(1, 4)),
                 "models": ["critic", "actor"] if gae else ["actor"],
                 "early": draw(st.booleans()),
+                "epochs": draw(st.sampled_from([1, 1, 2])),
+                "bubbles": draw(st.sampled_from([0.1, 0.6])) if pipelines else None,
                 "call_s": draw(st.sampled_from([0.0, 0.05])),
                 "optimizer_s": draw(st.sampled_from([0.0, 0.1])),
             },
+            "lockstep": "all" if pipelines else together,
+            "credit_samples": draw(st.sampled_from([None, None, 2, 8])),
             "switch_s": draw(st.sampled_from([0.0, 0.1, 0.5])),
             "kv_bytes_per_token": 1000,
             "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
@@ -97,11 +112,52 @@ def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, work
 @pytest.mark.slow
 def test_tuning_knows_what_ranks_do_together_only():
     """Tuned as if each rank were free, `adaptive` lost to `serial` here: it consolidated a tail for nothing."""
-    together = Settings(lockstep=True, lockstep_backward=True)
-    workload = Workload(2, Drawn(Lognormal(200, 0.9), 32, 2000), switch_s=0.1, engine=Engine(max_sequences=64))
-    tuned = tune(workload, "adaptive", together)
-    assert tuned.lockstep and tuned.lockstep_backward and tune(workload, "serial", together) == together
-    as_if_free = replace(tune(workload, "adaptive"), lockstep=True, lockstep_backward=True)
-    serial = simulate(workload, "serial", together).result.step_s
-    assert simulate(workload, "adaptive", tuned).result.step_s <= serial
-    assert simulate(workload, "adaptive", as_if_free).result.step_s > serial
+    free = Workload(2, Drawn(Lognormal(200, 0.9), 32, 2000), switch_s=0.1, engine=Engine(max_sequences=64))
+    together = replace(free, lockstep="all")
+    serial = simulate(together, "serial").result.step_s
+    assert simulate(together, "adaptive", tune(together, "adaptive")).result.step_s <= serial
+    assert simulate(together, "adaptive", tune(free, "adaptive")).result.step_s > serial
+
+
+@pytest.mark.parametrize(
+    ("zero", "ulysses", "stages", "lockstep", "bubbles", "deferred"),
+    [
+        (1, 1, 1, "none", None, False),
+        (2, 1, 1, "gradients", None, False),
+        (3, 1, 1, "all", None, False),
+        (1, 2, 1, "all", None, False),
+        (1, 1, 2, "all", 1 / 4, True),
+    ],
+)
+def test_a_jobs_step_knows_what_its_ranks_do_together(zero, ulysses, stages, lockstep, bubbles, deferred):
+    config = Config()
+    config.trainer.n_gpus_per_node, config.algorithm.adv_estimator, config.fusion.credit_samples = 4, "grpo", 8
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.zero_stage = 32, 16, zero
+    config.training.ulysses_sequence_parallel_size, config.training.pipeline_parallel_size = ulysses, stages
+    workload = workload_of(config, Costs(), 4, (7,) * 32, 11)
+    assert (workload.lockstep, workload.training.bubbles) == (lockstep, bubbles)
+    assert (workload.scoring.deferred, workload.credit_samples) == (deferred, 8)
+    assert simulate(workload, "adaptive").result.samples_finished == 32
+
+
+def test_simulated_ranks_refuse_alone_what_they_do_together_only():
+    def alone(view):
+        decisions = serial(view)
+        return [replace(each, slot=0) if isinstance(each, Score) and each.kind == "ref" else each for each in decisions]
+
+    workload = Workload(2, (5, 9), lockstep="all", scoring=Scoring(kinds=("ref",)))
+    with pytest.raises(BaseExceptionGroup) as raised:
+        simulate(workload, alone)
+    assert raised.group_contains(SimulationError, match="slot 0 is told to do ref alone, which needs all ranks")
+
+
+def test_bubbles_hold_passes_for_nothing():
+    together = {"lockstep": "all", "prompt_tokens": 1, "response_tokens": (99,) * 8}
+    training, scoring = Training(mini_batches=2, bubbles=0.5), Scoring(kinds=("old_log_prob", "ref"))
+    steps = [
+        simulate(Workload(2, training=training, scoring=replace(scoring, deferred=deferred), **together), "serial")
+        for deferred in (False, True)
+    ]
+    # Half of the samples are in the second mini-batch: one pass of 400 tokens of two kinds on two slots.
+    at_once, later = (step.result.step_s for step in steps)
+    assert at_once - later == pytest.approx(2 * 400 / 2 / scoring.tokens_per_s)

@@ -69,13 +69,11 @@ class TrainerGroup(RankGroup):
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: ZeRO 3 gathers weights from them, and rows may be cut over them."""
-        return self.config.actor.zero_stage == 3 or self._largest_degree > 1
+        return self.config.lockstep
 
     @property
     def lockstep_backward(self) -> bool:
-        """Whether gradients do: ZeRO 2 and 3 reduce them in every backward, and rows may be cut."""
-        return self.config.actor.zero_stage >= 2 or self._largest_degree > 1
+        return self.config.lockstep_backward
 
     @property
     def _largest_degree(self) -> int:

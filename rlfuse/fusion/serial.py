@@ -1,0 +1,50 @@
+"""One stage at a time, as systems without fusion work: generation, each kind of scoring, training.
+
+Role: `fusion=serial`, and what `adaptive` does where simulation finds that overlapping loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlfuse.fusion.decisions import Decision, Snapshot
+from rlfuse.fusion.registry import fusion_policy
+from rlfuse.fusion.sharing import (
+    accumulate_gradients,
+    admission_paused,
+    admit,
+    prefetch_passes,
+    score_passes,
+    score_rewards,
+    step_optimizer,
+    switch_idle_slots_to_trainer,
+)
+
+
+@fusion_policy()
+def serial(view: Snapshot) -> list[Decision]:
+    """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
+    if (view.waiting and not admission_paused(view)) or view.in_flight:
+        return admit(view) if not view.busy else []
+    if view.busy or view.scoring:
+        return []
+    view = sorted_by_name(view)
+    scoring = score_rewards(view) or switch_idle_slots_to_trainer(view) or score_passes(view)
+    return scoring or train(view) or prefetch_passes(view)
+
+
+def sorted_by_name(view: Snapshot) -> Snapshot:
+    """The same, samples and slots by name: who happened to finish first then changes no sum's last bit."""
+
+    def sort(parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+        return {key: dict(sorted(names.items())) for key, names in parts.items()}
+
+    return replace(view, unscored=sort(view.unscored), ready=sort(view.ready), idle_trainers=sorted(view.idle_trainers))
+
+
+def train(view: Snapshot) -> list[Decision]:
+    """Train as a stage of its own: when every sample has all its scores."""
+    if view.unfinished or view.busy or view.scoring or any(view.unscored.values()):
+        return []
+    return accumulate_gradients(view) or step_optimizer(view)

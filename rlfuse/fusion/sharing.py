@@ -160,14 +160,14 @@ def unassigned(view: Snapshot, decisions: Iterable[Decision], samples: int) -> l
     return list(islice((slot for slot in view.idle_trainers if slot not in taken), samples))
 
 
-def score_passes(view: Snapshot, decisions: Iterable[Decision] = ()) -> list[Decision]:
+def score_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
     """Score the longest backlog of passes, shared out over the slots that are idle beside these decisions."""
     kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and batch_is_ready(view, kind)]
     if not kinds or not view.idle_trainers:
         return []
     kind = max(kinds, key=view.backlog.__getitem__)
     if view.settings.lockstep:
-        return [Score(kind, tuple(view.unscored[kind]))] if view.together else []
+        return [Score(kind, tuple(view.unscored[kind]))] if view.together and not decisions else []
     slots = unassigned(view, decisions, len(view.unscored[kind]))
     shares = share(
         view, view.unscored[kind], view.backlog[kind], slots, view.costs.score_call_s, view.costs.score_tokens_per_s

@@ -161,3 +161,13 @@ def test_bubbles_hold_passes_for_nothing():
     # Half of the samples are in the second mini-batch: one pass of 400 tokens of two kinds on two slots.
     at_once, later = (step.result.step_s for step in steps)
     assert at_once - later == pytest.approx(2 * 400 / 2 / scoring.tokens_per_s)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_that_go_back_to_generation_are_not_told_to_score_together_at_once(policy):
+    """With credit left again, one decision sent the slots back and another had all of them score."""
+    scoring, models = Scoring(kinds=("old_log_prob", "values"), deferred=True), ("critic", "actor")
+    training = Training(mini_batches=2, models=models, bubbles=0.5)
+    more = {"engine": Engine(max_sequences=1), "lockstep": "all", "credit_samples": 4}
+    workload = Workload(2, (10, 60, 30, 30, 30, 60), scoring=scoring, training=training, **more)
+    assert simulate(workload, policy).result.samples_finished == 6

@@ -6,8 +6,9 @@ What is assumed of a schedule: it is on-policy (every sample is generated with t
 at a time and starts as an engine; an optimizer step is taken by all slots together, all of them trainers, so not before
 generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one before;
 a sample is trained on only after every kind of scoring. Costs are those of `fusion.costs`. Nothing else: no policy, no
-order, no limit on moving samples, no memory limit. So the bound holds for every policy, and also where samples are
-re-prefilled, pre-empted or generated again after a failure, all of which only add work.
+order, no limit on moving samples, no memory limit. So the bound holds for every policy, also for ranks that work
+together only, which can do no more than free ones, and where samples are re-prefilled, pre-empted or generated again
+after a failure, all of which only add work.
 
 Proof. Let v_s(t) be the slots' speeds, which may change at any time: a second of a slot does v_s seconds of cost. Let v
 be the largest that any slot ever has, V(t) their sum, V its largest value, and u the sum of each slot's smallest. By
@@ -28,13 +29,15 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
    Prompts are prefilled at least once each. So the cost of generation is at least
        W(G) = sum over prompts of p + sum over samples of (L_i * f(X_i) + c_i),    non-increasing in G.
 3. Before the first optimizer step every slot turned into a trainer once (`switch_s` of its time), generation is over,
-   and the first mini-batch was scored and accumulated: that step begins no sooner than
-       S = max(G + switch_s, D(0, W(G) + its scoring + its training + u * switch_s)).
+   and the first mini-batch was scored and accumulated. So was every other sample at least once, if each model has a
+   pass that reads the weights which its step changes (old log-probs, values). That step begins no sooner than
+       S = max(G + switch_s, D(0, W(G) + all that scoring + its training + u * switch_s)).
 4. After it come all other mini-batches, none of which could be begun before; each takes at least its work / V and at
    least its longest sample at speed v. And every optimizer step has all slots for `optimizer_s`. Beside, all of that
    has to fit: T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
 5. All work has to fit: T >= D(0, W(G) + all scoring + all training + u * (`switch_s` + all optimizer steps)).
-6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own.
+6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own; and, if every sample is
+   scored before the first step, T >= e_i + a pass over it + all other mini-batches + all optimizer steps.
 The bound is the least over G >= max e_i of the largest of 3 + 4, 5 and 6: some terms grow with G, the others fall, so
 the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences cheaper by
 `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it stands.
@@ -47,6 +50,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlfuse.fusion.decisions import PASS_BEFORE_STEP
 from rlfuse.simulate.speed import together
 from rlfuse.simulate.workload import Workload
 
@@ -171,9 +175,13 @@ class _Rest:
         self.training_work = models * training.epochs * float(one_training.sum())
         self.work = self.scoring_work + self.training_work
         self.optimizer_s = models * steps * training.optimizer_s
-        self.passes = min(1, kinds) * (one_pass / fastest + scoring.call_s)
+        call_s = 0.0 if scoring.deferred else scoring.call_s  # a pass in a schedule's bubbles is no call of its own
+        self.passes = min(1, kinds) * (one_pass / fastest + call_s)
         needed = kinds if models == 1 else min(1, kinds)  # which of several kinds a model reads is its own affair
         self.first_work = float((needed * one_pass + one_training)[part == 0].sum())
+        all_scored_first = all(PASS_BEFORE_STEP[model] in scoring.kinds for model in training.models)
+        if all_scored_first:
+            self.first_work += float(one_pass[part > 0].sum())
 
         sums, longest = np.bincount(part, one_training), np.zeros(int(part[-1]) + 1)
         np.maximum.at(longest, part, one_training)
@@ -185,3 +193,5 @@ class _Rest:
         left = training.epochs * each.sum() - np.cumsum(each)
         collective = training.optimizer_s * (steps - np.arange(len(each)))
         self.chains = self.passes + own + (left + collective)[part]
+        if all_scored_first:
+            self.chains = np.maximum(self.chains, self.passes + self.optimizer_s + self.after_first_s)

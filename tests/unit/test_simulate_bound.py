@@ -70,6 +70,15 @@ def test_later_mini_batches_follow_the_longest_sample():
     assert bound.seconds == pytest.approx(0.01 + 8.0 + 0.5 + 1.0 + second)
 
 
+def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_not():
+    # The last sample is the longest, and its pass takes long enough for its slot to turn into a trainer meanwhile.
+    def seconds(kind):
+        return lower_bound(workload([10, 10, 10, 400], 2, 4, scoring={"tokens_per_s": 200, "kinds": [kind]})).seconds
+
+    assert seconds("old_log_prob") == pytest.approx(8.01 + 2.5 + 2 * 0.22 + 1.0)
+    assert seconds("ref") == pytest.approx(8.01 + 2.5 + 1.0)
+
+
 def test_what_binds_is_named():
     many = [100] * 64
     assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (

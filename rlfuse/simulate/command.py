@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlfuse.config.input_files import WorkloadError, publish, schema_of
+from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
@@ -23,11 +26,15 @@ from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, simulate
+from rlfuse.simulate.stress import Tried, Verdict, search, shrink, written
 from rlfuse.simulate.tuning import tune
-from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
+from rlfuse.simulate.workload import EXAMPLE, Workload, parse, read_workload
 
 REPLAYED = 8
 """Steps of a run that are replayed: the last ones, as the first are warming up."""
+MOST_MINUTES = 100_000
+SEARCHING = 0.75
+"""Share of the time of `--stress`; in the rest what was found is made simpler."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,10 +45,14 @@ def main(argv: Sequence[str]) -> None:
         then = 'name it as "$schema" in a workload' if arguments.schema else "rlfuse simulate {path}"
         publish(data, arguments.schema or arguments.example, then, WorkloadError)
         return
-    if (arguments.workload is None) == (arguments.run is None):
-        raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
+    if sum(each is not None for each in (arguments.workload, arguments.run, arguments.stress)) != 1:
+        raise WorkloadError(
+            "rlfuse simulate needs a WORKLOAD.json, --from RUN_DIR or --stress FOLDER, one of them; --example shows one"
+        )
     for policy in arguments.policy or ():
         load_policy(policy, f"--policy {policy}")
+    if arguments.stress is not None:
+        return _stress(arguments)
     for path in (arguments.out, arguments.picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
@@ -58,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("workload", nargs="?", type=Path, metavar="WORKLOAD.json", help="machine, costs and samples")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="replay the steps of a recorded run")
     names = f"{', '.join(POLICIES)} (default: these), or path/file.py:name for your own"
+    parser.add_argument(
+        "--stress", type=Path, metavar="FOLDER", help="look for the workloads on which a policy does worst, write them"
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="of --stress (default: 10)")
+    parser.add_argument("--seed", type=int, default=1, help="of --stress (default: 1)")
     parser.add_argument("--policy", nargs="+", action="extend", metavar="P", help=names)
     tuned = " and ".join(name for name, policy in POLICIES.items() if "threshold" in traits_of(policy).tuned)
     parser.add_argument("--threshold", type=float, metavar="R", help=f"of {tuned}; default: tuned by simulation")
@@ -138,6 +154,53 @@ def _draw(path: Path, timelines: Sequence[Any]) -> None:
 
     draw(timelines, path)
     print(f"picture    {path}")
+
+
+# The worst workloads -------------------------------------------------------------------------------------------------
+
+
+def _stress(arguments: argparse.Namespace) -> None:
+    """Half of the time for each regret: against the best other policy, and against the bound."""
+    policies, seconds = arguments.policy or [Config().fusion.policy], 60 * arguments.minutes
+    if len(policies) > 1:
+        raise WorkloadError(f"--stress looks at one policy; --policy gives {len(policies)}: {', '.join(policies)}")
+    if not 0 < arguments.minutes < MOST_MINUTES:
+        raise WorkloadError(f"--minutes {arguments.minutes:g}: needs a number above 0 and below {MOST_MINUTES}")
+    arguments.stress.mkdir(parents=True, exist_ok=True)
+    for number, goal in enumerate(("over_best", "over_bound")):
+        found = _worst(policies[0], goal, arguments.seed + number, seconds / 2)
+        path = arguments.stress / f"{goal}.json"
+        path.write_text(json.dumps(written(parse(found.fields)), indent=2) + "\n")
+        print(f"{_told(found.verdict, goal)}; rlfuse simulate {path}")
+
+
+def _worst(policy: str, goal: str, seed: int, seconds: float) -> Tried:
+    """Searched for most of the time, shrunk in the rest."""
+    began, shown = time.monotonic(), ""
+    regret = attrgetter(goal)
+
+    def left(part: float) -> float:
+        return 1 - (time.monotonic() - began) / (part * seconds)
+
+    for found, count in search(policy, regret, seed, lambda: left(SEARCHING)):
+        if (told := _told(found.verdict, goal)) != shown:
+            print(f"{time.monotonic() - began:6.0f} s {count:6} workloads   {told}", flush=True)
+            shown = told
+    print(f"{time.monotonic() - began:6.0f} s {count:6} workloads   made simpler", flush=True)
+    for simpler in shrink(found, policy, regret):
+        found = simpler
+        if left(1.0) <= 0:
+            break
+    return found
+
+
+def _told(verdict: Verdict, goal: str) -> str:
+    if verdict.broken:
+        return verdict.broken
+    policy, *others = verdict.steps
+    best = min(others, key=verdict.steps.__getitem__, default=policy)
+    than = "the bound" if goal == "over_bound" else f"{best} and a switch"
+    return f"{policy} takes {getattr(verdict, goal):.1%} longer than {than}"
 
 
 # A recorded run ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""What the solver proves of small workloads: worked out by hand, and between the bound and what policies take."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.simulate.bound import lower_bound
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import parse
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from optimum import TICKS, build, optimum
+
+ROUNDED = 30 / TICKS
+"""What rounding down to ticks may take from a step of a dozen samples."""
+
+
+def workload(lengths, slots, lanes):
+    engine = {"step_base_s": 0.02, "step_per_context_token_s": 0.0, "prefill_tokens_per_s": 1e9}
+    return parse(
+        {
+            "slots": slots,
+            "response_tokens": lengths,
+            "prompt_tokens": 1,
+            "engine": engine | {"flat_batch": lanes, "max_sequences": lanes},
+            "scoring": {"tokens_per_s": 100},
+            "training": {"tokens_per_s": 50, "mini_batches": 2},
+            "switch_s": 0.2,
+        }
+    )
+
+
+def test_two_samples_on_one_slot_follow_one_another():
+    # One lane: 99 + 49 steps, then a switch, both passes, and both mini-batches.
+    solved = optimum(workload([99, 49], 1, 1), 10, workers=1)
+    assert solved.least == solved.found == pytest.approx(148 * 0.02 + 0.2 + 1.5 + 3.0)
+
+
+def test_an_early_slot_scores_what_a_late_one_decodes():
+    # The short sample is learned from meanwhile; the long one is scored when it is whole, and learned from then.
+    solved = optimum(workload([49, 199], 2, 1), 10, workers=1)
+    assert solved.least == solved.found == pytest.approx(199 * 0.02 + 2.0 + 4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_policy_beats_it_and_the_bound_is_below(seed):
+    small = build(((2, 8), 2, 0.6, 0.2), seed)
+    solved = optimum(small, 3, workers=1)
+    assert lower_bound(small).seconds <= solved.found + ROUNDED and solved.least <= solved.found
+    assert all(simulate(small, policy).result.step_s >= solved.least for policy in POLICIES)

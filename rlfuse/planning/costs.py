@@ -93,8 +93,10 @@ class _Ranks:
         return computed + once + 2 * self._exchanged(shape) + self._handed_on(shape)
 
     def _begun_s(self, shape: Shape) -> float:
-        """Of a micro-batch's forward pass, beside its tokens."""
-        return self._hardware.micro_batch_s + len(shape.layers) * self._hardware.layer_s
+        """Of a micro-batch's forward pass through all stages, beside its tokens."""
+        links = self._hardware.links
+        handed_on = (self._stages - 1) * links.send(0, self._stages > links.per_node)
+        return self._stages * self._hardware.micro_batch_s + len(shape.layers) * self._hardware.layer_s + handed_on
 
     def _hidden_s(self, shape: Shape) -> float:
         """Of a token's hidden states in a forward pass."""

@@ -97,6 +97,7 @@ def forecast(
     `error`: part of a step that the costs may be wrong by; `speeds`: of the nodes, where they differ.
     """
     engines = config.slots // config.rollout.tensor_model_parallel_size
+    costs = with_idle_stages(config, costs, lengths, prompt_tokens)
     workload = without_schedule(workload_of(config, costs, engines, lengths, prompt_tokens))
     workload = replace(workload, slot_speed=engine_speeds(config, speeds))
     results, tuned = {}, {}
@@ -156,8 +157,9 @@ def planned(
     training, width = config.training, config.rollout.tensor_model_parallel_size
     stages = training.pipeline_parallel_size
     planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
-    rows, count = config.actor.ppo_mini_batch_size * config.rollout.n, micro_batches(config, lengths, prompt_tokens)
-    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / (config.slots // stages)
+    prompts = config.actor.ppo_mini_batch_size
+    count = micro_batches(config, prompts, lengths, prompt_tokens)
+    tokens = prompts * config.rollout.n * (sum(lengths) / len(lengths) + prompt_tokens) / (config.slots // stages)
     forward = tokens / count / (costs.train_tokens_per_s / width) / 3
     counts = {}
     for role in ("actor", "critic") if config.uses_critic else ("actor",):
@@ -168,6 +170,14 @@ def planned(
                 planner.learn(Operation(role, 0, stage, 0, kind), forward * times * share)
         counts[role] = count
     return planner, counts, forward
+
+
+def with_idle_stages(config: Config, costs: Costs, lengths: Sequence[int], prompt_tokens: int) -> Costs:
+    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch."""
+    if (stages := config.training.pipeline_parallel_size) == 1:
+        return costs
+    count = micro_batches(config, config.data.train_batch_size, lengths, prompt_tokens)
+    return replace(costs, score_tokens_per_s=costs.score_tokens_per_s * count / (count + stages - 1))
 
 
 def stage_shares(shape: Shape, stages: int) -> list[float]:

@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Plans, the fastest first, one for each structure that was simulated."""
+    """Plans, the best first, then the fastest, one for each structure that was simulated."""
 
     plans: tuple[Plan, ...]
     bound_s: float
@@ -211,10 +211,14 @@ def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     """The fastest first, one for each structure; of those that take the very same, the first."""
     seen: set[object] = set()
     for plan in sorted(plans, key=lambda plan: plan.seconds.step):
-        structure = tuple(setting for setting in plan.settings if structural(setting[0]))
+        structure = _structure(plan)
         if not seen & {structure, plan.seconds}:
             seen |= {structure, plan.seconds}
             yield plan
+
+
+def _structure(plan: Plan) -> tuple[Setting, ...]:
+    return tuple(setting for setting in plan.settings if structural(setting[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +232,8 @@ class Neighbour:
 
 def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour]]:
     """The plans with the best one's neighbours, and theirs, until none gains more than next to nothing; and the
-    neighbours of that plan. Keys whose change gains next to nothing stay as the job has them.
+    neighbours of that plan. Keys stay as the job has them where their change gains next to nothing, or no more than a
+    calibration's error leaves open: then faster plans come behind.
     """
     plans, enough = list(found.plans), 1 - NOTHING
     while True:
@@ -240,13 +245,14 @@ def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour
         plans += faster
     if (plain := _nearer_the_job(job, best, facts)) is not best:
         best, around = plain, list(_neighbours(job, plain, facts))
-    others = [plan for plan in ranked(plans) if plan.seconds.step > best.seconds.step]
-    return replace(found, plans=tuple(ranked([best, *others]))), around
+    least = best.seconds.step - _left_open(job, best)
+    others = [plan for plan in plans if plan.seconds.step > least and _structure(plan) != _structure(best)]
+    return replace(found, plans=(best, *ranked(others))), around
 
 
 def _nearer_the_job(job: Job, best: Plan, facts: Facts) -> Plan:
-    """The plan with as many of the job's own values as cost next to nothing."""
-    most = best.seconds.step * (1 + NOTHING)
+    """The plan with as many of the job's own values as cost next to nothing, or nothing that could be told."""
+    most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
     for key, value in best.settings:
         given = value_of(job.config, key)
         if given != value and given in job.axes[key]:
@@ -254,6 +260,11 @@ def _nearer_the_job(job: Job, best: Plan, facts: Facts) -> Plan:
             if isinstance(tried, Plan) and tried.seconds.step <= most:
                 best = tried
     return best
+
+
+def _left_open(job: Job, plan: Plan) -> float:
+    """Seconds of a step by which a calibration was off; 0 where none was made: an allowance tells nothing of plans."""
+    return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
 
 
 def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts) -> Plan | str:

@@ -20,7 +20,14 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import engine_speeds, of_slowest, planned, stage_shares, without_schedule
+from rlfuse.planning.forecast import (
+    engine_speeds,
+    of_slowest,
+    planned,
+    stage_shares,
+    with_idle_stages,
+    without_schedule,
+)
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import Memory, problems
 from rlfuse.planning.model_sizes import Shape
@@ -165,6 +172,8 @@ class StepTimes:
         """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
         job = self._job
         costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, memory.moved)
+        if not roomy:
+            costs = with_idle_stages(hypothetical.as_one(config), costs, job.lengths, job.prompt_tokens)
         ample = config.rollout.max_num_seqs * (job.prompt_tokens + max(job.lengths))
         tokens = ample if roomy else max(1, min(memory.kv_tokens, ample))
         workload = self._some_engines(config, replace(costs, kv_tokens=tokens))

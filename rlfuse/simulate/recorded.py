@@ -129,12 +129,13 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
     if (stages := config.training.pipeline_parallel_size) == 1:
         return None
     fused = config.uses_critic and config.fusion.training == "fused"
-    return (stages - 1) / micro_batches(config, lengths, prompt_tokens) / (2 if fused else 1)
+    count = micro_batches(config, config.actor.ppo_mini_batch_size, lengths, prompt_tokens)
+    return (stages - 1) / count / (2 if fused else 1)
 
 
-def micro_batches(config: Config, lengths: Sequence[int], prompt_tokens: int) -> int:
-    """Of a mini-batch in each pipeline, as the trainer cuts them."""
-    stages, rows = config.training.pipeline_parallel_size, config.actor.ppo_mini_batch_size * config.rollout.n
+def micro_batches(config: Config, prompts: int, lengths: Sequence[int], prompt_tokens: int) -> int:
+    """Of so many prompts' rows in each pipeline, as the trainer cuts them."""
+    stages, rows = config.training.pipeline_parallel_size, prompts * config.rollout.n
     copies = config.slots // stages
     tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies
     return int(max(-(-tokens // config.actor.ppo_max_token_len_per_gpu), min(2 * stages, -(-rows // copies))))

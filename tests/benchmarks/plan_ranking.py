@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,7 @@ from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.events import read_events
 from rlfuse.planning.calibrate import read_works
-from rlfuse.planning.calibration import fitted
+from rlfuse.planning.calibration import errors_of, fitted, held_out
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import shapes_of
@@ -63,7 +63,7 @@ TRIED = {
 }
 """Of OTHERS, each at least once."""
 FROZEN = ("actor.optim.lr=0", "critic.optim.lr=0")
-CLUSTER = Cluster(1, 2, 10, tflops=0.1, device="cpu")
+CLUSTER = Cluster(1, 2, 10, calibration="of the other jobs", device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
 """Gloo between two processes of one machine: its order of magnitude."""
 
@@ -89,7 +89,9 @@ def main() -> None:
     every = []
     for name in TASKS:
         others = [folder_of(arguments.folder, other) for other in TASKS if other != name]
-        hardware = replace(fitted([work for path in others for work in read_works(path, path.name)[0]]), links=LINKS)
+        works = [work for path in others for work in read_works(path, path.name)[0]]
+        errors = {kind: error for kind, error in asdict(errors_of(held_out(works)[0])).items() if error is not None}
+        hardware = replace(fitted(works), links=LINKS, errors=errors)
         plans = [
             replace(plan, measured_s=_measured(arguments.folder, name, plan, arguments.steps))
             for plan in _plans(folder_of(arguments.folder, name), hardware, TRIED[name])

@@ -16,8 +16,8 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
 from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven
 from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import engine_speeds, forecast, lengths_of, of_slowest
-from rlfuse.planning.hardware import Hardware, Links
+from rlfuse.planning.forecast import engine_speeds, forecast, lengths_of, of_slowest, with_idle_stages
+from rlfuse.planning.hardware import KINDS, Hardware, Links
 from rlfuse.planning.memory import problems
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
@@ -207,6 +207,19 @@ def test_a_key_is_not_changed_for_nothing(shape):
     assert dict(found.plans[0].settings)["rollout.max_num_seqs"] == 64
 
 
+@pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
+def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
+    job, facts = job_of(shape), facts_of(shape)
+    job.config.rollout.max_num_seqs = 4
+    measured = replace(job.hardware, errors=dict.fromkeys(KINDS, off))
+    job = replace(job, cluster=replace(job.cluster, calibration="calibration.yaml"), hardware=measured)
+    found, around = settled(job, search(job, facts, seconds=0), facts)
+    first, *others = found.plans
+    assert (dict(first.settings)["rollout.max_num_seqs"] == 4) is kept
+    assert any(plan.seconds.step < first.seconds.step for plan in others) is kept, "and the faster ones are told"
+    assert all(each.plan or each.why_not for each in around)
+
+
 @pytest.mark.slow
 def test_more_memory_never_makes_a_plan_infeasible_or_slower(shape):
     facts, before = facts_of(shape), inf
@@ -320,6 +333,17 @@ def test_errors_that_plans_have_in_common_do_not_make_them_equal(shape):
     assert surely_slower(mine, slower, errors)
     traded = replace(plan, seconds=Seconds(18, 5, 13))
     assert not surely_slower(mine, traded, errors)
+
+
+@pytest.mark.parametrize("tokens, longer", [(65536, 1.25), (256, 33 / 32), (64, 1 + 1 / 128)])
+def test_passes_of_a_pipeline_wait_for_the_first_and_last_micro_batch(shape, tokens, longer):
+    job = job_of(shape)
+    job.config.training.pipeline_parallel_size, job.config.actor.ppo_max_token_len_per_gpu = 2, tokens
+    costs = costs_of(job.config, job.shapes, job.hardware, 256)
+    waits = with_idle_stages(job.config, costs, [192] * 64, 64)  # 32 rows of 256 tokens in each of two pipelines
+    assert costs.score_tokens_per_s / waits.score_tokens_per_s == pytest.approx(longer)
+    job.config.training.pipeline_parallel_size = 1
+    assert with_idle_stages(job.config, costs, [192] * 64, 64) == costs
 
 
 @pytest.mark.parametrize("stages", [2, 4])

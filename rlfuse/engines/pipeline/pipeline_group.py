@@ -126,6 +126,11 @@ class PipelineGroup(RankGroup):
         costs = Costs(rates=tuple(self._rates_of(model)))
         return plan(unit_per_row(rows), self.copies(model), budget, costs=costs, most=most, lockstep=True)
 
+    def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
+        """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
+        fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
+        return max(len(self._within_budget(model, rows)[0]), fullest)
+
     def _rates_of(self, model: str) -> list[float]:
         """Of the model's pipelines."""
         return pipeline_rates(self.rates, self.work, self.layout[model].stages)
@@ -136,10 +141,10 @@ class PipelineGroup(RankGroup):
             raise ValueError(
                 f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
             )
-        shares = self._within_budget(model, rows)
-        schedule = forward_only(self.layout[model], len(shares[0]))
+        count = self._micro_batches(model, rows)
+        schedule = forward_only(self.layout[model], count)
         self._check(schedule)
-        return (await self._run(schedule, {}, {model: (shares, rows)})).scores[model]
+        return (await self._run(schedule, {}, self._divided({model: count}, {model: rows}))).scores[model]
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value before each response token, in order. ValueError for one slot."""

@@ -94,8 +94,3 @@ class PipelineTrainer(PipelineGroup):
     def _paces(self) -> list[float]:
         """Of each rank: how many times longer than expected its operations take."""
         return paces(self.rates, self._rates_of("actor"))
-
-    def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
-        """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
-        fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
-        return max(len(self._within_budget(model, rows)[0]), fullest)

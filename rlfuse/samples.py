@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,22 +40,28 @@ class FramePlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in the node's shared memory."""
+    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in a node's shared memory."""
 
     key: str
     path: str
     tokens: int
     hidden: int
+    copies: tuple[str, ...] = ()
+    """Paths of the same rows in the shared memory of other nodes."""
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it."""
+        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it.
+
+        The file that is on the reader's node is mapped. EngineError if there is none.
+        """
         import torch
 
+        here = next(filter(os.path.exists, (self.path, *self.copies)), self.path)
         try:
-            flat = torch.from_file(self.path, shared=False, size=self.tokens * self.hidden, dtype=torch.bfloat16)
+            flat = torch.from_file(here, shared=False, size=self.tokens * self.hidden, dtype=torch.bfloat16)
         except RuntimeError as error:
             raise EngineError(
-                f"embedding {self.key} is not at {self.path}: it was dropped, or lies on another node. Hold it (the "
+                f"embedding {self.key} is not at {here}: it was dropped, or lies on another node. Hold it (the "
                 "step's name in `encode`) for as long as it is read."
             ) from error
         return flat.view(self.tokens, self.hidden)[first:last]
@@ -70,7 +77,7 @@ class Video:
     positions: np.ndarray
     """int32 [v], ascending: places of `Prompt.token_ids` that hold placeholders, one for each row of the embedding."""
     embedding: Embedding | None = None
-    """Handle of bf16 [v, hidden] in the node's shared memory; None until the clip is encoded."""
+    """Handle of bf16 [v, hidden] in every node's shared memory; None until the clip is encoded."""
 
 
 @dataclass(frozen=True, slots=True)

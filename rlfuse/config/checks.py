@@ -283,7 +283,6 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
     if not facts.video:
         return
     for name, most, why in (
-        ("trainer.nnodes", 1, "the embeddings of clips lie in the memory of one node"),
         ("fusion.tail_speculation", 0, "vLLM can't keep visual placeholders from being drawn while it drafts"),
         ("algorithm.filter_groups.max_num_gen_batches", 0, "clips are encoded before a step begins"),
     ):

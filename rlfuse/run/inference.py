@@ -177,5 +177,6 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         [EncoderPlacement(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},
+        [node.id for node in slots.nodes],
     )
     return VideoParts(TowerSettings(settings, pool), StepClips(encoder, video.max_failure_rate, say))

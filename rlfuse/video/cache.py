@@ -115,14 +115,16 @@ class EmbeddingCache:
 
     def write(self, key: str, first: int, data: np.ndarray) -> None:
         """Another node's bytes at row `first` of a reserved entry."""
+        self._counts["received_bytes"] += len(data)
         write_bytes(str(self._partial(key)), first * self._entries[key].hidden * BF16, data)
 
     def counters(self) -> dict[str, int]:
-        """`evicted`, `disk_hits` and `disk_failures` so far, and bytes now: of all entries, and of those held."""
+        """Evicted, found on disk, received from other nodes so far; and bytes now: of all entries, of those held."""
         return {
             "evicted": self._counts["evicted"],
             "disk_hits": self._counts["disk_hits"],
             "disk_failures": self.disk.failures if self.disk else 0,
+            "received_bytes": self._counts["received_bytes"],
             "bytes": self._bytes(),
             "held_bytes": sum(entry.bytes for entry in self._entries.values() if entry.holders),
         }

@@ -6,15 +6,16 @@ Role: what a step calls before it rolls out and trains. It moves no pixel and no
       keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
       encoder/0: part, part, ... --rows--> /dev/shm of its node      one part is under way on each rank
       encoder/1: part, part, ... --rows--> /dev/shm of its node
-      a clip's last part done -> committed -> handle
+      a clip's last part done -> committed -> copied to every other node, once -> handle
 
-A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there.
+A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there. Whoever reads it, on
+whichever slot its samples come to run, finds it in the memory of its own node.
 Invariants:
 - embeddings equal those of the unsharded tower, bit by bit on equal devices: shards are cut where the tower allows;
 - a clip that is in a cache, or twice in a batch, is not encoded (again): `video/encode_once_factor` is 1;
 - a clip that can't be read, decoded or encoded is a `ClipFailure` that says why; the others go on. A rank that dies or
   does not answer within `timeout_s` costs the clip it was at and is started anew;
-- what `encode` returned stays in memory until `release(holder)`.
+- what `encode` returned stays in the memory of all nodes until `release(holder)`.
 A rank that can't be started (again), or a cache that has no room or is lost, is an `EngineError` for the batch.
 """
 
@@ -90,7 +91,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `placements`, and the caches of their nodes.
+    """Encoder ranks at `placements`, and caches on their nodes and on `nodes`, Ray's names of those that read.
 
     `frames` decodes and is pickled to every rank; `environment` is that of the caches' processes.
     """
@@ -103,10 +104,11 @@ class SequenceParallelEncoder:
         placements: Sequence[EncoderPlacement],
         timeout_s: float,
         environment: dict[str, str] | None = None,
+        nodes: Sequence[str] = (),
     ):
         if not placements:
             raise ValueError("placements: at least one encoder rank is needed, got none")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.nodes = timeout_s, nodes
         self.frozen_only = cache.disk is not None
         self.store = EmbeddingStore(cache, timeout_s, environment or {})
         self.ranks = [EncoderHandle(i, placement, encoder, frames, timeout_s) for i, placement in enumerate(placements)]
@@ -119,7 +121,7 @@ class SequenceParallelEncoder:
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         self._take_version()
         self.shape = self.ranks[0].shape
-        await self.store.start({rank.memory: rank.node for rank in self.ranks})
+        await self.store.start({rank.memory: rank.node for rank in self.ranks} | {node: node for node in self.nodes})
 
     async def encode(self, clips: Sequence[Clip], holder: str) -> list[Embedding | ClipFailure]:
         """A handle or a failure for each clip, in order. Handles are held for `holder` until it is released."""
@@ -135,13 +137,10 @@ class SequenceParallelEncoder:
             finally:
                 left_over = [entry for job in missing for entry in job.reserved]
                 await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
+            await asyncio.gather(*(self._spread(job, holder) for job in unique.values()))
             results = [job if isinstance(job, ClipFailure) else _named(unique[job.key], job.clip) for job in jobs]
             self._tally.failed += sum(isinstance(result, ClipFailure) for result in results)
             return results
-
-    async def fetch(self, embedding: Embedding, memory: str, holder: str) -> Embedding:
-        """The same embedding on the node called `memory`: found there, or copied from where it is."""
-        return await self.store.fetch(embedding, memory, holder)
 
     async def release(self, holder: str) -> None:
         """`holder` is done: what only it held may be evicted."""
@@ -211,6 +210,10 @@ class SequenceParallelEncoder:
 
     async def _look_up(self, job: _Job, holder: str) -> None:
         job.outcome = await self.store.lookup(job.key, job.tokens, self.shape.hidden, holder)
+
+    async def _spread(self, job: _Job, holder: str) -> None:
+        if isinstance(job.outcome, Embedding):
+            job.outcome = await self.store.spread(job.key, job.tokens, self.shape.hidden, holder)
 
     async def _encode(self, jobs: list[_Job], holder: str) -> None:
         """All jobs over all ranks; each has an outcome then."""

@@ -1,16 +1,16 @@
 """The embedding caches of all nodes, as the driver sees them: one `EmbeddingCache` actor per node.
 
 Role: used by `encoding`, which decides what is encoded where. An embedding that a node lacks and another has is
-fetched, never encoded again: its bytes go from node to node through Ray's object transfer, not through the driver.
-Invariants: every call is bounded by `timeout_s` and names the cache that did not answer. Nothing waits otherwise.
+copied once and never encoded again: its bytes go from node to node through Ray's object store, not the driver.
+Invariants: every call is bounded by `timeout_s` and names the cache that did not answer; of all clips that are copied,
+at most COPYING lie in the object store. Nothing waits otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,6 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlfuse.cluster import remote
 from rlfuse.samples import Embedding
 from rlfuse.video.cache import EmbeddingCache
+
+COPYING = 2
+"""Clips on their way to other nodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class EmbeddingStore:
     def __init__(self, settings: CacheSettings, timeout_s: float, environment: dict[str, str]):
         self.settings, self.timeout_s, self.environment = settings, timeout_s, environment
         self._caches: dict[str, Any] = {}
-        self._homes: defaultdict[str, set[str]] = defaultdict(set)  # nodes that had the key when last heard of
+        self._copying = asyncio.Semaphore(COPYING)
 
     async def start(self, nodes: Mapping[str, str]) -> None:
         """A cache for each name, on that Ray node."""
@@ -57,14 +60,9 @@ class EmbeddingStore:
         await self._all("counters")
 
     async def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:
-        """The handle on some node that has the entry, held for `holder`; None if it has to be encoded."""
-        known = sorted(self._homes[key])
-        for node in [*known, *(node for node in self._caches if node not in known)]:
-            if found := await self._ask(node, "lookup", key, tokens, hidden, holder):
-                self._homes[key].add(node)
-                return found
-            self._homes[key].discard(node)
-        return None
+        """The handle of what nodes have of the entry, held there for `holder`; None if it has to be encoded."""
+        found = [copy for copy in await self._all("lookup", key, tokens, hidden, holder) if copy]
+        return _joined(found) if found else None
 
     async def reserve(self, node: str, key: str, tokens: int, hidden: int, holder: str) -> str:
         """Room on `node`; returns the file to write to."""
@@ -72,12 +70,10 @@ class EmbeddingStore:
 
     async def commit(self, node: str, key: str) -> Embedding:
         """The entry on `node` is written."""
-        self._homes[key].add(node)
         return await self._ask(node, "commit", key)
 
     async def abandon(self, node: str, key: str) -> None:
         """Drop the entry on `node`."""
-        self._homes[key].discard(node)
         await self._ask(node, "abandon", key)
 
     async def move(self, source: str, part: str, node: str, key: str, row: int) -> None:
@@ -86,15 +82,22 @@ class EmbeddingStore:
         await self._ask(node, "write", key, row, data)
         await self.abandon(source, part)
 
-    async def fetch(self, embedding: Embedding, node: str, holder: str) -> Embedding:
-        """The same embedding in the shared memory of `node`, held there for `holder`; copied if it isn't there yet."""
-        key, size = embedding.key, (embedding.tokens, embedding.hidden)
-        if found := await self._ask(node, "lookup", key, *size, holder):
-            return found
-        await self.reserve(node, key, *size, holder)
+    async def spread(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
+        """The handle of an entry that some node has, once all have it, held for `holder`; EngineError without room."""
+        entry = (key, tokens, hidden, holder)
+        found = dict(zip(self._caches, await self._all("lookup", *entry), strict=True))
+        if lacking := [node for node, copy in found.items() if copy is None]:
+            source = next(node for node, copy in found.items() if copy)
+            async with self._copying:
+                data = self._caches[source].read.remote(key)  # into the object store once, however many nodes take it
+                copies = await asyncio.gather(*(self._copy(data, node, *entry) for node in lacking))
+            found |= zip(lacking, copies, strict=True)
+        return _joined(list(found.values()))
+
+    async def _copy(self, data: Any, node: str, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
+        await self.reserve(node, key, tokens, hidden, holder)
         try:
-            source = next(iter(self._homes[key] - {node}))
-            await self._ask(node, "write", key, 0, self._caches[source].read.remote(key))
+            await self._ask(node, "write", key, 0, data)
         except BaseException:
             await self.abandon(node, key)
             raise
@@ -128,3 +131,9 @@ class EmbeddingStore:
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return await asyncio.gather(*(self._ask(node, method, *arguments) for node in self._caches))
+
+
+def _joined(copies: Sequence[Embedding]) -> Embedding:
+    """One handle of the copies on several nodes."""
+    first, *others = copies
+    return replace(first, copies=tuple(copy.path for copy in others))

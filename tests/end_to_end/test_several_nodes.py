@@ -1,4 +1,4 @@
-"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, a lost node."""
+"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, clips, a lost node."""
 
 import json
 import os
@@ -19,7 +19,14 @@ from leftovers import weights_left
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.planning.measured_links import read_links
+from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
+from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
+EARLY = """
+def early(data_source, solution_str, ground_truth, extra_info=None):
+    return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0
+"""
+"""A reward that random answers differ in."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 
 
@@ -69,25 +76,26 @@ def end(raylet):
 
 @pytest.fixture
 def started():
-    """Starts a job on two of the cluster's nodes: its process, its run folder. None outlives its test."""
+    """Starts a job: its process, its run folder. None outlives its test."""
     processes = []
 
-    def start(*arguments, **named):
-        process, run = job_on_two_nodes(*arguments, **named)
-        processes.append(process)
-        return process, run
+    def start(folder, name, settings):
+        words = [f"{key}={value}" for key, value in (settings | {"trainer.experiment_name": name}).items()]
+        command = [sys.executable, "-m", "rlfuse.train", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=os.environ | AUTHENTICATED, **pipes))
+        return processes[-1], folder / "runs" / "rlfuse" / name
 
     yield start
     for process in processes:
         process.kill()
 
 
-def job_on_two_nodes(folder, model, name, address, max_restarts, steps):
-    """(its process, its run folder)."""
-    settings = {
+def on_two_nodes(folder, model, address, max_restarts, steps):
+    """Settings of a job that the loss of nodes is tried on."""
+    return settings_of(folder, model) | {
         "cluster.ray_address": address,
         "cluster.max_restarts": max_restarts,
-        "trainer.experiment_name": name,
         "trainer.nnodes": 2,
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
@@ -99,12 +107,29 @@ def job_on_two_nodes(folder, model, name, address, max_restarts, steps):
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
     }
-    words = [f"{key}={value}" for key, value in (settings_of(folder, model) | settings).items()]
-    command = [sys.executable, "-m", "rlfuse.train", *words]
-    process = subprocess.Popen(
-        command, env=os.environ | AUTHENTICATED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return process, folder / "runs" / "rlfuse" / name
+
+
+def with_clips(folder, address):
+    """Settings of a job whose prompts show clips, wherever its two slots are."""
+    write_task(folder, Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30))
+    small = SmallModel(heads=4, layers=2, tower_heads=2)
+    (folder / "early.py").write_text(EARLY)
+    model = write_small_video_llama3(folder / "model", small, byte_tokenizer([*WORDS, *SIGNS]))
+    return settings_of(folder, model) | {
+        "cluster.ray_address": address,
+        "data.train_files": f"[{folder}/train.parquet]",
+        "data.max_prompt_length": 600,
+        "data.max_response_length": 8,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 8,
+        "fusion": "serial",
+        "reward.functions": f"[{folder}/early.py:early]",
+        "rollout.kv_cache_memory_mb": 64,
+        "video.levels": "[4]",
+        "video.max_tokens": 128,
+        "video.cache_mb": 64,
+        "trainer.total_training_steps": 4,
+    }
 
 
 def test_slots_are_on_the_nodes_in_the_order_given(cluster):
@@ -127,11 +152,36 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
     assert "fastest: " in done.stdout and "1 of 1 rounds" in done.stdout
 
 
+def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path):
+    address, raylets, _ = cluster
+    settings, seen = with_clips(tmp_path, address), {}
+    for nodes in (1, 2):
+        where = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": 2 // nodes}
+        process, run = started(tmp_path, f"on_{nodes}", settings | where)
+        wait_for_step(run, 1, process)
+        lives = [inhabitants(raylet) for raylet in raylets]
+        finish(process, expected=0, timeout=300)
+        seen[nodes] = [row for row in read_metrics(run / "metrics.jsonl") if row["step"]]
+    for kind in ("EmbeddingCache", "EncoderRank", "RolloutWorker", "TrainerRank"):
+        assert all(names.count(kind) == 1 for names in lives), (kind, lives)
+    assert any(row["actor/grad_norm"] > 0 for row in seen[1])
+    for one, two in zip(seen[1], seen[2], strict=True):
+        curves = {name for name in one if name.startswith(("actor/", "critic/", "response_length/"))}
+        assert len(curves) > 10
+        for name in curves - {"actor/lr"}:
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+        assert two["training/rollout_probs_diff_max"] < 1e-4, "engines and ranks saw the same clips"
+        assert two["video/cache_bytes"] == 2 * one["video/cache_bytes"], "a copy on each node"
+        assert two["video/encode_once_factor"] == 1.0 and one["video/cache_received_bytes"] == 0
+        assert two["video/cache_received_bytes"] >= one["video/cache_bytes"], "which came from the other, once"
+    assert not list(Path("/dev/shm").glob("rlfuse-embeddings-*"))
+
+
 def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(
     cluster, started, tiny_model, tmp_path
 ):
     address, raylets, add = cluster
-    process, run = started(tmp_path, tiny_model, "two_nodes", address, max_restarts=1, steps=500)
+    process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address, 1, steps=500))
     wait_for_step(run, 2, process)
     here, there = (inhabitants(raylet) for raylet in raylets)
     assert there == ["RolloutWorker", "TrainerRank", "WeightStaging"]
@@ -187,7 +237,7 @@ def handed_over(run, process, times):
 def test_nodes_of_drained_slots_leave_without_a_failure(cluster, started, tiny_model, tmp_path):
     """First as asked for, which costs no step; then one goes by itself, after its slot was drained."""
     address, _, add = cluster
-    process, run = started(tmp_path, tiny_model, "left", address, max_restarts=0, steps=400)
+    process, run = started(tmp_path, "left", on_two_nodes(tmp_path, tiny_model, address, 0, steps=400))
     wait_for_step(run, 2, process)
     told, status = slots(run, "leave", "1")
     assert status == 2 and "the run needs 2 slots, 1 on each of 2 nodes" in told, told

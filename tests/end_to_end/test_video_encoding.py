@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,8 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
     assert metrics["video/encode_once_factor"] == 1.0
     assert metrics["video/encoded_tokens"] == sum(one.plan.tokens for one in clips)
     assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (4, 0)
-    assert metrics["video/cache_bytes"] == sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
+    whole = sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
+    assert metrics["video/cache_bytes"] == 2 * whole, "every node has all of them"
     assert metrics["video/shard_balance"] < 1.2
     spans = await encoder.drain()
     assert {span.where for span in spans} == {"encoder/0", "encoder/1", "encoder/2"}
@@ -128,19 +130,37 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
     assert await encoder.drain() == []
 
 
-async def test_a_clip_encoded_on_two_nodes_lies_whole_on_one_and_is_fetched_by_the_other(encoder, model, clip):
+async def test_a_clip_encoded_on_two_nodes_lies_whole_on_both_and_crossed_once(encoder, model, clip):
     one = clip("shared", 9)
-    (handle,) = await encoder.encode([one], "fetching")
+    before = (await encoder.metrics())["video/cache_received_bytes"]
+    (handle,) = await encoder.encode([one], "sharing")
     spans = await encoder.drain()
     assert sorted((span.where, span.tokens) for span in spans) == [(f"encoder/{i}", 3 * 6) for i in range(3)]
-    assert torch.equal(handle.read(), unsharded(Tower(model), one))
-    folder = Path(handle.path).parent
-    there = await encoder.fetch(handle, "right", "fetching")
-    assert Path(there.path).parent != folder and torch.equal(there.read(), handle.read())
-    assert await encoder.fetch(handle, "left", "fetching") == handle
-    assert await encoder.drain() == []  # nothing was encoded for it
-    for node in (folder, Path(there.path).parent):  # nor did the part that was encoded away from home stay there
-        assert [file.name for file in node.glob(f"{handle.key}*")] == [f"{handle.key}.bf16"]
+    whole = unsharded(Tower(model), one)
+    paths = [Path(handle.path), *map(Path, handle.copies)]
+    assert len({path.parent for path in paths}) == 2
+    part, rest = 3 * 6 * TEXT_HIDDEN * 2, 9 * 6 * TEXT_HIDDEN * 2  # to the home what was encoded away, from it all
+    assert (await encoder.metrics())["video/cache_received_bytes"] - before == part + rest
+    for path in paths:
+        assert torch.equal(replace(handle, path=str(path), copies=()).read(), whole)
+        # The part that was encoded away from home did not stay there.
+        assert [file.name for file in path.parent.glob(f"{handle.key}*")] == [f"{handle.key}.bf16"]
+    there = replace(handle, path="/another/host", copies=("/a/third", str(paths[1])))
+    assert torch.equal(there.read(), whole), "a reader maps what is on its own node"
+    assert await encoder.encode([one], "sharing") == [handle]
+    assert await encoder.drain() == []
+    assert (await encoder.metrics())["video/cache_received_bytes"] - before == part + rest
+
+
+async def test_what_a_node_lost_is_copied_to_it_again_and_not_encoded(encoder, model, clip):
+    one = clip("lost", 4)
+    (handle,) = await encoder.encode([one], "first")
+    await encoder.release("first")
+    await encoder.drain()
+    await encoder.store.abandon("right", handle.key)
+    assert await encoder.encode([one], "second") == [handle]
+    assert await encoder.drain() == []
+    assert torch.equal(replace(handle, path=handle.copies[0], copies=()).read(), unsharded(Tower(model), one))
 
 
 async def test_more_ranks_than_frames(encoder, model, clip):
@@ -182,7 +202,7 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
 
 
 async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):
-    for holder in ("step 1", "step 2", "fetching", "pair", "failures"):
+    for holder in ("step 1", "step 2", "sharing", "second", "pair", "failures"):
         await encoder.release(holder)
     half = [clip(f"half {i}", 1, 28 * 40, 28 * 40) for i in range(2)]  # 1600 tokens, 400 KiB
     (held,) = await encoder.encode(half[:1], "held")

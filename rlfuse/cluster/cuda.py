@@ -250,8 +250,8 @@ def collective_limit_s(config: Config) -> float:
 
 
 def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
-    """(slot, share of it) of one of `ranks` encoder ranks: from the first slot on, evenly over all of them."""
-    return index % slots, ENCODER_SHARE / -(-ranks // slots)
+    """(slot, share of it) of one of `ranks` encoder ranks: spread over all slots, so over all nodes and their CPUs."""
+    return index * slots // ranks, ENCODER_SHARE / -(-ranks // slots)
 
 
 def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:

@@ -159,3 +159,8 @@ def test_all_who_live_on_a_slot_fit_ray_s_shares_of_it(slots, encoders, models):
     for slot, share in [cuda.reward_place(i, models, slots) for i in range(models)]:
         taken[slot] += share
     assert max(taken) <= 1 + 1e-9, "whoever does not fit would wait for ever"
+
+
+def test_few_encoder_ranks_are_on_all_nodes():
+    slots_of = {ranks: [cuda.encoder_place(rank, ranks, 8)[0] for rank in range(ranks)] for ranks in (1, 2, 4, 8)}
+    assert slots_of == {1: [0], 2: [0, 4], 4: [0, 2, 4, 6], 8: list(range(8))}

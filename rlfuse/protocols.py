@@ -14,7 +14,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from rlfuse.events import Span
-from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Row, Sample
+from rlfuse.samples import Group, Partial, Prompt, Response, Reward, RewardFailure, Row, Sample
 
 Part = Literal["weights", "kv_cache"]
 """Of what a rollout engine holds on its device."""
@@ -193,6 +193,9 @@ class Clips(Recorded, Protocol):
         `check_failures`: EngineError where too many of them can't.
         """
 
+    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+        """Begin to decode the clips of what is probably encoded next."""
+
     async def release(self, holder: str) -> dict[str, float]:
         """They may be forgotten. `video/*` since the last call."""
 
@@ -203,6 +206,9 @@ class NoClips:
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
         """All of them."""
         return list(groups)
+
+    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+        """There is nothing to decode."""
 
     async def release(self, holder: str) -> dict[str, float]:
         """Nothing was held."""

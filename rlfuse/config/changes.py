@@ -47,7 +47,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "rollout.max_num_seqs rollout.weight_transfer rollout.kv_transfer rollout.update_weights_bucket_mb "
      "reward.engine_kwargs reward.device reward.batch_items reward.batch_age_s reward.num_workers reward.memory_mb "
      "reward.timeout_s video.encoder_ranks video.cache_mb video.disk_cache video.decode_workers "
-     "video.decode_timeout_s trainer.gc_freq cluster"),
+     "video.prefetch_mb video.decode_timeout_s trainer.gc_freq cluster"),
     (Effect.BESIDE, "what the run puts up with", "rollout.on_mismatch reward.max_failure_rate video.max_failure_rate "
      "model.trust_remote_code"),
     (Effect.NEXT_STEP, "how long it trains", "trainer.total_epochs trainer.total_training_steps"),

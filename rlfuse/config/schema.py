@@ -320,6 +320,8 @@ class VideoConfig:
     """Folder where embeddings are kept from run to run (they never change while the tower is frozen)."""
     decode_workers: int = 1
     """Decoding processes of each encoder rank."""
+    prefetch_mb: int = 512
+    """Frames of the next step's clips that each encoder rank decodes while this step goes on, in MiB; 0: none."""
     decode_timeout_s: float = 60.0
     """Longest time to read a clip, or the part that a rank encodes."""
     max_failure_rate: float = 0.1

@@ -86,7 +86,7 @@ KEYS_BY_RANGE = {
     "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
     "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
     "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
-    "trainer.log_val_generations trainer.gc_freq "
+    "trainer.log_val_generations trainer.gc_freq video.prefetch_mb "
     "fusion.tail_speculation video.log_clips cluster.max_restarts",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "

@@ -157,12 +157,17 @@ class PromptSource:
         return self.taken // self.steps_per_epoch
 
     def next_batch(self) -> list[Prompt]:
-        """The batch after the last one taken."""
+        """Take the batch after the last one taken."""
+        batch = self.upcoming()
+        self.taken += 1
+        return batch
+
+    def upcoming(self) -> list[Prompt]:
+        """What `next_batch` will take."""
         position = self.taken % self.steps_per_epoch
         order = np.arange(len(self.prompts))
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.prompts))
-        self.taken += 1
         return [self.prompts[i] for i in order[position * self.batch_size : (position + 1) * self.batch_size]]
 
     def state_dict(self) -> dict[str, Any]:

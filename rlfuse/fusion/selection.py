@@ -62,6 +62,9 @@ class Source(Protocol):
 
     def next_batch(self) -> list[Prompt]: ...
 
+    def upcoming(self) -> list[Prompt]:
+        """What `next_batch` will return."""
+
 
 class Selection:
     """`batch`: prompts that a step learns from; `draw` and `give_back` alternate."""
@@ -90,6 +93,10 @@ class Selection:
             size = eligible = more
         fresh = make(self._take(max(0, size - len(carried)), again=True, excluding=carried))
         return Draw(carried + fresh, eligible, batch, partials)
+
+    def upcoming(self) -> list[Prompt]:
+        """What the next step will draw if nothing is given back until then; a guess where prompts are."""
+        return (self._new or self._source.upcoming())[: self.batch]
 
     def give_back(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
         """Take what the last step did not need: groups, and what their unfinished samples have."""

@@ -362,3 +362,5 @@ class _Prompts:
 
     def next_batch(self) -> list[Prompt]:
         return self.prompts
+
+    upcoming = next_batch

@@ -84,6 +84,8 @@ class Controller:
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
         draw, experience = await self.groups.draw(step), self.advantages.experience
+        if step < self.total_steps:
+            self.engines.clips.prefetch(self.groups.selection.upcoming())
         actor, trained = self.config.actor, ["actor"] if step > self.config.trainer.critic_warmup else []
         board = Board(
             draw.groups,

@@ -70,6 +70,11 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return self._handle(key)
 
+    def has(self, key: str) -> bool:
+        """Whether `lookup` would find it now."""
+        entry = self._entries.get(key)
+        return entry.whole if entry else self.disk is not None and self.disk.has(key)
+
     def reserve(self, key: str, tokens: int, hidden: int, holder: str) -> str:
         """Room for an entry that is about to be written, all of it claimed now; returns the file to write to."""
         if key in self._entries:

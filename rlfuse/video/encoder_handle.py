@@ -3,11 +3,12 @@
 Role: used by `encoding` only.
 Invariants: every call is bounded in time and names rank and frames; a process that did not answer in time or died is
 replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. A part is
-blamed for a death only if it dies alone, with nothing being decoded ahead.
+blamed for a death only if it dies alone, with nothing being decoded ahead. What a lost process had prefetched is lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class EncoderHandle:
         self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
         self._actor: Any = None
         self._updated: tuple[str, int] | None = None
+        self._prefetching = False
 
     @property
     def memory(self) -> str:
@@ -50,6 +52,7 @@ class EncoderHandle:
         self._actor = (
             ray.remote(EncoderRank).options(**self.placement.options).remote(self.rank, self.settings, self.frames)
         )
+        self._prefetching = False
         self.version, self.shape, self.node = await self._ask("load its tower", "start")
         if self._updated:
             await self.update(*self._updated)
@@ -59,14 +62,24 @@ class EncoderHandle:
         self._updated = (weights, updates)
         self.version = await self._ask(f"load {weights}", "update", weights, updates)
 
+    async def prefetch(self, upcoming: Sequence[Frames]) -> None:
+        """What the next batch will ask for begins to be decoded."""
+        try:
+            await self._ask("prefetch frames", "prefetch", upcoming)
+            self._prefetching = True
+        except EngineError:
+            self.close()
+            await self.start()
+
     async def encode(self, part: Part, upcoming: Frames | None) -> Encoded | PartFailure:
         """One part; meanwhile what comes next begins to be decoded."""
         try:
             return await self._ask(f"encode {part.frames}", "encode", part, upcoming)
         except EngineError as error:
+            alone = not (upcoming or self._prefetching)
             self.close()
             await self.start()
-            if upcoming and isinstance(error.__cause__, ActorDiedError):
+            if not alone and isinstance(error.__cause__, ActorDiedError):
                 return await self.encode(part, None)
             return PartFailure(str(error))
 

@@ -2,15 +2,18 @@
 
 Role: Ray makes an actor of it; `encoding` sends it one part of a clip at a time. Pixels and embeddings never leave it
 but into the node's cache.
-Memory: at most two blocks of decoded frames exist, of `block_bytes` each (or `cut` frames, where those are more).
-Concurrency: one thread decodes the next block, of this part or of the one that comes next, while this one is encoded.
+Memory: at most two blocks of decoded frames exist, of `block_bytes` each (or `cut` frames, where those are more), and
+`prefetch_bytes` of those that were prefetched.
+Concurrency: one thread decodes the next block, of this part or of the one that comes next, while this one is encoded;
+between batches it decodes what `prefetch` named, and what of it hasn't begun when a part comes is called off.
 Waits for that thread, at most `decode_timeout_s` a block. Whatever goes wrong with a part is answered, not raised.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -49,6 +52,8 @@ class EncoderSettings:
     """Pixels decoded at a time."""
     decode_timeout_s: float = 300.0
     """For one block: a backstop for decoders that don't bound themselves (`DecodePool` does)."""
+    prefetch_bytes: int = 0
+    """Of pixels that a rank may hold before they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +62,21 @@ class Frames:
 
     clip: str
     path: str
+    content: str
+    """Hash of the file: pixels of what it was are never taken for those of what it is."""
     plan: FramePlan
     first: int
     last: int
+
+    @property
+    def pixels(self) -> tuple[str, str, int, int]:
+        """Frames for which this is equal have the same pixels."""
+        return self.content, self.plan.hash, self.first, self.last
+
+    @property
+    def bytes(self) -> int:
+        """Of them, decoded."""
+        return (self.last - self.first) * self.plan.height * self.plan.width * 3
 
     def __str__(self) -> str:
         return f"frames {self.first} to {self.last} of clip {self.clip} ({self.path})"
@@ -78,9 +95,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is in the cache. Seconds: decoding, of which waited for, and encoding."""
+    """A part is in the cache. Frames that were prefetched; seconds: decoding, of which waited for, and encoding."""
 
     tokens: int
+    prefetched: int
     decode_s: float
     wait_s: float
     encode_s: float
@@ -93,6 +111,14 @@ class PartFailure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Decoding of a block that was begun before it was asked for: for the next batch, or as the next in this one."""
+
+    future: Future
+    prefetched: bool
+
+
 class EncoderRank:
     """See the module; every method is called by `encoding` only."""
 
@@ -103,7 +129,8 @@ class EncoderRank:
         self.garbage = GarbageCollector(self.recorder)
         watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
-        self._ahead: tuple[Frames, Future] | None = None
+        self._ahead: dict[tuple, _Ahead] = {}
+        self._prefetched: deque[Span] = deque()  # the thread's, which can't record beside this one
 
     def start(self) -> tuple[str, TowerShape, str]:
         """Load the tower; its version and shape, and the node this rank is on."""
@@ -119,8 +146,19 @@ class EncoderRank:
         self.tower.update(Path(weights), updates)
         return self.tower.version
 
+    def prefetch(self, upcoming: Sequence[Frames]) -> None:
+        """Begin to decode what the next batch needs, within `prefetch_bytes`; what was prefetched before is dropped."""
+        self._call_off()
+        self._ahead.clear()
+        room = self.settings.prefetch_bytes
+        for block in chain.from_iterable(self._blocks(frames) for frames in upcoming):
+            if (room := room - block.bytes) < 0:
+                return
+            self._ahead[block.pixels] = _Ahead(self._decoder.submit(self._decode, block, prefetched=True), True)
+
     def encode(self, part: Part, upcoming: Frames | None = None) -> Encoded | PartFailure:
         """Decode, encode and store a part; begin to decode what comes next meanwhile."""
+        self._call_off()
         with self.recorder.span("encode", samples=(part.frames.clip,), cause="missing embedding") as span:
             try:
                 done = self._encode(part, upcoming)
@@ -135,38 +173,51 @@ class EncoderRank:
         """Spans since the last call. `collect`: garbage, before."""
         if collect:
             self.garbage.collect()
+        while self._prefetched:
+            self.recorder.add(self._prefetched.popleft())
         return self.recorder.drain()
 
     def _encode(self, part: Part, upcoming: Frames | None) -> Encoded:
-        row, decode_s, wait_s, encode_s = part.row, 0.0, 0.0, 0.0
+        row, prefetched, decode_s, wait_s, encode_s = part.row, 0, 0.0, 0.0, 0.0
         next_up = self._blocks(upcoming)[:1] if upcoming else [None]
         for block, after in pairwise(chain(self._blocks(part.frames), next_up)):
             began = time.perf_counter()
-            frames, seconds = self._decoded(block)
+            frames, seconds, early = self._decoded(block)
+            prefetched += early * len(frames)
             decode_s, wait_s = decode_s + seconds, wait_s + time.perf_counter() - began
-            if after:
-                self._ahead = (after, self._decoder.submit(self._decode, after))
+            free = all(each.future.done() for each in self._ahead.values())  # else its time goes on another's frames
+            if after and after.pixels not in self._ahead and free:
+                self._ahead[after.pixels] = _Ahead(self._decoder.submit(self._decode, after), False)
             began = time.perf_counter()
             rows = self.tower.encode(torch.from_numpy(frames))
             write_rows(part.target, row, rows)
             encode_s += time.perf_counter() - began
             row += len(rows)
-        return Encoded(row - part.row, decode_s, wait_s, encode_s)
+        return Encoded(row - part.row, prefetched, decode_s, wait_s, encode_s)
 
     def _blocks(self, whole: Frames) -> list[Frames]:
         """What is decoded at a time; the tower may be cut there."""
-        cut, frame_bytes = self.tower.shape.cut, whole.plan.height * whole.plan.width * 3
+        cut, frame_bytes = self.tower.shape.cut, whole.bytes // (whole.last - whole.first)
         count = max(cut, self.settings.block_bytes // frame_bytes // cut * cut)
         bounds = [*range(whole.first, whole.last, count), whole.last]
         return [replace(whole, first=first, last=last) for first, last in pairwise(bounds)]
 
-    def _decoded(self, block: Frames) -> tuple[np.ndarray, float]:
-        """The block's frames and the seconds that decoding took, begun ahead or now."""
-        ahead, self._ahead = self._ahead, None
-        if ahead and ahead[0] != block:  # what was to come next was skipped
-            self._settled(ahead[1])
-            ahead = None
-        future = ahead[1] if ahead else self._decoder.submit(self._decode, block)
+    def _call_off(self) -> None:
+        """What is decoded ahead and hasn't begun isn't."""
+        self._ahead = {pixels: each for pixels, each in self._ahead.items() if not each.future.cancel()}
+
+    def _decoded(self, block: Frames) -> tuple[np.ndarray, float, bool]:
+        """The block's frames, the seconds that decoding took, begun ahead or now, and whether it was prefetched.
+
+        What was begun ahead and failed, beside whatever else the machine did then, is begun again.
+        """
+        ahead = self._ahead.pop(block.pixels, None)
+        if ahead and self._settled(ahead.future) and ahead.future.exception() is None:
+            future, prefetched = ahead.future, ahead.prefetched
+        else:  # what was to come next and was skipped goes, and its time is not this block's
+            kept = {pixels: each for pixels, each in self._ahead.items() if self._settled(each.future)}
+            self._ahead = {pixels: each for pixels, each in kept.items() if each.prefetched}
+            future, prefetched = self._decoder.submit(self._decode, block), False
         if not self._settled(future):
             raise TimeoutError(f"decoding {block} took longer than {self.settings.decode_timeout_s:g} s")
         frames, seconds = future.result()
@@ -175,7 +226,7 @@ class EncoderRank:
             raise ValueError(
                 f"decoding {block} gave {frames.dtype} {list(frames.shape)} instead of uint8 {list(expected)}"
             )
-        return frames, seconds
+        return frames, seconds, prefetched
 
     def _settled(self, future: Future) -> bool:
         """Wait for the decoder; if it hangs, its thread is left alone and the next block gets another."""
@@ -185,7 +236,11 @@ class EncoderRank:
         self._decoder = ThreadPoolExecutor(1, "decoder")
         return False
 
-    def _decode(self, block: Frames) -> tuple[np.ndarray, float]:
+    def _decode(self, block: Frames, prefetched: bool = False) -> tuple[np.ndarray, float]:
+        span = Span("prefetch", self.recorder.where, time.time(), samples=(block.clip,), cause="next step")
         began = time.perf_counter()
         frames = self.frames(block.path, block.plan, block.first, block.last)
+        if prefetched:
+            span.end, span.attributes["bytes"] = time.time(), block.bytes
+            self._prefetched.append(span)
         return frames, time.perf_counter() - began

@@ -8,6 +8,9 @@ Role: what a step calls before it rolls out and trains. It moves no pixel and no
       encoder/1: part, part, ... --rows--> /dev/shm of its node
       a clip's last part done -> committed -> copied to every other node, once -> handle
 
+    prefetch(clips) -- what the next batch will probably be: keys, those in no cache, sharded as above
+      encoder/0: block, block, ... decoded while nothing is encoded, until `prefetch_bytes` are waiting
+
 A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there. Whoever reads it, on
 whichever slot its samples come to run, finds it in the memory of its own node.
 Invariants:
@@ -63,6 +66,7 @@ class _Job:
     """A clip that is looked up and, if missing, encoded."""
 
     clip: Clip
+    content: str
     key: str
     tokens: int
     home: str = ""
@@ -84,6 +88,7 @@ class _Tally:
     misses: int = 0
     failed: int = 0
     executed: int = 0
+    prefetched: int = 0
     unique: dict[str, int] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
     heaviest: int = 0
@@ -142,6 +147,20 @@ class SequenceParallelEncoder:
             self._tally.failed += sum(isinstance(result, ClipFailure) for result in results)
             return results
 
+    async def prefetch(self, clips: Sequence[Clip]) -> None:
+        """Have ranks decode what each will be asked for if these clips are encoded next; nothing is decided by it.
+
+        Frames that are not asked for are dropped with the next call.
+        """
+        async with self._one_batch:
+            jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
+            unique = {job.key: job for job in jobs if isinstance(job, _Job)}
+            known = await asyncio.gather(*map(self.store.has, unique))
+            missing = [job for job, found in zip(unique.values(), known, strict=True) if not found]
+            shards = shard([self._load(job.clip.plan) for job in missing], len(self.ranks), self.shape.step)
+            wanted = [[self._frames(run, missing[run.clip]) for run in runs] for runs in shards]
+            await asyncio.gather(*(rank.prefetch(each) for rank, each in zip(self.ranks, wanted, strict=True)))
+
     async def release(self, holder: str) -> None:
         """`holder` is done: what only it held may be evicted."""
         await self.store.release(holder)
@@ -167,6 +186,7 @@ class SequenceParallelEncoder:
         return {
             "video/encode_once_factor": tally.executed / unique if unique else 1.0,
             "video/encoded_tokens": float(tally.executed),
+            "video/prefetched_frames": float(tally.prefetched),
             "video/failed_clips": float(tally.failed),
             "video/shard_balance": tally.heaviest / tally.mean if tally.mean else 1.0,
             **{f"video/{name}": tally.seconds[name] for name in ("decode_s", "decode_wait_s", "encode_s")},
@@ -206,7 +226,7 @@ class SequenceParallelEncoder:
                 f"{plan.temporal_patch}, the tower gives {tokens} with {shape.temporal_patch} for {len(plan.times)} "
                 f"frames of {plan.height}x{plan.width}: plan for this tower",
             )
-        return _Job(clip, embedding_key(content, plan, self.version), tokens)
+        return _Job(clip, content, embedding_key(content, plan, self.version), tokens)
 
     async def _look_up(self, job: _Job, holder: str) -> None:
         job.outcome = await self.store.lookup(job.key, job.tokens, self.shape.hidden, holder)
@@ -288,11 +308,13 @@ class SequenceParallelEncoder:
             return
         job.left -= 1
         job.executed += done.tokens
+        self._tally.prefetched += done.prefetched
         self._tally.seconds.update(decode_s=done.decode_s, decode_wait_s=done.wait_s, encode_s=done.encode_s)
 
     def _frames(self, run: Run, job: _Job) -> Frames:
-        plan, size = job.clip.plan, self.shape.temporal_patch
-        return Frames(job.clip.id, job.clip.path, plan, run.first * size, min(run.last * size, len(plan.times)))
+        clip, size = job.clip, self.shape.temporal_patch
+        last = min(run.last * size, len(clip.plan.times))
+        return Frames(clip.id, clip.path, job.content, clip.plan, run.first * size, last)
 
     async def _reserve(self, job: _Job, memory: str, key: str, tokens: int, holder: str) -> str:
         target = await self.store.reserve(memory, key, tokens, self.shape.hidden, holder)

@@ -1,18 +1,20 @@
 """The clips of a step: encoded before its samples are generated, held until its last pass, then let go.
 
 Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
-embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on.
+embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step goes
+on, the clips of the next are decoded beside it.
 Waits for the encoder, which bounds every part of a clip in time.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
-from rlfuse.samples import Group
+from rlfuse.samples import Group, Prompt
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 
 
@@ -23,6 +25,7 @@ class StepClips:
         self.encoder, self.max_failure_rate, self.say = encoder, max_failure_rate, say
         self._shapes: list[tuple[int, int, int]] = []
         self._dropped = 0
+        self._prefetching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Encoder ranks and caches stand when this returns."""
@@ -30,6 +33,8 @@ class StepClips:
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
         """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
+        if self._prefetching is not None:
+            await self._prefetching
         prompts = {group.prompt.index: group.prompt for group in groups if group.prompt.video is not None}
         if not prompts:
             return list(groups)
@@ -48,6 +53,11 @@ class StepClips:
                 for sample in group.samples:
                     sample.prompt = group.prompt
         return kept
+
+    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+        """Begin to decode the clips of prompts that come next; what goes wrong with that, the next `encode` raises."""
+        clips = [Clip(f"of prompt {each.index}", each.video.path, each.video.plan) for each in prompts if each.video]
+        self._prefetching = asyncio.create_task(self.encoder.prefetch(clips))
 
     def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
         if not failed:
@@ -74,5 +84,8 @@ class StepClips:
         return await self.encoder.drain(collect)
 
     async def close(self) -> None:
-        """End the processes, empty the caches."""
+        """End the processes, and with them what was prefetched; empty the caches."""
+        if self._prefetching is not None:
+            self._prefetching.cancel()
+            await asyncio.gather(self._prefetching, return_exceptions=True)
         await self.encoder.close()

@@ -64,6 +64,10 @@ class EmbeddingStore:
         found = [copy for copy in await self._all("lookup", key, tokens, hidden, holder) if copy]
         return _joined(found) if found else None
 
+    async def has(self, key: str) -> bool:
+        """Whether `lookup` would find it now; holds nothing."""
+        return any(await self._all("has", key))
+
     async def reserve(self, node: str, key: str, tokens: int, hidden: int, holder: str) -> str:
         """Room on `node`; returns the file to write to."""
         return await self._ask(node, "reserve", key, tokens, hidden, holder)

@@ -6,6 +6,7 @@ encoded on both sides. A clip's file says what happens to its frames; they are n
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
@@ -29,6 +30,8 @@ from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
 TEXT_HIDDEN = 128
+BLOCK = 3 * 56 * 84 * 3
+"""Bytes of three frames."""
 LIMIT = 1 << 20
 
 
@@ -67,7 +70,7 @@ async def encoder(ray_cluster, model):
     environment = worker_environment("cpu")
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
     places = [EncoderPlacement(options, "left"), EncoderPlacement(options, "left"), EncoderPlacement(options, "right")]
-    settings = EncoderSettings(str(model), block_bytes=3 * 56 * 84 * 3, decode_timeout_s=2.0)
+    settings = EncoderSettings(str(model), block_bytes=BLOCK, decode_timeout_s=2.0, prefetch_bytes=2 * BLOCK)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         cache = CacheSettings(LIMIT, root=memory)
         encoder = SequenceParallelEncoder(settings, cache, frame_reader(), places, 120.0, environment)
@@ -199,6 +202,55 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
     # The ranks are as they were, and failed clips left nothing behind.
     assert all(isinstance(one, Embedding) for one in await encoder.encode([clip("after", 6)], "failures"))
     assert not list(Path((await encoder.encode(good[:1], "failures"))[0].path).parent.glob("*.partial"))
+
+
+async def drained(encoder, count):
+    """So many spans, which ranks record in their own time."""
+    spans = await encoder.drain()
+    for _ in range(600):
+        if len(spans) >= count:
+            return spans
+        await asyncio.sleep(0.1)
+        spans += await encoder.drain()
+    raise AssertionError(f"{len(spans)} of {count} spans came within 60 s")
+
+
+async def test_prefetched_frames_stay_within_their_bound_and_are_those_of_the_file(encoder, model, clip):
+    tower = Tower(model)
+    early = clip("early", 23)
+    await encoder.drain()
+    await encoder.metrics()
+    await encoder.prefetch([early])
+    spans = await drained(encoder, 6)
+    assert {span.kind for span in spans} == {"prefetch"}
+    held = {where: sum(s.attributes["bytes"] for s in spans if s.where == where) for where in encoder_names(3)}
+    assert set(held.values()) == {2 * BLOCK}, "each rank has what fits of its 8 or 7 frames"
+    (handle,) = await encoder.encode([early], "early")
+    assert torch.equal(handle.read(), unsharded(tower, early))
+    assert (await encoder.metrics())["video/prefetched_frames"] == 3 * 6
+    await encoder.prefetch([early])  # which needs none any more
+    assert {span.kind for span in await encoder.drain()} == {"encode"}
+
+    changed, other = clip("changed", 6), clip("other", 6)
+    await encoder.prefetch([changed])
+    await drained(encoder, 3)
+    Path(changed.path).write_text("has other frames now")
+    for handle, one in zip(await encoder.encode([changed, other], "early"), (changed, other), strict=True):
+        assert torch.equal(handle.read(), unsharded(tower, one))
+    assert (await encoder.metrics())["video/prefetched_frames"] == 0
+
+
+async def test_a_rank_that_dies_while_it_prefetches_costs_no_other_clip(encoder, model, clip):
+    await encoder.prefetch([clip("die early", 1, text="die early")])
+    one = clip("survivor", 4)
+    (handle,) = await encoder.encode([one], "early")
+    assert torch.equal(handle.read(), unsharded(Tower(model), one))
+    await encoder.drain()
+    await encoder.release("early")
+
+
+def encoder_names(count):
+    return [f"encoder/{rank}" for rank in range(count)]
 
 
 async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
@@ -94,6 +95,18 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
     assert rows[0]["video/prefill_s"] > 0 and rows[0]["video/degree"] == 1.0 and rows[0]["video/cache_bytes"] > 0
+
+
+def test_clips_of_the_next_step_are_decoded_while_this_one_goes_on(run):
+    folder, _ = run
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+    first, second, *_ = (row["video/prefetched_frames"] for row in rows)
+    assert first == 0 and second > 0, "the second step's were ready, at least some of them"
+    spans = read_events(folder / "events.jsonl")
+    (step,) = (span for span in spans if span.kind == "step" and span.step == 1)
+    prefetched = [span for span in spans if span.kind == "prefetch"]
+    assert prefetched and all(span.where.startswith("encoder/") and span.attributes["bytes"] for span in prefetched)
+    assert any(step.start < span.start < span.end < step.end for span in prefetched)
 
 
 def test_contact_sheets_show_what_was_seen(run):

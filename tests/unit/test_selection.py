@@ -78,6 +78,24 @@ def test_exact_draws_each_batch_as_it_comes():
     assert steps.selection.state_dict() == {"again": [], "new": []}
 
 
+def test_what_comes_next_is_told_without_taking_it():
+    steps = Steps("exact", batch=4, count=10)
+    for _ in range(6):  # over the ends of epochs
+        before = steps.selection.state_dict(), steps.source.state_dict()
+        upcoming = steps.selection.upcoming()
+        assert (steps.selection.state_dict(), steps.source.state_dict()) == before
+        draw, _ = steps.take()
+        assert [group.prompt for group in draw.groups] == upcoming
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_what_comes_next_is_a_guess_where_prompts_are_given_back(data):
+    steps = Steps(data, batch=4, count=24)
+    for _ in range(3):
+        steps.take()
+        assert 0 < len(steps.selection.upcoming()) <= 4
+
+
 def test_tail_batching_answers_prompts_that_were_cut_off_in_rounds_of_their_own_that_run_to_the_end():
     steps, cut_off, tails = Steps("tail_batching"), set(), 0
     for _ in range(12):

@@ -210,12 +210,12 @@ def test_a_key_is_not_changed_for_nothing(shape):
 @pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
 def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
     job, facts = job_of(shape), facts_of(shape)
-    job.config.rollout.max_num_seqs = 4
+    job.config.actor.offload_optimizer = True
     measured = replace(job.hardware, errors=dict.fromkeys(KINDS, off))
     job = replace(job, cluster=replace(job.cluster, calibration="calibration.yaml"), hardware=measured)
     found, around = settled(job, search(job, facts, seconds=0), facts)
     first, *others = found.plans
-    assert (dict(first.settings)["rollout.max_num_seqs"] == 4) is kept
+    assert dict(first.settings)["actor.offload_optimizer"] is kept
     assert any(plan.seconds.step < first.seconds.step for plan in others) is kept, "and the faster ones are told"
     assert all(each.plan or each.why_not for each in around)
 

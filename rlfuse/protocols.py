@@ -148,10 +148,11 @@ class Trainer(Recorded, Protocol):
 class WholeModels(Protocol):
     """A `Trainer` whose ranks hold whole models: gradients of any rows of one model, on any slot."""
 
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
 
-        Rows of `actor` carry `old_log_probs`, `advantages` and what its loss needs, of `critic` `values` and `returns`.
+        Rows of `actor` carry `advantages` and what its loss needs, of `critic` `values` and `returns`. Where an actor's
+        rows carry no `old_log_probs`, its own forward pass gives them: float32 [T] per row; else nothing.
         """
 
 
@@ -161,10 +162,10 @@ class Stages(Protocol):
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
-    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
         """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
 
-        Metrics of the schedule, and float32 [T] per scored row of each model.
+        Metrics of the schedule, float32 [T] per scored row of each model, and what `WholeModels.accumulate` gives.
         """
 
 

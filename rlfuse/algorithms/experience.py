@@ -46,11 +46,26 @@ class Experience:
         """The kinds of scoring that every sample needs, in the serial order."""
         wanted = {
             "reward": True,
-            "old_log_prob": self.config.algorithm.old_log_probs == "trainer",
+            "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not self.by_update,
             "ref": self.config.uses_reference,
             "values": self.config.uses_critic,
         }
         return tuple(kind for kind, needed in wanted.items() if needed)
+
+    @property
+    def by_update(self) -> tuple[str, ...]:
+        """Kinds of scoring that the actor's first update does in its own forward pass.
+
+        Old log-probs are of the weights before the step's first update, and so are its own: in a step of one
+        mini-batch they are the same numbers, unless they are needed before, for KL in the reward or the engine's
+        correction. Of several mini-batches the later ones' need a pass of their own, as does a step of the critic
+        alone. Values and the reference are no such thing: advantages are made of values (of the critic's weights
+        before its update), and the reference's weights see no update.
+        """
+        algorithm, batch = self.config.algorithm, self.config.data.train_batch_size
+        before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
+        parts = self.config.actor.ppo_mini_batch_size < batch or self.config.trainer.critic_warmup > 0
+        return () if algorithm.old_log_probs != "trainer" or before or parts else ("old_log_prob",)
 
     @property
     def actor_tensors(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ _NAMED: dict[str, str] = {
     "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",
     "algorithm.adv_estimator": in_words(),
     "algorithm.kl_penalty": _KL_ESTIMATORS,
-    "algorithm.old_log_probs": "trainer (one more forward pass) | engine",
+    "algorithm.old_log_probs": "trainer (in a step of several mini-batches one more forward pass) | engine",
     "actor.grad_accum_dtype": "float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then "
     "off by 2 %)",
     "actor.optim.lr_scheduler_type": "constant | cosine (to zero at the last step)",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.engines.scoring import PASSES
 from rlfuse.errors import UserError
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
@@ -62,8 +63,10 @@ class Forecast:
 
 
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
-    """What a run measured, under this job's limits. Raises ForecastError for kinds of work it did not do."""
-    if missing := [words for kind, words in WANTED.items() if kind not in recording.fit.accuracy]:
+    """What a run measured, under this job's limits. Raises ForecastError for work of the job's that it did not do."""
+    passes = set(Experience(config).kinds) & PASSES.keys()
+    unknown = {kind: words for kind, words in WANTED.items() if kind not in recording.fit.accuracy}
+    if missing := [words for kind, words in unknown.items() if passes or kind != "scoring"]:
         raise ForecastError(
             f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
             "pipelines that finishes two steps, or give --tflops"

@@ -62,13 +62,14 @@ class SimulatedTrainer:
         self.scored[kind].update(row.id for row in rows)
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
-        """The time of a forward and a backward pass over the rows."""
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """The time of a forward and a backward pass over the rows; nothing is gained."""
         self._check_alone("backward", slot, self.lockstep_backward)
         async with self._at_work("backward", rows, slot, model) as devices:
             await asyncio.sleep(self.costs.train_call_s)
             await _work(devices, self._tokens(rows, slot) / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
+        return []
 
     def _check_alone(self, kind: str, slot: int | None, lockstep: bool) -> None:
         if lockstep and slot is not None:
@@ -168,7 +169,7 @@ class SimulatedStages(SimulatedTrainer):
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
-    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
         """The time of one schedule: passes take some only beyond what its bubbles hold."""
         trained = [row for model in rows for row in rows[model]]
         async with self._at_work("backward", trained, None, "+".join(rows)) as devices:
@@ -180,7 +181,8 @@ class SimulatedStages(SimulatedTrainer):
             self._accumulated.setdefault(model, []).extend(each)
         for model, each in scored.items():
             self.scored[PASS_OF[model]].update(row.id for row in each)
-        return {}, {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
+        scores = {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
+        return {}, scores, []
 
 
 async def _work(devices: Sequence[Device], cost: float) -> None:

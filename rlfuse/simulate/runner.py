@@ -327,6 +327,7 @@ class _Experience:
         self.actor_tensors: tuple[str, ...] = ()
         deferred = workload.scoring.kinds if workload.scoring.deferred else ()
         self.deferred = tuple(kind for kind in deferred if kind != "values")
+        self.by_update: tuple[str, ...] = ()
         self._training = workload.training
 
     def early(self, model: str) -> bool:

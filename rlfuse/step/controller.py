@@ -123,6 +123,7 @@ class Controller:
             step=step,
             sampling=drawn,
             row_tensors={"actor": self.advantages.experience.actor_tensors, "critic": ("values", "returns")},
+            by_update=self.advantages.experience.by_update,
             on_scored=lambda: scored(board, step),
             note=self.metrics.note,
         )

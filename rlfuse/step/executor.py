@@ -19,18 +19,21 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from rlfuse.engines.colocation import to_engine, to_ranks
-from rlfuse.engines.scoring import keep, model_of, score
+from rlfuse.engines.scoring import PASSES, keep, model_of, score
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, OptimizerStep, Policy, Score, Switch, Train
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
-from rlfuse.samples import Partial, Sample
+from rlfuse.samples import Partial, Row, Sample
 
+T = TypeVar("T")
 PULSE_S = 0.25
 PULSE_SHARE = 0.05
 """Of the time since something last happened: the pulse is no shorter, nor shorter than a decoding step. A simulated
@@ -47,6 +50,8 @@ class StepContext:
     """Called each time samples gained scores, to prepare what is complete."""
     row_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Model -> the per-token arrays that its loss reads."""
+    by_update: tuple[str, ...] = ()
+    """Kinds of scoring that the actor's first update does in its own forward pass."""
     note: Callable[[Mapping[str, float]], None] = lambda values: None
     """Takes an optimizer step's metrics."""
 
@@ -213,19 +218,32 @@ class Executor:
         self._changed.set()
 
     async def _accumulate(self, decision: Accumulate) -> None:
-        rows = [sample.row(*self.context.row_tensors[decision.model]) for sample in self._samples(decision.samples)]
-        trainer = self.engines.trainer
+        samples, trainer = self._samples(decision.samples), self.engines.trainer
         assert isinstance(trainer, WholeModels), f"{type(trainer).__name__} computes gradients of all models together"
-        work = trainer.accumulate(decision.model, rows, decision.slot)
-        await self._spanned(f"update_{decision.model}", decision, work)
+        work = trainer.accumulate(decision.model, self._rows(decision.model, samples), decision.slot)
+        gained = await self._spanned(f"update_{decision.model}", decision, work)
+        self._keep_gained(decision.model, samples, gained)
         self.board.accumulated(decision, self.clock())
         self._changed.set()
 
+    def _rows(self, model: str, samples: Sequence[Sample]) -> list[Row]:
+        """With all that the model's loss reads, but for what this update gives itself."""
+        given = [PASSES[kind][1] for kind in self._by_update(model)]
+        return [
+            sample.row(*(each for each in self.context.row_tensors[model] if each not in given)) for sample in samples
+        ]
+
+    def _by_update(self, model: str) -> tuple[str, ...]:
+        """Kinds of scoring that the present update of the model does itself."""
+        return self.context.by_update if model == "actor" and not self.board.mini_batches[model].completed else ()
+
+    def _keep_gained(self, model: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
+        for kind in self._by_update(model):
+            keep(kind, samples, arrays)
+
     async def _train(self, decision: Train) -> None:
-        rows = {
-            model: [sample.row(*self.context.row_tensors[model]) for sample in self._samples(names)]
-            for model, names in decision.samples.items()
-        }
+        trained = {model: self._samples(names) for model, names in decision.samples.items()}
+        rows = {model: self._rows(model, samples) for model, samples in trained.items()}
         passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
         scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
         trainer = self.engines.trainer
@@ -233,10 +251,12 @@ class Executor:
         with ExitStack() as spans:
             for model, names in decision.samples.items():
                 spans.enter_context(self._span(f"update_{model}", samples=names))
-            metrics, scores = await trainer.train(rows, scored)
+            metrics, scores, gained = await trainer.train(rows, scored)
         self.context.note(metrics)
         for kind, samples in passes.items():
             keep(kind, samples, scores[model_of(kind)])
+        for model, samples in trained.items():
+            self._keep_gained(model, samples, gained)
         self.board.trained(decision, self.clock())
         self._changed.set()
 
@@ -251,10 +271,10 @@ class Executor:
     def _span(self, kind: str, **fields: Any) -> AbstractContextManager[Span]:
         return self.recorder.span(kind, **{"step": self.context.step, "cause": self.board.purpose} | fields)
 
-    async def _spanned(self, kind: str, decision: Score | Accumulate, work: Awaitable[None]) -> None:
+    async def _spanned(self, kind: str, decision: Score | Accumulate, work: Awaitable[T]) -> T:
         where = {} if decision.slot is None else {"slot": decision.slot}
         with self._span(kind, samples=decision.samples, attributes=where):
-            await work
+            return await work
 
     def _samples(self, names: Sequence[str]) -> list[Sample]:
         return [self.board.samples[name] for name in names]

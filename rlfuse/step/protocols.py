@@ -31,6 +31,10 @@ class Experience(Protocol):
     def deferred(self) -> tuple[str, ...]:
         """Of `kinds`, those that may fill the bubbles of pipelines."""
 
+    @property
+    def by_update(self) -> tuple[str, ...]:
+        """Kinds of scoring that the actor's first update does in its own forward pass."""
+
     def early(self, model: str) -> bool:
         """Whether the model's loss on a group can be computed before other groups are finished."""
 

@@ -78,6 +78,40 @@ async def assert_gradients_match(group, rows):
     return gradients, metrics
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_the_updates_own_log_probs_are_those_of_a_pass_before_it_to_the_last_bit(
+    group, policy_folder, stage, packed
+):
+    """Both passes have the same micro-batches; then neither gradients nor weights nor what is told can differ."""
+    config = settings(policy_folder, stage)
+    config.model.use_remove_padding = packed
+    bare = [replace(row, tensors=without(row, "old_log_probs")) for row in make_rows(15)]
+    found = []
+    for passes in (True, False):
+        await group.take(config)
+        rows = bare
+        if passes:
+            before = await group.log_probs("actor", bare)
+            rows = [replace(r, tensors=r.tensors | {"old_log_probs": o}) for r, o in zip(bare, before, strict=True)]
+        gained = await group.accumulate("actor", rows)
+        metrics = await group.step("actor", lengths(rows))
+        old = before if passes else gained
+        again = [replace(r, tensors=r.tensors | {"old_log_probs": o}) for r, o in zip(bare, old, strict=True)]
+        metrics |= {f"again/{name}": each for name, each in (await group.update("actor", again)).items()}
+        found.append((metrics, old, await group.log_probs("actor", bare)))
+        assert (gained == []) == passes
+    (metrics, old, after), (expected, *outputs) = found
+    np.testing.assert_equal(metrics, expected)
+    assert metrics["actor/ppo_kl"] == 0 != metrics["again/actor/ppo_kl"]
+    for have, want in zip((old, after), outputs, strict=True):
+        np.testing.assert_array_equal(np.concatenate(have), np.concatenate(want))
+
+
+def without(row, name):
+    return {other: each for other, each in row.tensors.items() if other != name}
+
+
 async def on_one_slot(group, model, rows):
     """The other rank joins the step with nothing."""
     await group.accumulate(model, rows, slot=1)

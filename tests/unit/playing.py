@@ -318,7 +318,7 @@ class Watched(Experience):
             assert {names[kind] for kind in needed} <= sample.tensors.keys()
             zeros = sample.response.log_probs
             sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)
-            if "old_log_prob" not in self.kinds:
+            if self.config.algorithm.old_log_probs == "engine":
                 sample.tensors["old_log_probs"] = zeros
 
     def mismatch(self, groups) -> dict[str, float]:

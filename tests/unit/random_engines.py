@@ -134,10 +134,19 @@ class Trainer:
     async def values(self, rows, slot=None) -> list[np.ndarray]:
         return await self._pass("values", rows, slot)
 
-    async def accumulate(self, model, rows, slot=None) -> None:
+    async def accumulate(self, model, rows, slot=None) -> list[np.ndarray]:
         with self._working(slot, "gradients"):
             await self.world.pass_time()
         self.gradients[model] += [row.id for row in rows]
+        return self._gained(model, rows)
+
+    def _gained(self, model, rows) -> list[np.ndarray]:
+        """The actor's first update gives what no pass gave before."""
+        if model != "actor" or not rows or "old_log_probs" in rows[0].tensors:
+            return []
+        assert self.world.experience.by_update and not self.steps["actor"], "weights have changed"
+        assert not any("old_log_probs" in row.tensors for row in rows)
+        return [np.zeros(len(row.response_ids), np.float32) for row in rows]
 
     async def train(self, rows, scored):
         for model, samples in rows.items():
@@ -146,7 +155,7 @@ class Trainer:
         scores = {model: await self.log_probs(model, samples) for model, samples in scored.items()}
         with self._working(None, "gradients"):
             await self.world.pass_time()
-        return {}, scores
+        return {}, scores, self._gained("actor", rows.get("actor", ()))
 
     async def step(self, model, lengths) -> dict[str, float]:
         names, board = self.gradients.pop(model), self.world.board

@@ -144,7 +144,7 @@ class ResidentTrainer(Trainer):
 
     async def accumulate(self, model, rows, slot=None):
         with self.doing("accumulate", slot):
-            await super().accumulate(model, rows, slot)
+            return await super().accumulate(model, rows, slot)
 
     async def train(self, rows, scored):
         with self.doing("accumulate"):

@@ -207,6 +207,30 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
 
 
 @pytest.mark.parametrize(
+    "changes, passes",
+    [
+        ({}, ()),
+        ({"actor__use_kl_loss": True}, ("ref",)),
+        ({"actor__ppo_epochs": 2}, ()),
+        ({"training__pipeline_parallel_size": 2}, ()),
+        ({"algorithm__filter_groups__max_num_gen_batches": 3}, ()),
+        ({"algorithm__adv_estimator": "gae"}, ("values",)),
+        ({"actor__ppo_mini_batch_size": 63}, ("old_log_prob",)),
+        ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
+        ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
+        ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
+    ],
+)
+def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed_before(changes, passes):
+    one = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}
+    experience = Experience(config(**one | changes))
+    assert experience.kinds == ("reward", *passes)
+    assert experience.by_update == (() if "old_log_prob" in passes else ("old_log_prob",))
+    assert "old_log_probs" in experience.actor_tensors  # which later epochs read
+    assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).by_update == ()
+
+
+@pytest.mark.parametrize(
     "changes, deferred",
     [
         ({}, ("old_log_prob", "ref")),

@@ -44,6 +44,8 @@ class ScheduleResult:
 
     scores: dict[str, list[np.ndarray]]
     """Model -> float32 [T] per row, of the rows that were scored."""
+    gained: list[np.ndarray]
+    """float32 [T] per row that the actor trained on, where none came with `old_log_probs`: those; else empty."""
     timed: list[list[Timed]]
     """Rank -> what it ran when; rank = block * devices + device."""
 
@@ -160,7 +162,7 @@ class PipelineGroup(RankGroup):
         self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()
     ) -> ScheduleResult:
         batches: dict[str, list[list[MicroBatch]]] = {}
-        first = {name: len(trained[name][0][0]) if name in trained else 0 for name in scored}
+        first = {name: len(shares[0]) for name, (shares, _) in trained.items()}
         for name, (shares, rows) in (*trained.items(), *scored.items()):
             before = batches.get(name, [[]] * len(shares))
             batches[name] = [[*some, *more] for some, more in zip(before, fill(shares, rows), strict=True)]
@@ -170,13 +172,16 @@ class PipelineGroup(RankGroup):
             return schedule, work, planned[rank % self.block] if planned else ()
 
         answers = await self._call("run", "run its part of the schedule", None, arguments)
-        scores: dict[str, list[Any]] = {name: [None] * len(rows) for name, (_, rows) in scored.items()}
+        scores, gained = ({name: [None] * len(rows) for name, (_, rows) in of.items()} for of in (scored, trained))
         for rank, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
-                share = scored[name][0][rank // self.layout[name].stages][number - first[name]]
+                place = number - first.get(name, 0)
+                of, to = (trained, gained) if place < 0 else (scored, scores)  # place < 0: counted from the end
+                share = of[name][0][rank // self.layout[name].stages][place]
                 for index, array in zip(share.rows, arrays, strict=False):  # a filler's answer has no index
-                    scores[name][index] = array
-        return ScheduleResult(scores, [timed for _, timed in answers])
+                    to[name][index] = array
+        whole = [each for each in gained.get("actor", ()) if each is not None]
+        return ScheduleResult(scores, whole, [timed for _, timed in answers])
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 

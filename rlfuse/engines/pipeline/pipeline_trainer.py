@@ -61,10 +61,11 @@ class PipelineTrainer(PipelineGroup):
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
-    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]]]:
+    ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
         """Add the gradients of all models' `rows` and score the rows of `scored` in one schedule.
 
-        Its makespans in seconds, and float32 [T] per scored row of each model.
+        Its makespans in seconds, float32 [T] per scored row of each model, and per row of the actor's that gained its
+        old log-probs.
         """
         counts, passes = (
             {model: self._micro_batches(model, each) for model, each in of.items()} for of in (rows, scored)
@@ -80,7 +81,7 @@ class PipelineTrainer(PipelineGroup):
             if plan.times:
                 made |= {"planned": plan.seconds, "serial": plan.serial_s}
             span.attributes |= made
-        return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores
+        return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores, done.gained
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
         """Rows, schedules and, where what the ranks hold is `saved`, layers of stages follow these rates of slots."""

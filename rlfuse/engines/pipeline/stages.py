@@ -21,7 +21,7 @@ from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values, visual_embeddings
-from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs, weighed
+from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs, log_probs_gained, weighed
 from rlfuse.samples import MicroBatch
 
 
@@ -83,7 +83,7 @@ class Stage:
                 with visual_embeddings(self.model, batch):
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
             elif training:
-                result = self._loss(batch, self.micro_batches[micro_batch].weight)
+                result = self._loss(batch, micro_batch)
             else:
                 self.scores[micro_batch] = batch.split(self._score(batch))
                 result = None
@@ -118,8 +118,11 @@ class Stage:
             self._batches[micro_batch] = collate(rows, self.packed, self.device)
         return self._batches[micro_batch]
 
-    def _loss(self, batch: Batch, weight: float) -> Tensor:
+    def _loss(self, batch: Batch, micro_batch: int) -> Tensor:
+        rows, weight = self.micro_batches[micro_batch].rows, self.micro_batches[micro_batch].weight
         loss, sums = (actor_loss if self.name == "actor" else critic_loss)(self.config, self.model, batch)
+        if gained := log_probs_gained(self.name, rows, batch):
+            self.scores[micro_batch] = gained
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.double() * weight
         return weighed(loss, weight)

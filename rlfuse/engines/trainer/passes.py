@@ -5,8 +5,9 @@ Role: called by trainer ranks with a whole model, and by the last stage of a pip
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
@@ -15,6 +16,7 @@ from rlfuse.algorithms.preferences import bradley_terry
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.model_inputs import Batch
 from rlfuse.engines.trainer.models import response_logits, response_scores, response_values
+from rlfuse.samples import Row
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss and detached diagnostics of a micro-batch, all of them sums."""
@@ -27,12 +29,25 @@ def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tens
 
 
 def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
-    """Of a micro-batch whose rows carry `old_log_probs`, `advantages` and what else the loss reads."""
+    """Of a micro-batch whose rows carry `advantages` and what else the loss reads.
+
+    Rows without `old_log_probs` are of the weights that they are learned from first: their old log-probs are those of
+    this very pass, which the batch gains.
+    """
     settings, longest = config.actor, config.data.max_response_length
     found, logits = log_probs(config, model, batch)
     with torch.set_grad_enabled(bool(settings.entropy_coeff)):
         entropy = batch.whole(entropy_from_logits(logits))
-    return actor_objective(settings, batch.matrix(found), batch.matrix(entropy), batch.mask, batch.tensors, longest)
+    new = batch.matrix(found)
+    batch.tensors.setdefault("old_log_probs", new.detach())
+    return actor_objective(settings, new, batch.matrix(entropy), batch.mask, batch.tensors, longest)
+
+
+def log_probs_gained(model: str, rows: Sequence[Row], batch: Batch) -> list[np.ndarray]:
+    """float32 [T] per row, after its loss: the old log-probs of an actor's `rows` that came without; else none."""
+    if model != "actor" or "old_log_probs" in rows[0].tensors:
+        return []
+    return batch.split(batch.tensors["old_log_probs"][batch.mask])
 
 
 def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:

@@ -87,24 +87,22 @@ class TrainerGroup(RankGroup):
         """float32 [T] per row, in order. ValueError as `log_probs`."""
         return await self._score("values", "compute values", rows, slot)
 
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> None:
-        """Add the rows' gradient of the summed loss. ValueError for one slot under ZeRO 2 and 3, or as `log_probs`."""
+    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
+        """Add the rows' gradient of the summed loss. ValueError for one slot under ZeRO 2 and 3, or as `log_probs`.
+
+        float32 [T] per row, in order: the log-probs that an actor's rows gained, where none came with `old_log_probs`.
+        """
         shares = self._plan(rows, slot, least_stage=2)
         self._accumulated[model] += [len(row.response_ids) for row in rows]  # a step from now on waits for them
-        await self._send("accumulate", f"accumulate gradients of the {model}", slot, shares, rows, model)
+        answers = await self._send("accumulate", f"accumulate gradients of the {model}", slot, shares, rows, model)
+        gained = model == "actor" and "old_log_probs" not in rows[0].tensors
+        return _by_row(shares, answers, len(rows)) if gained else []
 
     async def _score(
         self, method: str, action: str, rows: Sequence[Row], slot: int | None, *arguments: Any
     ) -> list[np.ndarray]:
         shares = self._plan(rows, slot, least_stage=3)
-        answers = await self._send(method, action, slot, shares, rows, *arguments)
-        results: list[Any] = [None] * len(rows)
-        for mine, parts in zip(shares, answers, strict=True):
-            for share, arrays in zip(mine, parts, strict=True):
-                # A filler's answer has no index; of ranks with slices of the same rows one answers.
-                for index, array in zip(share.rows, arrays, strict=False):
-                    results[index] = array
-        return results
+        return _by_row(shares, await self._send(method, action, slot, shares, rows, *arguments), len(rows))
 
     async def _send(
         self, method: str, action: str, slot: int | None, shares: list[list[Share]], rows: Sequence[Row], *first: Any
@@ -210,6 +208,17 @@ class TrainerGroup(RankGroup):
             "model.dtype": self.config.model.dtype,
             "video.freeze_tower": self.config.video.freeze_tower,
         }
+
+
+def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:
+    """The ranks' arrays in the order of the rows."""
+    results: list[Any] = [None] * rows
+    for mine, parts in zip(shares, answers, strict=True):
+        for share, arrays in zip(mine, parts, strict=True):
+            # A filler's answer has no index; of ranks with slices of the same rows one answers.
+            for index, array in zip(share.rows, arrays, strict=False):
+                results[index] = array
+    return results
 
 
 def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:

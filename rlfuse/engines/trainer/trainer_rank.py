@@ -49,7 +49,7 @@ from rlfuse.engines.trainer.optimizer import (
     trainable,
     use_own_settings,
 )
-from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, weighed
+from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, weighed
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
@@ -195,9 +195,12 @@ class TrainerRank(Rank):
     # Updates -----------------------------------------------------------------------------------------------------
 
     @needs_models
-    def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs."""
-        engine, objective = self.engines[model], OBJECTIVES[model]
+    def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
+        """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs.
+
+        Per micro-batch, float32 [T] per row: the log-probs that the actor's rows gained by it (`log_probs_gained`).
+        """
+        engine, objective, results = self.engines[model], OBJECTIVES[model], []
         totals = self.sums.setdefault(model, {})
         engine.train()
         for micro_batch in micro_batches:
@@ -210,9 +213,11 @@ class TrainerRank(Rank):
                 engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
                 if clips:
                     self.tower.backward(clips)
+            results.append(log_probs_gained(model, rows, batch) if _first(part) else [])
             counted = micro_batch.weight * _first(part)
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
+        return results
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Rows for an update of `model`, and their clips that train the tower."""

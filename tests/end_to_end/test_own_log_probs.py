@@ -1,4 +1,4 @@
-"""Rows that come to pipelines without old log-probs: they gain those of their update's own forward pass."""
+"""Steps of one mini-batch: a job's curves are those with a pass for old log-probs; rows of pipelines gain their own."""
 
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from probing import COUNTS, LAYOUTS, OPPOSITE, Probe, schedule
 from single_process import FAMILIES, VOCABULARY, lengths, make_rows, settings
 
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.events import read_events
 from rlfuse.fusion.schedules.planning import Planner
+from rlfuse.observe.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,29 @@ async def test_other_rows_are_scored_in_the_same_schedule(four, folders):
     for have, want in zip((execution.gained, execution.scores["actor"]), alone, strict=True):
         np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-6)
     assert (await four.step("actor", lengths(trained)))["actor/ppo_kl"] == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_jobs_curves_are_to_the_last_bit_those_with_a_pass_before(driven, tmp_path, epochs):
+    """KL in the reward of coefficient 0 asks for the pass, and changes no reward. A row is a micro-batch in both."""
+    settings = {
+        "data.max_response_length": 24, "data.train_batch_size": 6, "actor.ppo_mini_batch_size": 6, "rollout.n": 2,
+        "actor.ppo_micro_batch_size_per_gpu": 1, "actor.ppo_epochs": epochs, "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": 3, "trainer.val_before_train": "false", "fusion": "serial",
+    }  # fmt: skip
+    needed = {"algorithm.use_kl_in_reward": "true", "algorithm.kl_ctrl.kl_coef": 0}
+    rows, passes = [], []
+    for name, more in (("own", {}), ("before", needed)):
+        changed = settings | {"trainer.experiment_name": name} | more
+        status, text = driven("rlfuse_command", tmp_path, "train", **changed)
+        assert status == 0, text
+        run = tmp_path / "runs" / "rlfuse" / name
+        rows.append([row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0])
+        driver = [span for span in read_events(run / "events.jsonl") if span.where == "driver"]
+        passes.append({span.step for span in driver if span.kind == "old_log_prob"})
+    assert passes == [set(), {1, 2, 3}] and len(rows[0]) == len(rows[1]) == 3
+    told = ("actor/", "critic/rewards", "critic/advantages", "response_length/", "training/rollout_")
+    for have, want in zip(*rows, strict=True):
+        names = [name for name in want if name.startswith(told)]
+        assert {"actor/ppo_kl", "actor/grad_norm", "training/rollout_probs_diff_max"} <= {*names}
+        np.testing.assert_equal({name: have[name] for name in names}, {name: want[name] for name in names})

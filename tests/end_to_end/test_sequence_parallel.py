@@ -98,6 +98,7 @@ LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5
         ({2}, 0, "token-mean", True),
         ({4}, 1, "seq-mean-token-mean", False),
         ({1, 2, 4}, 1, "token-mean", True),
+        ({1, 2, 4}, 2, "token-mean", True),
         ({1, 2, 4}, 3, "gspo", True),
     ],
 )

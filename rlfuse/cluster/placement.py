@@ -42,6 +42,9 @@ QUIET = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
+    # A process for each core before anybody asks, and Ray's start waits for them. Most workers here have an environment
+    # of their own, for which Ray starts others.
+    "RAY_prestart_worker_first_driver": "0",
 } | QUIET_LIBRARIES
 
 LOOPBACK = "127.0.0.1"
@@ -236,7 +239,7 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
     folder = str(scratch.of_this_process())
     for attempt in range(attempts):
         try:
-            with _loopback(), _without_pages(), mock.patch.dict(os.environ, TMPDIR=folder):
+            with _loopback(), _without_pages(), _without_onlookers(), mock.patch.dict(os.environ, TMPDIR=folder):
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -271,6 +274,13 @@ def _loopback() -> AbstractContextManager:
 def _without_pages() -> AbstractContextManager:
     """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
+
+
+def _without_onlookers() -> AbstractContextManager:
+    """Ray starts three processes that no run asks anything, and waits for one: the dashboard's server, though without a
+    dashboard, the reader of logs for the driver, the autoscaler of clusters in a cloud."""
+    unasked = ("start_api_server", "start_log_monitor", "start_monitor")
+    return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
 
 
 def join_ray(address: str) -> None:

@@ -3,11 +3,13 @@
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.util.placement_group import get_current_placement_group, placement_group_table
@@ -30,6 +32,12 @@ def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     assert told.startswith("GPUs of ") and "cluster.device=auto, and GPUs are on 1 of 2 nodes" in told
     assert "1 slot, 1 CPU, 0 GPU" in found["two GPUs"][1] and "cluster.device=cpu" in found["two GPUs"][1]
     assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
+
+
+def test_a_run_s_own_ray_has_no_process_that_nobody_asks(ray_cluster):
+    commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    assert any("/raylet " in command for command in commands), commands
+    assert not [each for each in commands if re.search(r"log_monitor|monitor\.py|dashboard\.py|ray-dashboard", each)]
 
 
 class Worker:

@@ -46,8 +46,9 @@ async def start_parts(
 ) -> Started:
     """Start all of them, in the order that the device needs."""
     if device == "cpu":
-        (ranks, facts), *others = await _together(trainer, *engines, *rewards, *towers)
-        return Started(ranks, facts, others[: len(engines)])
+        # Engines take longest, and the driver itself is busy for seconds when it starts ranks: it imports DeepSpeed.
+        *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
+        return Started(ranks, facts, found[: len(engines)])
     (ranks, facts), *_ = await _together(trainer, *towers)
     await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
     engine_facts = await _together(*engines)

@@ -260,8 +260,10 @@ def written(workload: Workload) -> Json:
 
 
 def _without_defaults(value: Any) -> Any:
-    if not is_dataclass(value) or isinstance(value, type):
-        return [asdict(each) if is_dataclass(each) else each for each in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in value]
+    if not is_dataclass(value):
+        return value
     found = {}
     for entry in fields(value):
         own = getattr(value, entry.name)

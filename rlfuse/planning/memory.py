@@ -33,6 +33,10 @@ PROCESS = 600 * MIB
 """What each process of a slot takes besides: a CUDA context, or Python with torch."""
 SERVED_BYTES = 8
 """Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
+CPU_STEP_TOKENS = 2048
+"""Of an engine on CPUs in one step at the most, as vLLM has it inside of another program."""
+CPU_WORKER = 60 * MIB
+"""What an engine's process on CPUs has above PROCESS before its model comes. Measured as HOLES."""
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
 NCCL = 1 * GIB
@@ -263,21 +267,37 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = (shape.parameters + shape.tower) * item / width
     longest = config.data.max_prompt_length + config.data.max_response_length
-    given = cuda.engine_arguments(config.rollout, longest) | config.rollout.engine_kwargs
+    given = cuda.engine_arguments(config.rollout, longest)
+    if budget.device == "cpu":
+        given["max_num_batched_tokens"] = min(CPU_STEP_TOKENS, given["max_num_batched_tokens"])
+    given |= config.rollout.engine_kwargs
+    # Some video models take a clip's whole embedding in one step.
     tokens = max(given["max_num_batched_tokens"], longest if shape.tower else 0)
     work = given.get("max_num_seqs", config.rollout.max_num_seqs) * shape.vocabulary * SERVED_BYTES / width
+    work += _layer_at_work(shape, tokens, item, width)
+    found = [Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS)]
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
-    else:  # some video models take a clip's whole embedding in one step
-        work += _layer_at_work(shape, tokens, item, width)
+        found += _beside_on_cpus(shape, item / width)
+    else:
         cache = given["gpu_memory_utilization"] * budget.bytes - weights - work
-    found = [
-        Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS),
+    found += [
         Part("engine", "KV cache", max(0.0, cache), Item.KV_CACHE),
         Part("engine", "work space", work, Item.KV_CACHE),
     ]
     sample = shape.cache.bytes_of(longest, item, width, tokens)
     return found, int(cache * longest // sample)
+
+
+def _beside_on_cpus(shape: Shape, item: float) -> list[Part]:
+    """What vLLM's `dispatch_cpu_unquantized_gemm` leaves, which packs all weights: embedding and head stay beside their
+    packed copies, even where the two are one tensor, and glibc keeps the room that packing one of them took."""
+    packed, room = shape.embedding + shape.head, max(shape.embedding, shape.head)
+    return [
+        Part("engine", "embedding and head, packed", packed * item, Item.RESIDENTS),
+        Part("engine", "left in the heap by packing", room * item, Item.RESIDENTS),
+        Part("engine", "code and buffers of its worker", CPU_WORKER, Item.RESIDENTS),
+    ]
 
 
 def _layer_at_work(shape: Shape, tokens: int, item: int, width: int = 1) -> float:

@@ -201,10 +201,10 @@ def _micro_batch(texts: Texts) -> MicroBatch:
 
 
 def _engine(config: Config, number: int, meeting: Any) -> float:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    from vllm import LLM, SamplingParams
+    from rlfuse.engines.rollout.vllm_setup import engine_arguments, rollout_env
 
-    from rlfuse.engines.rollout.vllm_setup import engine_arguments
+    os.environ |= rollout_env("cpu") | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams
 
     longest = config.data.max_prompt_length + config.data.max_response_length
     arguments = engine_arguments(config.model, config.rollout, longest, "cpu")

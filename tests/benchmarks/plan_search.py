@@ -1,7 +1,8 @@
 """The fastest plan for public models on 8, 64 and 512 devices: `python tests/benchmarks/plan_search.py [model ...]`.
 
-Prints rows of a table: the plan, its step, the share of the peak that its training reaches, memory of the fullest
-phase, and how long the search took. Sizes are those of the models' config.json on the hub; no weights are needed.
+Prints rows of a table: the plan, its step, the share of the peak that its training reaches where nothing overlaps with
+it (`fusion=serial`; what is computed again does not count), memory of the fullest phase, and how long the search took.
+Sizes are those of the models' config.json on the hub; no weights are needed.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ MODELS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, metavar="N", help="multiples of 8")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each search (default: %(default)g)")
     arguments = parser.parse_args()
     print("| model | devices | plan | tokens | again | step s | training MFU | GiB | at least s | search s |")
@@ -87,7 +89,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
             shape = read_shape(folder, "model.path")
-            for devices in DEVICES:
+            for devices in arguments.devices:
                 print(row(name, devices, job_of(folder, shape, devices), arguments.seconds), flush=True)
 
 
@@ -127,7 +129,10 @@ def row(name: str, devices: int, job: Job, seconds: float) -> str:
     tokens = sum(job.lengths) + len(job.lengths) * job.prompt_tokens
     used = dict(best.settings)
     slots = used["trainer.nnodes"] * used["trainer.n_gpus_per_node"]
-    mfu = 6 * (shape.passed + shape.head) * tokens / best.seconds.training / slots / (job.cluster.tflops * 1e12)
+    config, memory = job.with_settings(best.settings)
+    training = job.times.simulated(config, memory, "serial").training
+    flops = 6 * (shape.passed * tokens + shape.head * sum(job.lengths))
+    mfu = flops / training / slots / (job.cluster.tflops * 1e12)
     again = "yes" if used["model.enable_gradient_checkpointing"] else "no"
     peak = max(map(best.memory.total, best.memory.phases)) / GIB
     return (

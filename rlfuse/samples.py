@@ -32,6 +32,7 @@ class FramePlan(Protocol):
     height: int
     width: int
     temporal_patch: int
+    merge: int
     tokens: int
     """Visual tokens of the whole clip."""
     hash: str
@@ -68,16 +69,19 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class Video:
-    """A prompt's clip: its plan, and where its embedding stands in the prompt. Travels as a handle, not as numbers."""
+class Visual:
+    """A clip of a prompt: its plan, and where its embedding stands. Travels as a handle, not as numbers."""
 
-    path: str
-    plan: FramePlan
-    """The only source of the frames and of their count of tokens, for engine and trainer alike."""
     positions: np.ndarray
-    """int32 [v], ascending: places of `Prompt.token_ids` that hold placeholders, one for each row of the embedding."""
-    embedding: Embedding | None = None
-    """Handle of bf16 [v, hidden] in every node's shared memory; None until the clip is encoded."""
+    """int32 [v], ascending: places of the prompt that hold placeholders, one for each row of the embedding."""
+    source: Embedding | None = None
+    """Handle of bf16 [v, hidden] in every node's shared memory, mapped, so that what is not looked at is not loaded;
+    None until it is encoded."""
+    path: str = ""
+    """Of its file; with the plan, for whoever encodes it again."""
+    plan: FramePlan | None = None
+    """The only source of the frames and of their count of tokens, for engine and trainer alike, and of M-RoPE's
+    positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Prompt:
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
     """Every column of the row, handed to reward functions by name (`extra_info`, `answer`, ...)."""
-    video: Video | None = None
+    visual: tuple[Visual, ...] = ()
+    """Its clips, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,35 +189,15 @@ class Sample:
 
     def row(self, *names: str) -> Row:
         """The part that a trainer rank needs, with the named per-token arrays."""
-        tensors, video = {name: self.tensors[name] for name in names}, self.prompt.video
-        if video is not None and video.embedding is None:
-            raise ValueError(f"sample {self.id}: its clip {video.path} is not encoded; encode it before any pass.")
-        visual = () if video is None else (Visual.of(video),)
+        tensors, visual = {name: self.tensors[name] for name in names}, self.prompt.visual
+        if bare := next((each for each in visual if each.source is None), None):
+            raise ValueError(f"sample {self.id}: its clip {bare.path} is not encoded; encode it before any pass.")
         return Row(self.prompt.token_ids, self.finished.token_ids, tensors, self.id, visual)
 
 
 def prompt_of(sample_id: str) -> str:
     """What the ids of samples of one prompt have in common, within a step."""
     return sample_id.rpartition("/")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Visual:
-    """Embeddings that stand in a row's prompt instead of its placeholders' own."""
-
-    positions: np.ndarray
-    """int32 [v], ascending."""
-    source: Embedding
-    """Of v rows; mapped, so that what is not looked at is not loaded."""
-    path: str = ""
-    """Of the clip's file; with the plan, for whoever encodes it again."""
-    plan: FramePlan | None = None
-    """Says what M-RoPE's positions are made of, too."""
-
-    @classmethod
-    def of(cls, video: Video) -> Visual:
-        """Of an encoded clip."""
-        return cls(video.positions, video.embedding, video.path, video.plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise
 from rlfuse.video.towers import Tower
 
-VISUAL = VisualTokens(VIDEO, (IMAGE,))
+VISUAL = VisualTokens(VIDEO, IMAGE)
 
 LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
 """What the writer of demonstrations takes for what."""

@@ -82,7 +82,8 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "actor.loss_mode actor.loss_agg_mode actor.use_kl_loss actor.kl_loss_type"),
     (Effect.EXPERIMENT, "another reference to stay near", "ref.path"),
     (Effect.EXPERIMENT, "the model sees other frames", "video.sampling video.max_tokens video.levels video.fps_general "
-     "video.timestamps video.fps_detail video.fps_motion video.task video.frames video.tokens_per_frame"),
+     "video.timestamps video.max_image_tokens video.fps_detail video.fps_motion video.task video.frames "
+     "video.tokens_per_frame"),
     (Effect.FIXED, "weights are the checkpoint's", "model.path critic.path"),
     (Effect.FIXED, "what encodes clips, and where their tokens stand", "model.video_family"),
     (Effect.FIXED, "weights and optimizer state are kept so", "model.dtype actor.offload_optimizer"),

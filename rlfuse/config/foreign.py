@@ -172,7 +172,7 @@ _NO_COUNTERPART = (
     ("all validation rows are generated together", "data.val_batch_size"),
     ("the column is data_source", "data.reward_fn_key"),
     ("prompts stay messages always; reward functions in TRL's shape get them as `prompts`", "data.return_raw_chat"),
-    ("rows with images are refused; those with clips have them in the column videos", "data.image_key"),
+    ("the column of images is images always", "data.image_key"),
     ("the column of clips is videos always; what is seen of them are the keys of video", "data.video_key"),
     ("the slots decide when an engine sleeps", "actor_rollout_ref.rollout.free_cache_engine"),
     ("engines return log-probs always", "actor_rollout_ref.rollout.calculate_log_probs"),

@@ -312,6 +312,8 @@ class VideoConfig:
     """fixed: frames of a clip, spread evenly; fewer where it has fewer."""
     tokens_per_frame: int = 256
     """fixed: tokens of a frame at most."""
+    max_image_tokens: int | None = None
+    """Visual tokens of an image at most; null: as many as the model's own processor allows."""
     encoder_ranks: int | None = None
     """Processes with a vision tower, which share the frames of a step; null: one per slot."""
     cache_mb: int = 4096

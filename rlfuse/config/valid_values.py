@@ -81,7 +81,7 @@ KEYS_BY_RANGE = {
     "actor.ppo_epochs trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps "
     "trainer.max_ckpt_to_keep fusion.credit_samples training.pipeline_parallel_size "
     "training.ulysses_sequence_parallel_size video.max_tokens video.frames video.tokens_per_frame "
-    "video.encoder_ranks video.cache_mb video.decode_workers",
+    "video.max_image_tokens video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
     "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
     "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "

@@ -1,12 +1,17 @@
-"""Clips of rows: each is looked at once, planned, and written into its prompt as placeholders.
+"""Clips and images of rows: each is looked at once, planned, and written into its prompt as placeholders.
 
 Role: used by `prompts.load_prompts` for a video model. What it can't use is a `VideoError`, so that only that row is
-left out. Waits for decoding processes, each file at most `video.decode_timeout_s`.
+left out. Images that a row brings as bytes become files, named by their content, in the user's cache (`IMAGES`), from
+where every process reads them. Waits for decoding processes, each file at most `video.decode_timeout_s`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from rich.progress import track
@@ -15,22 +20,28 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.config.schema import VideoConfig
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import DataError, VideoError
-from rlfuse.samples import Video
+from rlfuse.files import write_whole
+from rlfuse.samples import Visual
 from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import (
     SEED_TIMES,
     ClipFacts,
     FixedSampling,
+    Geometry,
     Sampling,
     SeedSampling,
     TaskKind,
     VideoPlan,
     plan_video,
 )
+from rlfuse.video.processor_sampling import PixelBounds
 from rlfuse.video.video_model import VideoModel
 
 MANY = 50
 """Files from which on looking at them shows its progress."""
+IMAGES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlfuse" / "images"
+"""Where images are that rows bring as bytes."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
@@ -56,33 +67,48 @@ class ClipReader:
         self._model, self._video, self._tokenizer, self._max_tokens = model, video, tokenizer, max_tokens
         self._workers, self._sampling = workers, sampling_of(video, model)
         self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
-        self._facts: dict[str, ClipFacts | VideoError] = {}
+        self._clips: dict[str, ClipFacts | VideoError] = {}
+        self._images: dict[str, ImageFacts | VideoError] = {}
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
-        """Read the headers of the rows' files, several at a time."""
-        paths = list(dict.fromkeys(path for row in rows for path in row.videos if path not in self._facts))
+        """Read the headers of the rows' clips and their images, several at a time."""
+        clips = list(dict.fromkeys(path for row in rows for path in row.videos if path not in self._clips))
+        images = list(dict.fromkeys(_file_of(each) for row in rows for each in row.images))
         with DecodePool(self._workers, self._video.decode_timeout_s, max_clips=2 * self._workers) as pool:
-            facts = track(pool.probe(paths), "clips", len(paths), disable=len(paths) < MANY)
-            self._facts |= dict(zip(paths, facts, strict=True))
+            facts = track(pool.probe(clips), "clips", len(clips), disable=len(clips) < MANY)
+            self._clips |= dict(zip(clips, facts, strict=True))
+            images = [path for path in images if path not in self._images]
+            seen = track(pool.probe_images(images), "images", len(images), disable=len(images) < MANY)
+            self._images |= dict(zip(images, seen, strict=True))
 
-    def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, Video | None]:
-        """Token ids of the templated prompt, and its clip with the places among them; or VideoError."""
+    def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, tuple[Visual, ...]]:
+        """Token ids of the templated prompt, and its clips and images with their places among them; or VideoError."""
         if len(row.videos) > 1:
             raise VideoError(f"has {len(row.videos)} clips", "A prompt can show one; join them into one file")
-        path = row.videos[0] if row.videos else None
+        shown = [(path, self._plan(path, self._clips[path], row)) for path in row.videos]
+        shown += [(path, self._plan(path, self._images[path], row)) for path in map(_file_of, row.images)]
         try:
-            plan = self._plan(row, path) if path else None
-            prompt = self._model.prompt(self._tokenizer, text, plan, self._max_tokens)
+            prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown], self._max_tokens)
         except VideoError as error:
-            raise error.of(path) if path else error from None
-        return prompt.token_ids, Video(path, plan, prompt.positions[0]) if plan else None
+            raise error.of(", ".join(path for path, _ in shown)) from None
+        pairs = zip(shown, prompt.positions, strict=True)
+        visual = (Visual(places, path=path, plan=plan) for (path, plan), places in pairs)
+        return prompt.token_ids, tuple(sorted(visual, key=lambda each: each.positions[0]))
 
-    def _plan(self, row: DataRow, path: str) -> VideoPlan:
-        facts = self._facts[path]
+    def _plan(self, path: str, facts: ClipFacts | ImageFacts | VideoError, row: DataRow) -> VideoPlan:
         if isinstance(facts, VideoError):
             raise facts
-        task, geometry = self._task(row), self._model.geometry
-        return plan_video(facts, self._sampling, task, geometry, timestamps=self._timestamps)
+        try:
+            if isinstance(facts, ImageFacts):
+                return plan_image(facts, *self._image_sizes)
+            task, geometry = self._task(row), self._model.geometry
+            return plan_video(facts, self._sampling, task, geometry, timestamps=self._timestamps)
+        except VideoError as error:
+            raise error.of(path) from None
+
+    @cached_property
+    def _image_sizes(self) -> tuple[PixelBounds, Geometry]:
+        return self._model.image_sizes(self._video.max_image_tokens)
 
     def check_failures(self, unusable: Sequence[str], of: int) -> None:
         """DataError if more rows have clips that can't be used than are allowed."""
@@ -95,3 +121,14 @@ class ClipReader:
     def _task(self, row: DataRow) -> TaskKind:
         asked = (row.columns.get("extra_info") or {}).get("task")
         return TaskKind(asked) if asked in list(TaskKind) else TaskKind(self._video.task)
+
+
+def _file_of(image: str | bytes) -> str:
+    """Where an image is; its bytes are written once."""
+    if isinstance(image, str):
+        return image
+    path = IMAGES / hashlib.sha256(image).hexdigest()[:40]
+    if not path.exists():
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        write_whole(path, image)
+    return str(path)

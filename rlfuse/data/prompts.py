@@ -18,8 +18,8 @@ from rlfuse.config.schema import DataConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.rows import DataRow, read_rows
 from rlfuse.errors import DataError, VideoError
-from rlfuse.samples import Prompt, Video
-from rlfuse.video.prompt import MARKER
+from rlfuse.samples import Prompt, Visual
+from rlfuse.video.prompt import MARKERS
 
 SHOWN = 10
 """Unusable rows that are named one by one."""
@@ -66,7 +66,7 @@ def load_prompts(
         for number, row in enumerate(rows):
             where = f"{file}, row {number}"
             try:
-                text, ids, video = _assembled(row, tokenizer, where, clips)
+                text, ids, visual = _assembled(row, tokenizer, where, clips)
             except VideoError as error:
                 report.unusable.append(f"{where}: {error}")
                 continue
@@ -78,8 +78,11 @@ def load_prompts(
                 report.cut += 1
             ids = np.asarray(ids, dtype=np.int32)
             index, source = len(prompts), row.data_source
-            prompts.append(Prompt(index, ids, text, row.messages, source, row.ground_truth, row.columns, video))
-    report.kept, report.clips = len(prompts), sum(prompt.video is not None for prompt in prompts)
+            columns = row.columns | (
+                {"images": [each.path for each in visual if each.plan.still]} if row.images else {}
+            )
+            prompts.append(Prompt(index, ids, text, row.messages, source, row.ground_truth, columns, visual))
+    report.kept, report.clips = len(prompts), sum(bool(prompt.visual) for prompt in prompts)
     if clips is not None:
         clips.check_failures(report.unusable, report.kept + len(report.unusable))
     if not prompts:
@@ -92,17 +95,17 @@ def load_prompts(
 
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, where: str, clips: ClipReader | None
-) -> tuple[str, list[int] | np.ndarray, Video | None]:
-    """(text, token ids, clip with its places among them); VideoError for a clip that can't be used."""
+) -> tuple[str, list[int] | np.ndarray, tuple[Visual, ...]]:
+    """(text, token ids, clips with their places among them); VideoError for a clip that can't be used."""
     if clips is not None:
         text = _templated(row, tokenizer)
         return text, *clips.assemble(row, text)
-    if row.videos or any(MARKER in str(message["content"]) for message in row.messages):
-        raise DataError(
-            f"{where}, field videos: model.path is no video model, so it can't be shown clips. Leave it out."
-        )
+    for given, modality in ((row.videos, "video"), (row.images, "image")):
+        if given or any(MARKERS[modality] in str(message["content"]) for message in row.messages):
+            why = f"model.path has no visual part, so it can't be shown {modality}s"
+            raise DataError(f"{where}, field {modality}s: {why}. Leave the row out.")
     text, ids = _tokenise(row, tokenizer)
-    return text, ids, None
+    return text, ids, ()
 
 
 def _tokenise(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

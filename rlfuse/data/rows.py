@@ -11,10 +11,12 @@ import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+from PIL import Image
 
 from rlfuse.errors import DataError
 
@@ -35,6 +37,8 @@ class DataRow:
     """The row as it stood in the file."""
     videos: tuple[str, ...] = ()
     """Files of its clips; relative paths begin at the folder of the data."""
+    images: tuple[str | bytes, ...] = ()
+    """The same of its images, or what their files hold."""
 
 
 def read_rows(path: str, prompt_key: str) -> list[DataRow]:
@@ -128,8 +132,9 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> DataRow:
     prompt = row.get(prompt_key)
     messages = chat_messages(f"{where}, field {prompt_key}", prompt, "user")
-    if row.get("images") or any("<image>" in message["content"] for message in messages):
-        raise DataError(f"{where}, field images: images can't be used, only videos. Leave the row out.")
+    images = _images(where, row, file.parent)
+    if images and not any("<image>" in message["content"] for message in messages):
+        messages = _in_front(messages, len(images))
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
         raise DataError(f"{where}, field reward_model: {_short(reward_model)} where style and ground_truth belong.")
@@ -137,7 +142,7 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> Da
     if truth is None:
         truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
     source, videos = str(row.get("data_source") or file.stem), _videos(where, row, file.parent)
-    return DataRow(messages, isinstance(prompt, str), source, truth, row, videos)
+    return DataRow(messages, isinstance(prompt, str), source, truth, row, videos, images)
 
 
 def chat_messages(where: str, given: Any, role: str) -> tuple[dict[str, Any], ...]:
@@ -164,7 +169,42 @@ def _videos(where: str, row: dict[str, Any], folder: Path) -> tuple[str, ...]:
             raise DataError(
                 f"{where}, field videos: {_short(given)} where paths of files belong, as [{{'video': 'clips/a.mp4'}}]."
             )
-    return tuple(str(folder.absolute() / Path(entry.removeprefix("file://")).expanduser()) for entry in entries)
+    return tuple(_file(entry, folder) for entry in entries)
+
+
+def _images(where: str, row: dict[str, Any], folder: Path) -> tuple[str | bytes, ...]:
+    """Images from verl's column `images` or TRL's `image`: paths, bytes, pictures of Pillow, or objects with one of
+    them under `bytes`, `path` or `image`."""
+    given = row["images"] if row.get("images") is not None else row.get("image")
+    return () if given is None else tuple(_image(where, each, folder) for each in _listed(given))
+
+
+def _image(where: str, given: Any, folder: Path) -> str | bytes:
+    while isinstance(given, dict):
+        given = next((given[name] for name in ("bytes", "path", "image") if given.get(name) is not None), None)
+    if isinstance(given, Image.Image):
+        written = BytesIO()
+        given.save(written, "PNG")
+        given = written.getvalue()
+    if isinstance(given, bytes):
+        return given
+    if not isinstance(given, str) or not given or given.startswith(("http://", "https://", "data:")):
+        raise DataError(
+            f"{where}, field images: {_short(given)} where paths of files, their bytes or pictures of Pillow belong, "
+            "as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]."
+        )
+    return _file(given, folder)
+
+
+def _file(path: str, folder: Path) -> str:
+    return str(folder.absolute() / Path(path.removeprefix("file://")).expanduser())
+
+
+def _in_front(messages: tuple[dict[str, Any], ...], images: int) -> tuple[dict[str, Any], ...]:
+    """As in TRL, images without markers stand before the first message of the user."""
+    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    first = {**messages[place], "content": "<image>" * images + messages[place]["content"]}
+    return (*messages[:place], first, *messages[place + 1 :])
 
 
 def _listed(value: Any) -> list[Any]:

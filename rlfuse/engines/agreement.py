@@ -42,7 +42,7 @@ class Agreement:
 def telling(prompt: Prompt) -> tuple[bool, bool, int]:
     """Sorts prompts by how much they tell: with a clip, then long ones, then those above `LONGEST`, shortest first."""
     tokens = len(prompt.token_ids)
-    return prompt.video is None, tokens > LONGEST, tokens if tokens > LONGEST else -tokens
+    return not prompt.visual, tokens > LONGEST, tokens if tokens > LONGEST else -tokens
 
 
 async def compare(engines: Engines, group: Group, sampling: Sampling) -> Agreement | None:

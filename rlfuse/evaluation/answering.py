@@ -173,7 +173,7 @@ async def carry_out(
     display: Display,
 ) -> None:
     """As `Controller.validate`, with what has come written meanwhile."""
-    if any(group.prompt.video is not None for group in groups):
+    if any(group.prompt.visual for group in groups):
         with display.part("clips encoded"):
             groups = await engines.clips.encode(groups, PURPOSE)
     if not groups:

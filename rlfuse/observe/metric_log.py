@@ -178,7 +178,7 @@ class MetricLog:
         values |= self._account(spans)
         values |= figures.repetition(spans, board.samples) | figures.balance_metrics(spans)
         values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
-        if any(sample.prompt.video is not None for sample in whole):
+        if any(sample.prompt.visual for sample in whole):
             values |= figures.video_metrics(spans)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
         values |= fault_metrics(self.journal.faults) | {name: sum(v) / len(v) for name, v in self._notes.items()}

@@ -29,7 +29,7 @@ def _pool(timeout_s: float) -> DecodePool:
 
 def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
     """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
-    shown = [sample for sample in samples if sample.prompt.video is not None and sample.response is not None]
+    shown = [sample for sample in samples if sample.prompt.visual and sample.response is not None]
     prompts = list(dict.fromkeys(prompt_of(sample.id) for sample in shown))[:most]
     paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
     return {sample.id: paths[name] for sample in shown if (name := prompt_of(sample.id)) in paths}
@@ -37,20 +37,20 @@ def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
 
 def light(sample: Sample) -> Sample:
     """All of it that a sheet shows, for another process."""
-    video = replace(sample.prompt.video, embedding=None)
-    return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, video=video))
+    visual = tuple(replace(each, source=None) for each in sample.prompt.visual)
+    return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, visual=visual))
 
 
 def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict[str, str], timeout_s: float) -> None:
     """Write the `sheets` of these samples of a run folder."""
     (folder / FOLDER).mkdir(exist_ok=True)
     families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
-    videos = [family[0].prompt.video for family in families]
-    frames_of = _pool(timeout_s).stream(Clip(video.path, video.plan) for video in videos)
-    for family, frames in zip(families, frames_of, strict=True):
-        if not isinstance(frames, VideoError):
-            picture = contact_sheet(frames, family[0].prompt.video.plan, _caption(step, family))
-            picture.save(folder / sheets[family[0].id])
+    clips = [Clip(each.path, each.plan) for family in families for each in family[0].prompt.visual]
+    decoded = _pool(timeout_s).stream(clips)
+    for family in families:
+        shown = [(next(decoded), each.plan) for each in family[0].prompt.visual]
+        if not any(isinstance(frames, VideoError) for frames, _ in shown):
+            contact_sheet(shown, _caption(step, family)).save(folder / sheets[family[0].id])
 
 
 def _caption(step: int, family: Sequence[Sample]) -> Caption:

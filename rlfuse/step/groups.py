@@ -62,7 +62,7 @@ class GroupSource:
         return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
 
     async def _encoded(self, groups: list[Group], step: int, holder: str) -> list[Group]:
-        if all(group.prompt.video is None for group in groups):
+        if not any(group.prompt.visual for group in groups):
             return groups
         with self.recorder.span("encode_clips", step=step, cause=holder):
             return await self.engines.clips.encode(groups, holder)

@@ -57,15 +57,16 @@ class Caption:
     truth: str = ""
 
 
-def contact_sheet(frames: np.ndarray, plan: VideoPlan, caption: Caption) -> Image.Image:
-    """The picture. `frames` are those of the plan: uint8 [frames, height, width, 3]."""
-    if frames.shape != (plan.frames, plan.height, plan.width, 3) or frames.dtype != np.uint8:
-        raise ValueError(
-            f"frames: got {frames.dtype} {frames.shape}; valid is uint8 "
-            f"{(plan.frames, plan.height, plan.width, 3)}, as decoded from this plan"
-        )
-    grid = _grid(frames, plan)
-    panel = _panel(plan, caption, len(grid.info["shown"]))
+def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption) -> Image.Image:
+    """The picture. `seen`: clips and images in order, each as uint8 [frames, height, width, 3] of its plan."""
+    for frames, plan in seen:
+        if frames.shape != (plan.frames, plan.height, plan.width, 3) or frames.dtype != np.uint8:
+            raise ValueError(
+                f"frames: got {frames.dtype} {frames.shape}; valid is uint8 "
+                f"{(plan.frames, plan.height, plan.width, 3)}, as decoded from this plan"
+            )
+    grid = _grid(seen)
+    panel = _panel([plan for _, plan in seen], caption, grid.info["shown"])
     width, top = MARGIN + grid.width + panel.width, max(grid.height, panel.height)
     answers = _answers(caption.answers, width)
     sheet = Image.new("RGB", (2 * MARGIN + width, 3 * MARGIN + top + answers.height), PAPER)
@@ -75,10 +76,15 @@ def contact_sheet(frames: np.ndarray, plan: VideoPlan, caption: Caption) -> Imag
     return sheet
 
 
-def _grid(frames: np.ndarray, plan: VideoPlan) -> Image.Image:
-    """Thumbnails in rows, each with its time below."""
-    shown = np.linspace(0, plan.frames - 1, min(plan.frames, MOST_FRAMES)).round().astype(int)
-    width, height = _thumbnail(len(shown), plan.width / plan.height)
+def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]]) -> Image.Image:
+    """Thumbnails in rows, each with its time below; an image is shown once, whatever its temporal patch."""
+    pictures = [
+        (frames[index], "image" if plan.still else f"{plan.times[index]:.1f} s")
+        for frames, plan in seen
+        for index in range(1 if plan.still else plan.frames)
+    ]
+    shown = np.linspace(0, len(pictures) - 1, min(len(pictures), MOST_FRAMES)).round().astype(int)
+    width, height = _thumbnail(len(shown), max(plan.width / plan.height for _, plan in seen))
     columns = max(1, min(len(shown), (GRID[0] + GAP) // (width + GAP)))
     rows = math.ceil(len(shown) / columns)
     across, down = width + GAP, height + LABEL + GAP
@@ -86,13 +92,16 @@ def _grid(frames: np.ndarray, plan: VideoPlan) -> Image.Image:
     draw = ImageDraw.Draw(grid)
     for place, index in enumerate(shown):
         left, top = place % columns * across, place // columns * down
+        pixels, label = pictures[index]
+        tall, wide = pixels.shape[:2]
+        size = min(width, max(1, round(height * wide / tall))), height
         # Small frames stay pixels that can be counted; large ones are smoothed.
-        method = Image.Resampling.NEAREST if width >= 2 * plan.width else Image.Resampling.LANCZOS
-        grid.paste(Image.fromarray(frames[index]).resize((width, height), method), (left, top))
-        draw.rectangle((left, top, left + width - 1, top + height - 1), outline=LINE)
+        method = Image.Resampling.NEAREST if width >= 2 * wide else Image.Resampling.LANCZOS
+        grid.paste(Image.fromarray(pixels).resize(size, method), (left, top))
+        draw.rectangle((left, top, left + size[0] - 1, top + height - 1), outline=LINE)
         middle = (left + width / 2, top + height + LABEL / 2 + 1)
-        draw.text(middle, f"{plan.times[index]:.1f} s", PALE, _font(SMALL), anchor="mm")
-    grid.info["shown"] = shown
+        draw.text(middle, label, PALE, _font(SMALL), anchor="mm")
+    grid.info["shown"] = len(shown)
     return grid
 
 
@@ -106,19 +115,23 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
     return THUMB[0], max(1, round(THUMB[0] / shape))
 
 
-def _panel(plan: VideoPlan, caption: Caption, shown: int) -> Image.Image:
-    """Text from top to bottom: title, question, truth, and what the plan was."""
+def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Image:
+    """Text from top to bottom: title, question, truth, and what the plans were."""
     panel = _Column(PANEL)
     panel.text(caption.title, SMALL, PALE, lines=2)
     panel.part("Question", caption.question, 12)
     if caption.truth:
         panel.part("Ground truth", caption.truth, 4)
-    seen = f"{plan.frames} frames of {plan.width} x {plan.height}, {plan.fps:.3g} a second"
-    patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
-    left_out = f" · {shown} of them shown" if shown < plan.frames else ""
     panel.space(14)
-    panel.text(f"{seen}{left_out}", SMALL, PALE)
-    panel.text(f"{plan.tokens:,} visual tokens, {plan.tokens_per_frame} {patch}", SMALL, PALE)
+    for plan in plans:
+        size, count = f"{plan.width} x {plan.height}", f"{plan.tokens:,} visual tokens"
+        if plan.still:
+            panel.text(f"an image of {size}, {count}", SMALL, PALE)
+            continue
+        patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
+        left_out = f" · {shown} of them shown" if shown < plan.frames else ""
+        panel.text(f"{plan.frames} frames of {size}, {plan.fps:.3g} a second{left_out}", SMALL, PALE)
+        panel.text(f"{count}, {plan.tokens_per_frame} {patch}", SMALL, PALE)
     return panel.used()
 
 

@@ -33,7 +33,8 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
-from rlfuse.video import decoding
+from rlfuse.video import decoding, images
+from rlfuse.video.images import ImageFacts
 from rlfuse.video.plan import ClipFacts, VideoPlan
 
 START_S = 120.0
@@ -72,6 +73,7 @@ class _Request:
 
     path: str
     clip: Clip | None = None
+    still: bool = False
 
     @property
     def bytes(self) -> int:
@@ -139,8 +141,12 @@ class DecodePool:
         self.close()
 
     def probe(self, paths: Iterable[str]) -> Iterator[ClipFacts | VideoError]:
-        """The facts of each file, in order."""
+        """The facts of each clip's file, in order."""
         return self._in_order(_Request(path) for path in paths)
+
+    def probe_images(self, paths: Iterable[str]) -> Iterator[ImageFacts | VideoError]:
+        """The facts of each image's file, in order."""
+        return self._in_order(_Request(path, still=True) for path in paths)
 
     def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:
         """The frames of each clip, in order: uint8 [frames, height, width, 3]. Decodes ahead within the bounds."""
@@ -183,7 +189,7 @@ class DecodePool:
     def _submit(self, request: _Request) -> _Call:
         clip = request.clip
         if clip is None:
-            return _Call(request, self._schedule(decoding.probe, request.path))
+            return _Call(request, self._schedule((images if request.still else decoding).probe, request.path))
         if clip.bytes > self.max_bytes:
             future: ProcessFuture = ProcessFuture()
             shape = " x ".join(map(str, clip.shape))
@@ -203,7 +209,7 @@ class DecodePool:
         except RuntimeError as error:  # pebble's word for a broken pool
             raise EngineError(f"the decode workers can't be used: {error}") from error
 
-    def _result(self, call: _Call) -> ClipFacts | np.ndarray | VideoError:
+    def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError:
         """Of the oldest call, which has a worker or is the next to get one."""
         limit, future = self.timeout_s, call.future
         try:
@@ -232,4 +238,7 @@ def _decode_into(memory: str, clip: Clip) -> None:
     """In a worker: decode into memory of the process that asks."""
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
-    decoding.decode(clip.path, clip.plan, clip.first, clip.last, out)
+    if clip.plan.still:
+        out[:] = images.read(clip.path, clip.plan)
+    else:
+        decoding.decode(clip.path, clip.plan, clip.first, clip.last, out)

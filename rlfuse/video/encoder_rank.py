@@ -189,7 +189,7 @@ class EncoderRank:
             if after and after.pixels not in self._ahead and free:
                 self._ahead[after.pixels] = _Ahead(self._decoder.submit(self._decode, after), False)
             began = time.perf_counter()
-            rows = self.tower.encode(torch.from_numpy(frames))
+            rows = self.tower.encode(torch.from_numpy(frames), block.plan.merge)
             write_rows(part.target, row, rows)
             encode_s += time.perf_counter() - began
             row += len(rows)

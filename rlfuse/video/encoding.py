@@ -214,7 +214,7 @@ class SequenceParallelEncoder:
         try:
             async with self._reading:
                 content = await asyncio.wait_for(asyncio.to_thread(content_hash, clip.path), self.timeout_s)
-            tokens = shape.units(len(plan.times)) * shape.unit_tokens(plan.height, plan.width)
+            tokens = shape.units(len(plan.times)) * shape.unit_tokens(plan)
         except TimeoutError:
             return ClipFailure(clip.id, f"clip {clip.id}: {clip.path} could not be read within {self.timeout_s:g} s")
         except (OSError, ValueError) as error:
@@ -257,7 +257,7 @@ class SequenceParallelEncoder:
             await asyncio.gather(*work, return_exceptions=True)
 
     def _load(self, plan: FramePlan) -> Load:
-        patches = self.shape.unit_patches(plan.height, plan.width)
+        patches = self.shape.unit_patches(plan.height, plan.width, plan.merge)
         return Load(self.shape.units(len(plan.times)), self.shape.cost.unit(patches))
 
     def _choose_homes(self, jobs: list[_Job], shards: list[list[Run]]) -> None:
@@ -276,7 +276,7 @@ class SequenceParallelEncoder:
             if job.outcome is not None:
                 continue
             upcoming = after and self._frames(after, jobs[after.clip])
-            first_row = run.first * self.shape.unit_tokens(job.clip.plan.height, job.clip.plan.width)
+            first_row = run.first * self.shape.unit_tokens(job.clip.plan)
             if rank.memory == job.home:
                 part = Part(self._frames(run, job), job.target, first_row)
                 self._note(job, await rank.encode(part, upcoming))
@@ -294,7 +294,7 @@ class SequenceParallelEncoder:
     ) -> None:
         """A part into an entry of its own on the rank's node, and from there to the clip's home."""
         entry = f"{job.key}-{run.first}"
-        tokens = run.units * self.shape.unit_tokens(job.clip.plan.height, job.clip.plan.width)
+        tokens = run.units * self.shape.unit_tokens(job.clip.plan)
         target = await self._reserve(job, rank.memory, entry, tokens, holder)
         done = await rank.encode(Part(self._frames(run, job), target, 0), upcoming)
         if isinstance(done, Encoded) and job.outcome is None:

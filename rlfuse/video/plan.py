@@ -10,7 +10,6 @@ Invariants:
   all patches: there times stay even, and a picture that stays is shown again;
 - everything but times, size and geometry is derived from them, so a plan can't contradict itself;
 - equal plans have equal hashes, on every machine and in every process.
-
 Samplings: a model's own is that of its processor (`processor_sampling`). Seed1.5-VL's (arXiv 2505.07062, section on
 video encoding) takes 1, 2 or 5 frames a second by task, the largest of six levels of tokens per frame at which all of
 them fit into the budget, and where even the smallest does not fit, as many frames as fit, spread evenly over the clip.
@@ -256,7 +255,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """The frames of one clip as a model sees them."""
+    """The frames of one clip, or the one of an image, as a model sees them."""
 
     times: tuple[float, ...]
     """Seconds, to the microsecond. A time names the frame that is on the screen then."""
@@ -271,6 +270,9 @@ class VideoPlan:
     timestamps: Timestamps | None = SEED_TIMES
     """How the prompt says the time before every frame; None for models with time in their positions."""
 
+    still: bool = False
+    """Of an image, whose frame is repeated to fill a temporal patch."""
+
     def __post_init__(self) -> None:
         assert self.times and len(self.times) % self.geometry.temporal_patch == 0
         assert self.height % self.geometry.cell == 0 == self.width % self.geometry.cell
@@ -282,8 +284,15 @@ class VideoPlan:
         return len(self.times)
 
     @property
+    def modality(self) -> str:
+        return "image" if self.still else "video"
+
+    @property
+    def merge(self) -> int:
+        return self.geometry.merge
+
+    @property
     def temporal_patch(self) -> int:
-        """Frames that one token spans."""
         return self.geometry.temporal_patch
 
     @property
@@ -323,10 +332,11 @@ class VideoPlan:
 
     @cached_property
     def hash(self) -> str:
-        """32 hexadecimal digits over what the tower's output depends on: times, size and geometry."""
+        """32 hexadecimal digits over what the tower's output depends on: times, size, geometry, and how it is read."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
-        return hashlib.blake2b(repr((microseconds, shape)).encode(), digest_size=16).hexdigest()
+        seen = (microseconds, shape, "still") if self.still else (microseconds, shape)
+        return hashlib.blake2b(repr(seen).encode(), digest_size=16).hexdigest()
 
 
 def plan_video(
@@ -336,21 +346,13 @@ def plan_video(
     geometry: Geometry | None = None,
     *,
     timestamps: Timestamps | None = SEED_TIMES,
-    max_tokens: int | None = None,
 ) -> VideoPlan:
-    """The plan of one clip. Raises VideoError where it has more visual tokens than `max_tokens`."""
+    """The plan of one clip."""
     geometry = geometry or Geometry()
     seen = clip if timestamps else clip.steady()
     times, fps, level, height, width = sampling.choose(seen, _task(task), geometry)
     times += times[-1:] * (-len(times) % geometry.temporal_patch)
-    plan = VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
-    if max_tokens is not None and plan.tokens > max_tokens:
-        raise VideoError(
-            f"the plan has {plan.tokens} visual tokens ({plan.temporal_patches} x {plan.tokens_per_frame}, from "
-            f"{clip.duration_s:g} s), and at most {max_tokens} are allowed",
-            "Lower the video budget or raise the context length: visual tokens are never cut",
-        )
-    return plan
+    return VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
 
 
 def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:

@@ -21,15 +21,11 @@ THINNEST = 200
 """Largest ratio of a picture's sides."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessorSampling:
-    """Frames at one rate between two counts, each of a number of pixels between two bounds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelBounds:
+    """Of a picture."""
 
-    fps: float
-    min_frames: int
-    max_frames: int
     min_pixels: int
-    """Of a frame, as the next."""
     max_pixels: int
 
     def told(self, settings: Mapping[str, Any]) -> Self:
@@ -38,6 +34,15 @@ class ProcessorSampling:
         named = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         named |= {each.name: settings[each.name] for each in fields(self) if settings.get(each.name) is not None}
         return replace(self, **{name: value for name, value in named.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorSampling(PixelBounds):
+    """Frames at one rate between two counts, each of a number of pixels between two bounds."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
 
     def most_pixels(self, frames: int) -> int:
         """Of each frame of a clip that is shown in so many."""

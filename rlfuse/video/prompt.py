@@ -1,4 +1,4 @@
-"""A prompt with its clips' visual tokens in place: `<video>` markers and plans become token ids and positions.
+"""A prompt with its visual tokens in place: `<video>` and `<image>` markers and plans become token ids and positions.
 
 Role: called wherever a row with clips becomes a prompt; engine and trainer take the same ids and put the same
 embeddings at the same positions. Pure, for any tokenizer of transformers.
@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,32 +21,32 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.errors import VideoError
 from rlfuse.video.plan import VideoPlan
 
-MARKER = "<video>"
-"""Stands in a row's text where a clip belongs."""
+MARKERS = {"video": "<video>", "image": "<image>"}
+"""By modality, what stands in a row's text where a clip or an image belongs."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisualTokens:
     """A model's tokens that stand for embeddings, as its vocabulary spells them."""
 
-    placeholder: str
-    """Repeated once for every visual token, for instance `<|video_pad|>`."""
-    others: tuple[str, ...] = ()
-    """More that no text may turn into, for instance `<|image_pad|>`."""
+    video: str
+    """Repeated once for every visual token of a clip, for instance `<|video_pad|>`."""
+    image: str
+    """The same of an image, for instance `<|image_pad|>`."""
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Their ids, the placeholder's first; these are what an engine must never sample."""
-        return [_id(tokenizer, text) for text in (self.placeholder, *self.others)]
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+        """Their ids by modality; these are what an engine must never sample."""
+        return {"video": _id(tokenizer, self.video), "image": _id(tokenizer, self.image)}
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPrompt:
-    """Token ids and where among them each clip's embeddings go."""
+    """Token ids and where among them each plan's embeddings go."""
 
     token_ids: np.ndarray
     """int32 [prompt tokens]."""
     positions: tuple[np.ndarray, ...]
-    """int32 [visual tokens] for each clip, rising."""
+    """int32 [visual tokens] for each plan, rising."""
 
 
 def assemble(
@@ -54,30 +55,28 @@ def assemble(
     plans: Sequence[VideoPlan],
     visual: VisualTokens,
     *,
-    marker: str = MARKER,
     max_tokens: int | None = None,
 ) -> VideoPrompt:
-    """The prompt `text`, chat template applied, with each marker replaced by its plan's pieces, in order.
+    """The prompt `text`, chat template applied, with each marker replaced by its plan's pieces: `<video>` by those of
+    clips and `<image>` by those of images, each in order.
 
     Raises VideoError where markers and plans don't match in number, or the prompt has more than `max_tokens` tokens.
     """
-    texts = text.split(marker)
-    if len(texts) - 1 != len(plans):
-        raise VideoError(
-            f"the prompt has {_counted(len(texts) - 1, f'{marker} marker')} and {_counted(len(plans), 'clip')}: "
-            f"{_shortened(text)!r}",
-            f"Give as many clips as markers; text that is no marker must not contain {marker}",
-        )
-    placeholder = visual.ids(tokenizer)[0]
-    ids, positions, before = [], [], texts[0]
-    for plan, following in zip(plans, texts[1:], strict=True):
+    before, *rest = re.split(f"({'|'.join(MARKERS.values())})", text)
+    markers, texts = rest[::2], rest[1::2]
+    for modality, marker in MARKERS.items():
+        _check_count(text, modality, markers.count(marker), sum(plan.modality == modality for plan in plans))
+    left = {marker: [i for i, plan in enumerate(plans) if plan.modality == kind] for kind, marker in MARKERS.items()}
+    placeholders, ids, positions = visual.ids(tokenizer), [], {}
+    for marker, following in zip(markers, texts, strict=True):
         places: list[int] = []
+        plan = plans[index := left[marker].pop(0)]
         for piece in plan.pieces:
             ids += tokenise(tokenizer, before + piece.text, visual)
             places += range(len(ids), len(ids) + piece.tokens)
-            ids += [placeholder] * piece.tokens
+            ids += [placeholders[plan.modality]] * piece.tokens
             before = ""
-        positions.append(np.asarray(places, dtype=np.int32))
+        positions[index] = np.asarray(places, dtype=np.int32)
         before = following
     ids += tokenise(tokenizer, before, visual)
     if max_tokens is not None and len(ids) > max_tokens:
@@ -85,19 +84,30 @@ def assemble(
         raise VideoError(
             f"the prompt has {len(ids)} tokens ({seen} visual, {len(ids) - seen} of text and timestamps), and at most "
             f"{max_tokens} are allowed",
-            "Lower the video budget or raise the context length: visual tokens are never cut",
+            "Raise data.max_prompt_length, or show fewer frames or smaller pictures (the keys of video): visual tokens "
+            "are never cut",
         )
-    return VideoPrompt(np.asarray(ids, dtype=np.int32), tuple(positions))
+    return VideoPrompt(np.asarray(ids, dtype=np.int32), tuple(positions[index] for index in range(len(plans))))
+
+
+def _check_count(text: str, modality: str, markers: int, plans: int) -> None:
+    if markers == plans:
+        return
+    marker, noun = MARKERS[modality], {"video": "clip", "image": "image"}[modality]
+    raise VideoError(
+        f"the prompt has {_counted(markers, f'{marker} marker')} and {_counted(plans, noun)}: {_shortened(text)!r}",
+        f"Give as many {noun}s as markers; text that is no marker must not contain {marker}",
+    )
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens) -> list[int]:
     """Ids of a text, none of them visual; other special tokens, such as those of a chat template, are read as such."""
     parts = [text]
-    for word in (visual.placeholder, *visual.others):
+    for word in (visual.video, visual.image):
         half = len(word) // 2
         parts = [cut for part in parts for cut in _split(part, word, (word[:half], word[half:]))]
     ids = [token for part in parts if part for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
-    found = set(ids) & set(visual.ids(tokenizer))
+    found = set(ids) & set(visual.ids(tokenizer).values())
     if found:
         raise VideoError(
             f"the text {_shortened(text)!r} is tokenised to {tokenizer.convert_ids_to_tokens(sorted(found))}, which "

@@ -35,35 +35,36 @@ class StepClips:
         """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
         if self._prefetching is not None:
             await self._prefetching
-        prompts = {group.prompt.index: group.prompt for group in groups if group.prompt.video is not None}
-        if not prompts:
+        shown = {group.prompt.index: group.prompt.visual for group in groups if group.prompt.visual}
+        if not shown:
             return list(groups)
-        clips = [Clip(f"of prompt {index}", p.video.path, p.video.plan) for index, p in prompts.items()]
-        outcomes = dict(zip(prompts, await self.encoder.encode(clips, holder), strict=True))
-        plans = [prompt.video.plan for prompt in prompts.values()]
-        self._shapes += [(plan.frames, plan.tokens, plan.level) for plan in plans]
-        failed = {index: found for index, found in outcomes.items() if isinstance(found, ClipFailure)}
+        clips = [Clip(f"of prompt {index}", each.path, each.plan) for index, visual in shown.items() for each in visual]
+        found = iter(await self.encoder.encode(clips, holder))
+        outcomes = {index: [next(found) for _ in visual] for index, visual in shown.items()}
+        self._shapes += [(clip.plan.frames, clip.plan.tokens, clip.plan.level) for clip in clips]
+        failed = {index: each for index, of in outcomes.items() for each in of if isinstance(each, ClipFailure)}
         if check_failures:
-            self._check_failures(failed, len(prompts))
+            self._check_failures(failed, len(shown))
         kept = [group for group in groups if group.prompt.index not in failed]
         self._dropped += len(groups) - len(kept)
         for group in kept:
-            if (video := group.prompt.video) is not None:
-                group.prompt = replace(group.prompt, video=replace(video, embedding=outcomes[group.prompt.index]))
+            if visual := group.prompt.visual:
+                pairs = zip(visual, outcomes[group.prompt.index], strict=True)
+                group.prompt = replace(group.prompt, visual=tuple(replace(each, source=of) for each, of in pairs))
                 for sample in group.samples:
                     sample.prompt = group.prompt
         return kept
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
         """Begin to decode the clips of prompts that come next; what goes wrong with that, the next `encode` raises."""
-        clips = [Clip(f"of prompt {each.index}", each.video.path, each.video.plan) for each in prompts if each.video]
+        clips = [Clip(f"of prompt {each.index}", seen.path, seen.plan) for each in prompts for seen in each.visual]
         self._prefetching = asyncio.create_task(self.encoder.prefetch(clips))
 
     def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
         if not failed:
             return
         first = next(iter(failed.values())).message
-        text = f"{len(failed)} of {of} clips can't be used, their groups are left out; the first: {first}"
+        text = f"{len(failed)} of {of} prompts have clips that can't be used and are left out; the first: {first}"
         self.say(text)
         if len(failed) > self.max_failure_rate * of:
             raise EngineError(

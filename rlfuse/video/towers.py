@@ -25,9 +25,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
+from rlfuse.errors import VideoError
+from rlfuse.samples import FramePlan
 from rlfuse.video.models.base import VideoFamily, family_of, known_families
 from rlfuse.video.sharding import CostModel
 
+WHOLE = "processor_config.json"
 PROCESSOR_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 
 
@@ -40,7 +43,7 @@ class TowerShape:
     patch: int
     """Side in pixels."""
     merge: int
-    """A token covers merge x merge patches."""
+    """A token of a clip covers merge x merge patches; images may have a merge of their own."""
     temporal_patch: int
     """Frames of a unit."""
     step: int
@@ -56,16 +59,16 @@ class TowerShape:
         """Units of a clip; the last may be incomplete."""
         return -(-frames // self.temporal_patch)
 
-    def unit_patches(self, height: int, width: int) -> int:
+    def unit_patches(self, height: int, width: int, merge: int | None = None) -> int:
         """Patches of one unit; sides must be multiples of patch times merge (14 * 2 pixels, say)."""
-        side = self.patch * self.merge
+        side = self.patch * (merge or self.merge)
         if height < side or width < side or height % side or width % side:
             raise ValueError(f"frames of {height}x{width} pixels: both sides must be positive multiples of {side}")
         return (height // self.patch) * (width // self.patch)
 
-    def unit_tokens(self, height: int, width: int) -> int:
+    def unit_tokens(self, plan: FramePlan) -> int:
         """Tokens of one unit."""
-        return self.unit_patches(height, width) // self.merge**2
+        return self.unit_patches(plan.height, plan.width, plan.merge) // plan.merge**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +130,34 @@ class Tower:
         """Of the tower that was loaded, so many updates later."""
         return self._weights + (f"+{updates}" if updates else "")
 
-    def encode(self, frames: torch.Tensor) -> torch.Tensor:
+    def encode(self, frames: torch.Tensor, merge: int | None = None) -> torch.Tensor:
         """uint8 [F, H, W, 3] that begin at a legal cut -> [tokens, hidden] in the tower's precision, on its device.
 
-        An incomplete last unit is filled by repeating its last frame, as the processor does. With gradient only if the
-        tower is trainable.
+        An incomplete last unit is filled by repeating its last frame, as the processor does. `merge`: of a token; None:
+        that of clips. With gradient only if the tower is trainable.
         """
+        merge = merge or self.shape.merge
         if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
             raise ValueError(f"frames must be uint8 [F >= 1, H, W, 3], got {frames.dtype} {list(frames.shape)}")
-        self.shape.unit_patches(*frames.shape[1:3])
+        self.shape.unit_patches(*frames.shape[1:3], merge)
         with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
-            return torch.cat([self._run(part.to(self.device)) for part in frames.split(self.shape.cut)])
+            return torch.cat([self._run(part.to(self.device), merge) for part in frames.split(self.shape.cut)])
 
     def update(self, weights: Path, updates: int) -> None:
         """Take weights written by a trainer (safetensors, checkpoint names) as the tower after `updates` updates."""
         self.module.load_state_dict({_own(name): tensor for name, tensor in load_file(weights).items()})
         self._updates = updates
 
-    def _run(self, frames: torch.Tensor) -> torch.Tensor:
+    def _run(self, frames: torch.Tensor, merge: int) -> torch.Tensor:
         pixels = self.pixels.normalise(frames)
         if missing := -len(pixels) % self.shape.temporal_patch:
             pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])
-        patches, grid = self._patches(pixels)
-        return self.module(patches.to(self.dtype), grid)
+        patches, grid = self._patches(pixels, merge)
+        return self.module(patches.to(self.dtype), grid, merge)
 
-    def _patches(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _patches(self, pixels: torch.Tensor, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[F, 3, H, W] -> ([patches, 3 * time * patch * patch], grid [1, 3]); the patches of a token stand together."""
-        time, side, merge = self.shape.temporal_patch, self.shape.patch, self.shape.merge
+        time, side = self.shape.temporal_patch, self.shape.patch
         count, channels, height, width = pixels.shape
         units, rows, columns = count // time, height // side, width // side
         split = pixels.reshape(units, time, channels, rows // merge, merge, side, columns // merge, merge, side)
@@ -183,16 +187,33 @@ def _family(folder: Path) -> tuple[PreTrainedConfig, type[VideoFamily]]:
 
 def processor_settings(folder: Path) -> dict:
     """The video processor's settings, or the image processor's where there is only that one."""
-    whole = folder / "processor_config.json"
-    if whole.is_file() and "video_processor" in (nested := json.loads(whole.read_text())):
-        return nested["video_processor"]
+    if (found := _nested(folder, "video_processor")) is not None:
+        return found
     for file in map(folder.joinpath, PROCESSOR_FILES):
         if file.is_file():
             return json.loads(file.read_text())
     raise FileNotFoundError(
-        f"{folder} has no processor configuration ({', '.join((whole.name, *PROCESSOR_FILES))}): copy it from the "
+        f"{folder} has no processor configuration ({', '.join((WHOLE, *PROCESSOR_FILES))}): copy it from the "
         "model it was trained from, it says how pixels are normalised"
     )
+
+
+def image_settings(folder: Path) -> dict:
+    """The image processor's settings, none where there is no such file. VideoError where it normalises pixels unlike
+    those of clips."""
+    file = folder / PROCESSOR_FILES[1]
+    found = _nested(folder, "image_processor") or (json.loads(file.read_text()) if file.is_file() else {})
+    clips = processor_settings(folder)
+    for name in ("image_mean", "image_std", "rescale_factor"):
+        if name in found and name in clips and found[name] != clips[name]:
+            problem = f"{folder}: {name} is {found[name]} for images and {clips[name]} for clips"
+            raise VideoError(problem, "Give both the same in its processor configuration")
+    return found
+
+
+def _nested(folder: Path, name: str) -> dict | None:
+    whole = folder / WHOLE
+    return json.loads(whole.read_text()).get(name) if whole.is_file() else None
 
 
 def _own(name: str) -> str:

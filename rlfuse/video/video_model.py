@@ -7,7 +7,8 @@ no weights. Invariant: a video model that can't be used exactly (see `handover`)
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -18,9 +19,9 @@ from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.handover import unknown
 from rlfuse.video.models.base import Route, VideoFamily, family_of, known_families
 from rlfuse.video.plan import Geometry, VideoPlan
-from rlfuse.video.processor_sampling import ProcessorSampling
-from rlfuse.video.prompt import MARKER, VideoPrompt, VisualTokens, assemble
-from rlfuse.video.towers import processor_settings
+from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
+from rlfuse.video.prompt import MARKERS, VideoPrompt, VisualTokens, assemble
+from rlfuse.video.towers import image_settings, processor_settings
 
 
 def usable_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
@@ -65,7 +66,7 @@ class VideoModel:
         return cls(
             folder,
             Geometry(vision.patch_size, family.merge, family.temporal_patch),
-            VisualTokens(word("video_token_id"), (word("image_token_id"),)),
+            VisualTokens(word("video_token_id"), word("image_token_id")),
             (word("vision_start_token_id"), word("vision_end_token_id")),
             family,
         )
@@ -74,6 +75,16 @@ class VideoModel:
     def sampling(self) -> ProcessorSampling:
         """How the model's own processor samples clips."""
         return self.family.sampling.told(processor_settings(Path(self.folder)))
+
+    def image_sizes(self, most_tokens: int | None) -> tuple[PixelBounds, Geometry]:
+        """How the model's own processor sizes images and cuts them, to at most so many tokens each."""
+        settings = image_settings(Path(self.folder))
+        geometry = replace(self.geometry, merge=settings.get("merge_size", self.family.image_merge))
+        bounds = self.family.image_bounds.told(settings)
+        if most_tokens is not None:
+            most = min(bounds.max_pixels, most_tokens * geometry.cell**2)
+            bounds = PixelBounds(min_pixels=min(bounds.min_pixels, most), max_pixels=most)
+        return bounds, geometry
 
     def served(self, folder: Path) -> str:
         """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there."""
@@ -91,9 +102,10 @@ class VideoModel:
         whole.rename(folder)
 
     def prompt(
-        self, tokenizer: PreTrainedTokenizerBase, text: str, plan: VideoPlan | None, max_tokens: int
+        self, tokenizer: PreTrainedTokenizerBase, text: str, plans: Sequence[VideoPlan], max_tokens: int
     ) -> VideoPrompt:
-        """The templated text as tokens, the clip's placeholders where its marker stands. Raises VideoError."""
+        """The templated text as tokens, the placeholders of plans where their markers stand. Raises VideoError."""
         before, after = self.frame
-        text = text.replace(MARKER, f"{before}{MARKER}{after}")
-        return assemble(tokenizer, text, [plan] if plan else [], self.visual, max_tokens=max_tokens)
+        for marker in MARKERS.values():
+            text = text.replace(marker, f"{before}{marker}{after}")
+        return assemble(tokenizer, text, plans, self.visual, max_tokens=max_tokens)

@@ -59,7 +59,7 @@ from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.degrees import Share
 from rlfuse.observe.metrics import repetition
 from rlfuse.protocols import Sampling
-from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Video, Visual, make_groups
+from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Visual, make_groups
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
@@ -165,7 +165,7 @@ class Bench:
         for at, part in enumerate(PARTS[2:], start=1):
             if way == "none":
                 shown = await watch.timed("encode", self.encode(files[at], frames, way))
-            seen = [(Visual(samples[0].prompt.video.positions, embedding),) for embedding in shown]
+            seen = [(Visual(samples[0].prompt.visual[0].positions, embedding),) for embedding in shown]
             rows = [replace(r, tensors=t, visual=v) for r, t, v in zip(rows, tensors, seen, strict=True)]
             if part == "update":
                 await watch.timed(part, self.update(rows))
@@ -220,13 +220,13 @@ class Bench:
 
     def samples(self, frames: int, shown: Sequence[Embedding]) -> list[Sample]:
         """Siblings, one for each embedding."""
-        visual, plan = VisualTokens(VIDEO, (IMAGE,)), self.plans[frames]
+        visual, plan = VisualTokens(VIDEO, IMAGE), self.plans[frames]
         prompt = assemble(self.tokenizer, "<video>what happens, and when?", [plan], visual)
-        video = Video("clip.mp4", plan, prompt.positions[0])
-        asked = Prompt(0, prompt.token_ids, "", (), "clips", None, video=video)
+        clip = Visual(prompt.positions[0], path="clip.mp4", plan=plan)
+        asked = Prompt(0, prompt.token_ids, "", (), "clips", None, visual=(clip,))
         [group] = make_groups([asked], len(shown), run_seed=0, step=frames)
         for sample, embedding in zip(group.samples, shown, strict=True):
-            sample.prompt = replace(asked, video=replace(video, embedding=embedding))
+            sample.prompt = replace(asked, visual=(replace(clip, source=embedding),))
         return group.samples
 
     def copy(self, name: str) -> Path:
@@ -244,7 +244,7 @@ class Bench:
         await self.trainer(replace(slots, cores=None), 4)
         [sample] = self.samples(frames, await self.encode([self.clip], frames, "once"))
         tensors = {name: np.zeros(RESPONSE) for name in ("old_log_probs", "ref_log_probs", "advantages")}
-        seen = (Visual(sample.prompt.video.positions, sample.prompt.video.embedding),)
+        seen = sample.prompt.visual
         rows, found = [Row(sample.prompt.token_ids, np.full(RESPONSE, 7, np.int32), tensors, "0", seen)], {}
         for degree in (1, 2, 4):
             self.group.degree = degree

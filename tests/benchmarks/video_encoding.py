@@ -55,7 +55,9 @@ def batch(folder: Path, frames: int, number: int) -> list[Clip]:
         path.write_text(path.name)
         seen = hashlib.sha256(repr((times, height, width)).encode()).hexdigest()
         tokens = len(times) * height * width // 28**2
-        plan = SimpleNamespace(times=times, height=height, width=width, temporal_patch=1, tokens=tokens, hash=seen)
+        plan = SimpleNamespace(
+            times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen
+        )
         clips.append(Clip(path.name, str(path), plan))
     return clips
 

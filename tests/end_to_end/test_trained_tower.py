@@ -16,7 +16,7 @@ from rlfuse.cluster.placement import worker_environment
 from rlfuse.engines.trainer.degrees import Costs, Overhead
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError
-from rlfuse.samples import Video, Visual
+from rlfuse.samples import Visual
 from rlfuse.tasks.clips import draw_scene, write_clip
 from rlfuse.tasks.small_video_models import VIDEO, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
@@ -115,7 +115,7 @@ def show(rows, clips, embeddings):
         clip, count = clips[which], clips[which].plan.tokens
         ids = np.concatenate([prompt, np.full(count, placeholder), prompt[::-1]]).astype(np.int32)
         at = np.arange(len(prompt), len(prompt) + count, dtype=np.int32)
-        return replace(row, prompt_ids=ids, visual=(Visual.of(Video(clip.path, clip.plan, at, embeddings[which])),))
+        return replace(row, prompt_ids=ids, visual=(Visual(at, embeddings[which], clip.path, clip.plan),))
 
     first, _, second, third, _, _ = (row.prompt_ids for row in rows)
     shown = zip(rows, (first, first, second, third, third), (0, 0, 0, 1, 1), strict=False)

@@ -89,7 +89,9 @@ def clip(tmp_path):
         times = tuple(i / fps for i in range(frames))
         seen = hashlib.sha256(repr((times, height, width)).encode()).hexdigest()
         tokens = frames * height * width // 28**2
-        plan = SimpleNamespace(times=times, height=height, width=width, temporal_patch=1, tokens=tokens, hash=seen)
+        plan = SimpleNamespace(
+            times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen
+        )
         return Clip(name, str(path), plan)
 
     return make

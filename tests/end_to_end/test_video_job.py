@@ -76,7 +76,7 @@ def run(driven, tmp_path_factory):
 def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
     folder, printed = run
     assert "14 prompts" in printed and "2 left out for their clips" in printed and "train_00005.mp4" in printed
-    assert "train_00003.mp4" in printed and "their groups are left out" in printed
+    assert "train_00003.mp4" in printed and "prompts have clips that can't be used" in printed
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert len(rows) == STEPS
     # Both questions about the clip that ends early are asked once an epoch of two steps, in one step or in two.

@@ -2,6 +2,7 @@
 training; caches, refusals."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +17,16 @@ from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
-from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, Visual, sample_seed
+from rlfuse.samples import Embedding, Partial, Prompt, Sample, Visual, sample_seed
 from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl
 from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
+from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
+from rlfuse.video.processor_sampling import PixelBounds
 
+PAIRS = Geometry(temporal_patch=2)
 WARM = Sampling(1.0, 1.0, -1, 24)
 
 
@@ -62,10 +66,9 @@ def ask(model, tmp_path_factory):
             write_rows(str(path), 0, rows)
         config, text = model.config, np.random.default_rng(clip).integers(2, 200, 40)
         ids = [config.vision_start_token_id, *[config.video_token_id] * plan.tokens, config.vision_end_token_id]
-        video = Video(
-            "clip.mp4", plan, np.arange(21, 21 + plan.tokens), Embedding(path.name, str(path), plan.tokens, 128)
-        )
-        prompt = Prompt(clip, np.array([*text[:20], *ids, *text[20:]], np.int32), "", (), "test", None, video=video)
+        source = Embedding(path.name, str(path), plan.tokens, 128)
+        shown = Visual(np.arange(21, 21 + plan.tokens), source, "clip.mp4", plan)
+        prompt = Prompt(clip, np.array([*text[:20], *ids, *text[20:]], np.int32), "", (), "test", None, visual=(shown,))
         return Sample(prompt, 1, sibling, sample_seed(0, 1, clip, sibling))
 
     return make
@@ -73,11 +76,12 @@ def ask(model, tmp_path_factory):
 
 def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
     ids = torch.from_numpy(np.concatenate([sample.prompt.token_ids, tokens])).long()
-    video, start = sample.prompt.video, len(sample.prompt.token_ids)
-    at = torch.from_numpy(m_rope(model.config).positions(len(ids), (Visual.of(video),)))[:, None]
+    visual, start = sample.prompt.visual, len(sample.prompt.token_ids)
+    at = torch.from_numpy(m_rope(model.config).positions(len(ids), visual))[:, None]
     with torch.no_grad():
         rows = model.get_input_embeddings()(ids)
-        rows[torch.from_numpy(video.positions)] = video.embedding.read().float()
+        for each in visual:
+            rows[torch.from_numpy(each.positions)] = each.source.read().float()
         logits = model(inputs_embeds=rows[None], position_ids=at).logits[0, start - 1 : -1]
     logits[:, [model.config.image_token_id, model.config.video_token_id]] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0].numpy()
@@ -89,6 +93,29 @@ async def test_log_probs_are_those_of_the_model_at_every_frame_rate(engine, ask,
     for one in samples:
         response = responses[one.id]
         np.testing.assert_allclose(response.log_probs, expected(model, one, response.token_ids), atol=1e-4)
+
+
+async def test_log_probs_of_images_beside_a_clip_are_those_of_the_model(engine, ask, model):
+    """Two images of different sizes, a clip and another image, in one prompt."""
+    clip, config = ask(50), model.config
+    [shown] = clip.prompt.visual
+    ids, visual = list(range(5, 15)), []
+    for number, (height, width) in enumerate(((56, 84), (112, 56), (0, 0), (28, 28))):
+        one = shown
+        if height:
+            plan = plan_image(ImageFacts(height, width), PixelBounds(min_pixels=784, max_pixels=10**6), PAIRS)
+            path = Path(shown.source.path).with_name(f"image-{number}")
+            path.touch()
+            write_rows(str(path), 0, torch.randn(plan.tokens, 128, generator=torch.Generator().manual_seed(number)))
+            one = Visual(None, Embedding(path.name, str(path), plan.tokens, 128), f"{number}.png", plan)
+        pad = config.image_token_id if height else config.video_token_id
+        ids.append(config.vision_start_token_id)
+        visual.append(replace(one, positions=np.arange(len(ids), len(ids) + one.plan.tokens)))
+        ids += [pad] * one.plan.tokens + [config.vision_end_token_id, 7, 8, 9]
+    prompt = replace(clip.prompt, token_ids=np.array(ids, np.int32), visual=tuple(visual))
+    mixed = replace(clip, prompt=prompt)
+    response = (await collect(engine, [mixed, ask(51)], WARM))[mixed.id]
+    np.testing.assert_allclose(response.log_probs, expected(model, mixed, response.token_ids), atol=1e-4)
 
 
 async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
@@ -107,9 +134,10 @@ async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
 
 async def test_a_plan_with_timestamps_is_refused(engine, ask):
     one = ask(20)
-    video = replace(one.prompt.video, plan=replace(one.prompt.video.plan, timestamps=SEED_TIMES))
+    [clip] = one.prompt.visual
+    visual = (replace(clip, plan=replace(clip.plan, timestamps=SEED_TIMES)),)
     with pytest.raises(EngineError, match=r"clip\.mp4 can't go to vLLM: .*without timestamps"):
-        await collect(engine, [replace(one, prompt=replace(one.prompt, video=video))], WARM)
+        await collect(engine, [replace(one, prompt=replace(one.prompt, visual=visual))], WARM)
 
 
 # Training ----------------------------------------------------------------------------------------------------------

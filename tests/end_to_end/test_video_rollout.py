@@ -19,7 +19,7 @@ from rlfuse.engines.trainer.models import load_policy
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
-from rlfuse.samples import Embedding, Partial, Prompt, Sample, Video, sample_seed
+from rlfuse.samples import Embedding, Partial, Prompt, Sample, Visual, sample_seed
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, write_small_video_llama3
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.models.video_llama_3 import VideoLlama3
@@ -28,7 +28,7 @@ from rlfuse.video.prompt import VisualTokens, assemble
 
 GREEDY, WARM = Sampling(0.0, 1.0, -1, 40), Sampling(1.0, 1.0, -1, 40)
 PLAN = VideoPlan(tuple(map(float, range(10))), 56, 56, 1.0, 4)
-VISUAL = VisualTokens(VIDEO, (IMAGE,))
+VISUAL = VisualTokens(VIDEO, IMAGE)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def ask(folder, clips):
             rows = torch.randn(PLAN.tokens, 128, generator=torch.Generator().manual_seed(clip))
             seen[clip] = clips(f"clip-{clip}", rows)
         prompt = assemble(tokenizer, question, [PLAN], VISUAL)
-        video = Video("clip.mp4", PLAN, prompt.positions[0], seen[clip])
-        asked = Prompt(clip, prompt.token_ids, question, (), "test", None, video=video)
+        visual = (Visual(prompt.positions[0], seen[clip], "clip.mp4", PLAN),)
+        asked = Prompt(clip, prompt.token_ids, question, (), "test", None, visual=visual)
         return Sample(asked, 1, sibling, sample_seed(0, 1, clip, sibling))
 
     return make
@@ -103,8 +103,8 @@ def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
     start = len(sample.prompt.token_ids)
     with torch.no_grad():
         rows = model.get_input_embeddings()(ids)
-        if video := sample.prompt.video:
-            rows[torch.from_numpy(video.positions).long()] = video.embedding.read().float()
+        for each in sample.prompt.visual:
+            rows[torch.from_numpy(each.positions).long()] = each.source.read().float()
         logits = model(inputs_embeds=rows[None]).logits[0, start - 1 : -1]
     logits[:, [model.config.image_token_id, model.config.video_token_id]] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0].numpy()
@@ -141,15 +141,32 @@ async def test_placeholders_are_never_drawn_though_they_are_likeliest(engine, as
     assert np.isin(likeliest, forbidden).mean() > 0.3
 
 
+async def test_log_probs_of_several_images_beside_a_clip_are_those_of_the_model(engine, ask, clips, folder, whole):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plan = VideoPlan((0.0,), 56, 84, 1.0, 6, timestamps=None, still=True)
+    one, question = ask(31), "<image>or<video>or<image>?"
+    prompt = assemble(tokenizer, question, [PLAN, plan, plan], VISUAL)
+    rows = [torch.randn(plan.tokens, 128, generator=torch.Generator().manual_seed(100 + i)) for i in range(2)]
+    sources = [one.prompt.visual[0].source, *(clips(f"image-{i}", each) for i, each in enumerate(rows))]
+    shown = [
+        Visual(at, source, "a file", each)
+        for at, source, each in zip(prompt.positions, sources, (PLAN, plan, plan), strict=True)
+    ]
+    visual = tuple(sorted(shown, key=lambda each: each.positions[0]))
+    mixed = replace(one, prompt=replace(one.prompt, token_ids=prompt.token_ids, visual=visual))
+    response = (await collect(engine, [mixed, ask(32)], GREEDY))[mixed.id]
+    np.testing.assert_allclose(response.log_probs, expected(whole, mixed, response.token_ids), atol=1e-4)
+
+
 async def test_embeddings_of_words_are_those_words(engine, ask, clips, whole):
     with_clip = ask(30)
-    video = with_clip.prompt.video
+    [video] = with_clip.prompt.visual
     words = np.random.default_rng(0).integers(5, 200, PLAN.tokens).astype(np.int32)
     rows = whole.get_input_embeddings().weight.detach()[torch.from_numpy(words).long()]
     as_words = with_clip.prompt.token_ids.copy()
     as_words[video.positions] = words
-    clip = replace(with_clip, prompt=replace(with_clip.prompt, video=replace(video, embedding=clips("words", rows))))
-    text = Sample(replace(with_clip.prompt, index=31, token_ids=as_words, video=None), 1, 0, with_clip.seed)
+    clip = replace(with_clip, prompt=replace(with_clip.prompt, visual=(replace(video, source=clips("words", rows)),)))
+    text = Sample(replace(with_clip.prompt, index=31, token_ids=as_words, visual=()), 1, 0, with_clip.seed)
     for sampling in (GREEDY, WARM):
         responses = await collect(engine, [clip, text], sampling)
         assert responses[clip.id].token_ids.tolist() == responses[text.id].token_ids.tolist()
@@ -246,8 +263,8 @@ async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder
 
 
 def changed(sample: Sample, **fields) -> Sample:
-    video = sample.prompt.video
-    return replace(sample, prompt=replace(sample.prompt, video=replace(video, **fields)))
+    [clip] = sample.prompt.visual
+    return replace(sample, prompt=replace(sample.prompt, visual=(replace(clip, **fields),)))
 
 
 async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, clips):
@@ -257,17 +274,17 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
     narrow = clips("narrow", torch.zeros(PLAN.tokens, 64))
     short = clips("short", torch.zeros(39, 128))
     broken = clips("broken", torch.full((PLAN.tokens, 128), torch.nan))
-    gone = replace(one.prompt.video.embedding, path="/nowhere")
-    bare = replace(one, prompt=replace(one.prompt, video=None))
+    gone = replace(one.prompt.visual[0].source, path="/nowhere")
+    bare = replace(one, prompt=replace(one.prompt, visual=()))
     for refused, reason in (
         (long, rf"{size} prompt tokens \(40 of them visual\), the engine holds 512"),
-        (changed(one, embedding=None), "clip.mp4 has no embedding yet"),
-        (changed(one, embedding=narrow), "of width 64, the model's is 128"),
-        (changed(one, embedding=short), "embedding of 39 tokens, a plan of 40 at 40 places, and a prompt with 40"),
-        (changed(one, positions=one.prompt.video.positions[1:]), "a plan of 40 at 39 places"),
-        (changed(one, embedding=gone), "is not at /nowhere"),
-        (changed(one, embedding=broken), r"the embedding of clip.mp4 \(broken\) holds NaN"),
-        (bare, "40 visual placeholders in its prompt but no video"),
+        (changed(one, source=None), "clip.mp4 has no embedding yet"),
+        (changed(one, source=narrow), "of width 64, the model's is 128"),
+        (changed(one, source=short), "embedding of 39 tokens, a plan of 40 at 40 places"),
+        (changed(one, positions=one.prompt.visual[0].positions[1:]), "a plan of 40 at 39 places"),
+        (changed(one, source=gone), "is not at /nowhere"),
+        (changed(one, source=broken), r"the embedding of clip.mp4 \(broken\) holds NaN"),
+        (bare, "40 visual placeholders in its prompt, its clips stand at 0 places"),
     ):
         with pytest.raises(EngineError, match=reason):
             await collect(engine, [refused], GREEDY)

@@ -94,7 +94,7 @@ def groups_of(prompts, clips, said):
 
 async def test_the_prompt_that_tells_most_is_compared():
     def prompt(index, tokens, clip):
-        return Prompt(index, np.zeros(tokens), "p", (), "s", None, video=object() if clip else None)
+        return Prompt(index, np.zeros(tokens), "p", (), "s", None, visual=(object(),) if clip else ())
 
     prompts = [prompt(0, 10, False), prompt(1, 2000, False), prompt(2, 9000, True), prompt(3, 80, True)]
     clips, said = Clips({3}), []

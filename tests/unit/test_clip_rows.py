@@ -54,13 +54,13 @@ def load(folder, *rows, **video):
 @pytest.mark.slow
 def test_a_prompt_has_its_clips_placeholders_where_the_marker_stood(folder):
     (shown, text), report = load(folder, ("what is <video> ?", "good.mp4"), ("and without ?",))
-    plan, positions = shown.video.plan, shown.video.positions
+    plan, positions = shown.visual[0].plan, shown.visual[0].positions
     assert plan.frames == 2 and plan.tokens == len(positions) == 8
-    assert shown.video.path == str(folder / "good.mp4") and shown.video.embedding is None
+    assert shown.visual[0].path == str(folder / "good.mp4") and shown.visual[0].source is None
     assert len(set(shown.token_ids[positions])) == 1 and "<video>" in shown.text
     outside = np.delete(shown.token_ids, positions)
     assert shown.token_ids[positions[0]] not in outside
-    assert text.video is None and "1 with clips" in str(report)
+    assert text.visual == () and "1 with clips" in str(report)
 
 
 UNUSABLE = (
@@ -80,7 +80,7 @@ UNUSABLE = (
 @pytest.mark.slow
 def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
     prompts, report = load(folder, *(row for row, _ in UNUSABLE), ("see <video>", "still.mp4"), max_failure_rate=0.95)
-    assert [prompt.index for prompt in prompts] == [0] and prompts[0].video.path.endswith("still.mp4")
+    assert [prompt.index for prompt in prompts] == [0] and prompts[0].visual[0].path.endswith("still.mp4")
     for number, ((_, *clips), words) in enumerate(UNUSABLE):
         line = report.unusable[number]
         assert f"rows.jsonl, row {number}" in line and words in line, line
@@ -100,7 +100,7 @@ def test_a_model_of_text_can_t_be_shown_clips(folder):
     config.data.max_prompt_length = 300
     (folder / "one.jsonl").write_text(json.dumps({"prompt": "see <video>", "videos": ["good.mp4"]}))
     config.model.path = str(folder / "model")
-    with pytest.raises(DataError, match=r"row 0, field videos: model\.path is no video model"):
+    with pytest.raises(DataError, match=r"row 0, field videos: model\.path has no visual part"):
         load_prompts([str(folder / "one.jsonl")], load_tokenizer(config.model), config.data)
 
 
@@ -109,7 +109,7 @@ def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
     (one, two), _ = load(
         folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
     )
-    assert one.video.plan.frames == two.video.plan.frames == 5
+    assert one.visual[0].plan.frames == two.visual[0].plan.frames == 5
 
 
 @pytest.mark.slow
@@ -121,13 +121,13 @@ def test_a_response_that_spells_a_placeholder_is_text(folder):
     tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
     said = f"it shows {VIDEO}{VIDEO}"
     ids = np.asarray(tokenise(tokenizer, said, model.visual), np.int32)
-    assert tokenizer.decode(ids) == said and not set(ids) & set(model.visual.ids(tokenizer))
-    embedding = Embedding("clip", "", len(prompt.video.positions), 64)
-    shown = replace(prompt, video=replace(prompt.video, embedding=embedding))
+    assert tokenizer.decode(ids) == said and not set(ids) & set(model.visual.ids(tokenizer).values())
+    embedding = Embedding("clip", "", len(prompt.visual[0].positions), 64)
+    shown = replace(prompt, visual=(replace(prompt.visual[0], source=embedding),))
     response = Response(ids, np.zeros(len(ids), np.float32), "stop", 0, said)
     row = Sample(shown, 1, 0, seed=0, response=response).row()
     [visual] = row.visual
-    np.testing.assert_array_equal(visual.positions, prompt.video.positions)
+    np.testing.assert_array_equal(visual.positions, prompt.visual[0].positions)
     assert visual.positions.max() < len(row.prompt_ids) and len(visual.positions) == visual.source.tokens
 
 
@@ -136,7 +136,7 @@ def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
     def shown(**video):
         [prompt], _ = load(folder, ("see <video>", "good.mp4"), **video)
         tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
-        return prompt.video.plan, tokenizer.decode(prompt.token_ids).replace(VIDEO, "")
+        return prompt.visual[0].plan, tokenizer.decode(prompt.token_ids).replace(VIDEO, "")
 
     processor = folder / "model" / "video_preprocessor_config.json"
     before = processor.read_text()

@@ -23,7 +23,7 @@ from rlfuse.config.keys import explain_override, fits
 from rlfuse.config.schema import Config
 from rlfuse.data.rows import read_rows
 from rlfuse.engines.trainer.micro_batches import balance
-from rlfuse.errors import ConfigError, DataError
+from rlfuse.errors import ConfigError
 from rlfuse.fusion.policies import POLICIES
 
 ROOT = Path(rlfuse.__file__).parent
@@ -45,18 +45,13 @@ def says(file, *parts):
     return all(part in SOURCE[file] for part in parts)
 
 
-def refuses_images(tmp_path):
-    row = {"prompt": "a", "images": ["a.png"], "data_source": "x", "reward_model": {"ground_truth": "1"}}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    with pytest.raises(DataError, match="images can't be used, only videos"):
-        read_rows(str(tmp_path / "a.jsonl"), "prompt")
-    return True
+def reads(column, marker):
+    def read(tmp_path):
+        row = {"prompt": f"{marker} a", column: ["a"], "data_source": "x", "reward_model": {"ground_truth": "1"}}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        return getattr(read_rows(str(tmp_path / "a.jsonl"), "prompt")[0], column) == (str(tmp_path / "a"),)
 
-
-def reads_videos(tmp_path):
-    row = {"prompt": "<video> a", "videos": ["a.mp4"], "data_source": "x", "reward_model": {"ground_truth": "1"}}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    return read_rows(str(tmp_path / "a.jsonl"), "prompt")[0].videos == (str(tmp_path / "a.mp4"),)
+    return read
 
 
 FACTS = {
@@ -70,8 +65,8 @@ FACTS = {
     "all validation rows": lambda _: no_key("val_batch_size"),
     "the column is data_source": lambda _: says("data/rows.py", "data_source"),
     "prompts stay messages": lambda _: says("rewards/api/shapes.py", '"prompts": [item.prompt for item in items]'),
-    "rows with images are refused": refuses_images,
-    "the column of clips is videos": reads_videos,
+    "the column of images is images": reads("images", "<image>"),
+    "the column of clips is videos": reads("videos", "<video>"),
     "the slots decide when": lambda _: says("engines/colocation.py", "sleep"),
     "engines return log-probs": lambda _: says("engines/rollout/vllm_setup.py", "logprobs=0"),
     "engines start from model.path": lambda _: no_key("load_format"),

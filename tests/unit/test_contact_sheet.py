@@ -5,7 +5,7 @@ import pytest
 from clip_files import plan_of, steady, write_video
 
 from rlfuse.observe.sheets import draw_sheets, light, sheets_of
-from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Video
+from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Visual
 from rlfuse.video.contact_sheet import MARGIN, MOST_ANSWERS, MOST_FRAMES, PANEL, Answer, Caption, contact_sheet
 from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
 
@@ -17,7 +17,7 @@ def sheet_of(plan, caption=CAPTION):
     shades = np.arange(plan.frames) * 251 % 256
     frames = np.zeros((plan.frames, plan.height, plan.width, 3), np.uint8)
     frames[..., 0], frames[..., 1] = 255, shades[:, None, None]
-    return np.asarray(contact_sheet(frames, plan, caption)), shades
+    return np.asarray(contact_sheet([(frames, plan)], caption)), shades
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,18 @@ def test_all_answers_stand_below_the_frames(count):
 def test_frames_of_another_plan_are_refused():
     plan = plan_video(ClipFacts(3.0, 24.0, 56, 56), SeedSampling())
     with pytest.raises(ValueError, match=r"got uint8 \(2, 56, 56, 3\); valid is uint8 \(3, 56, 56, 3\)"):
-        contact_sheet(np.zeros((2, 56, 56, 3), np.uint8), plan, CAPTION)
+        contact_sheet([(np.zeros((2, 56, 56, 3), np.uint8), plan)], CAPTION)
 
 
 @pytest.mark.slow
 def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
     plan = plan_of([0.0, 0.5])
     here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
-    videos = (Video(here, plan, np.arange(2, dtype=np.int32)), None, Video(gone, plan, np.arange(2, dtype=np.int32)))
+    at = np.arange(2, dtype=np.int32)
+    videos = ((Visual(at, None, here, plan),), (), (Visual(at, None, gone, plan),))
     response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")
     samples = [
-        Sample(Prompt(number, np.zeros(3, np.int32), "how many?", (), "x", 3, video=video), 7, sibling, 0, response)
+        Sample(Prompt(number, np.zeros(3, np.int32), "how many?", (), "x", 3, visual=video), 7, sibling, 0, response)
         for number, video in enumerate(videos)
         for sibling in range(2)
     ]

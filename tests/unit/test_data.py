@@ -84,7 +84,7 @@ def test_chat_template_is_applied_where_there_is_one(tmp_path, tokenizer):
         ({"prompt": [{"content": "x"}]}, ["line 2", "prompt[0]", "role"]),
         ({"prompt": [{"role": "user", "content": 3}]}, ["line 2", "prompt[0]", "content"]),
         ({"question": "1"}, ["line 2", "field prompt", "None"]),
-        ({"prompt": "1", "images": ["a.png"]}, ["line 2", "field images", "only videos"]),
+        ({"prompt": "1", "images": [3]}, ["line 2", "field images", "paths of files"]),
         ({"prompt": "1", "reward_model": "rule"}, ["line 2", "field reward_model", "ground_truth"]),
         ([1], ["line 2", "object", "list"]),
     ],

@@ -20,7 +20,7 @@ from transformers import (
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.rollout.prompts import Prompts, prompt_arguments
 from rlfuse.engines.trainer.models import packs_exactly, trainer_ready
-from rlfuse.samples import Embedding, Video
+from rlfuse.samples import Embedding, Visual
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route
 from rlfuse.video.placeholders import placeholder_ids
@@ -64,21 +64,21 @@ def test_engine_arguments_follow_the_way():
     assert prompt_arguments(TEXT, 512) == {"enable_prompt_embeds": True}
     assert prompt_arguments(Qwen2_5_VLConfig(), 9000)["max_num_batched_tokens"] == 9000
     assert prompt_arguments(VideoLlama3Config(), 512) == {}
-    prompts, video = Prompts(VideoLlama3Config(), 512), Video("clip.mp4", AT_TWO, np.arange(4))
+    prompts, video = Prompts(VideoLlama3Config(), 512), Visual(np.arange(4), path="clip.mp4", plan=AT_TWO)
     with pytest.raises(ValueError, match=r"sample 1/2/3: clip\.mp4 can't go to vLLM: .*text part of a video_llama_3"):
-        prompts.check("1/2/3", np.full(4, 151656), video)
+        prompts.check("1/2/3", np.full(4, 151656), (video,))
 
 
 def test_a_clip_that_the_engine_can_not_take_in_one_step_is_refused():
-    video = Video(
-        "clip.mp4", AT_TWO, np.arange(4), Embedding("key", "/nowhere", 4, Qwen2_5_VLConfig().text_config.hidden_size)
+    video = Visual(
+        np.arange(4), Embedding("key", "/nowhere", 4, Qwen2_5_VLConfig().text_config.hidden_size), "clip.mp4", AT_TWO
     )
     ids = np.full(4, Qwen2_5_VLConfig().video_token_id)
-    Prompts(Qwen2_5_VLConfig(), 4).check("1/2/3", ids, video)
+    Prompts(Qwen2_5_VLConfig(), 4).check("1/2/3", ids, (video,))
     with pytest.raises(
         ValueError, match=r"4 visual tokens, the engine takes at most 3 in a step: raise .*batched_tokens"
     ):
-        Prompts(Qwen2_5_VLConfig(), 3).check("1/2/3", ids, video)
+        Prompts(Qwen2_5_VLConfig(), 3).check("1/2/3", ids, (video,))
 
 
 def test_placeholders_have_no_probability_and_no_gradient_in_the_trainer():

@@ -78,7 +78,7 @@ def test_the_example_has_the_models_own_features(own, folder):
     tower, frames = Tower(folder), torch.randint(0, 256, (5, 56, 84, 3), dtype=torch.uint8)
     assert tower.shape.cost.unit(24) == 2 * 12 * 64 * 64 * 24 + 2 * 2 * 64 * 24 * 24
     filled = torch.cat([frames, frames[-1:]])  # to whole units of two frames
-    patches, grid = tower._patches(tower.pixels.normalise(filled))
+    patches, grid = tower._patches(tower.pixels.normalise(filled), 2)
     expected = model.get_video_features(patches, grid).pooler_output[0]
     torch.testing.assert_close(tower.encode(frames), expected, atol=1e-5, rtol=1e-5)
 

@@ -75,7 +75,7 @@ def test_prompts_and_sizes_are_the_processors(kind, height, width, seconds, size
     geometry = Geometry(temporal_patch=family.temporal_patch)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
     assert list(plan.grid) == inputs["video_grid_thw"][0].tolist()
-    prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO))
+    prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO, "<|image_pad|>"))
     assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlfuse.engines.trainer.offloading import to_device, to_host
 from rlfuse.engines.trainer.vision_tower import TowerSettings, TrainedTower
 from rlfuse.errors import EngineError, VideoError
-from rlfuse.samples import Embedding, Row, Video, Visual
+from rlfuse.samples import Embedding, Row, Visual
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl, write_small_video_llama3
 from rlfuse.video.embedding import content_hash, embedding_key, write_rows
 from rlfuse.video.encoder_rank import EncoderSettings
@@ -42,14 +42,17 @@ def shown(request, tmp_path):
     settings = EncoderSettings(str(folder), step=2, block_bytes=5 * HEIGHT * WIDTH * 3)
     trained = TrainedTower(TowerSettings(settings, pool), "cpu", "float32", reference=True)
     (tmp_path / "clip.mp4").write_bytes(b"a clip")
-    path, plan = str(tmp_path / "clip.mp4"), SimpleNamespace(times=range(FRAMES), height=HEIGHT, width=WIDTH, hash="p")
+    path, plan = (
+        str(tmp_path / "clip.mp4"),
+        SimpleNamespace(times=range(FRAMES), height=HEIGHT, width=WIDTH, merge=2, hash="p"),
+    )
     with torch.no_grad():
         rows = Tower(folder, step=2).encode(torch.from_numpy(pool.pixels))
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
     write_rows(str(tmp_path / "rows"), 0, rows)
     key = embedding_key(content_hash(path), plan, trained.present.version)
     embedding = Embedding(key, str(tmp_path / "rows"), *rows.shape)
-    return trained, pool, Visual.of(Video(path, plan, np.arange(len(rows)), embedding))
+    return trained, pool, Visual(np.arange(len(rows)), embedding, path, plan)
 
 
 def row_of(visual):

@@ -57,7 +57,7 @@ def test_video_llama3_features_and_pixels_are_the_models(video_llama3):
     clip, tower = frames(5), Tower(video_llama3)
     processor = VideoLlama3VideoProcessor.from_pretrained(video_llama3)
     inputs = processor(videos=[clip.permute(0, 3, 1, 2)], do_resize=False, return_tensors="pt")
-    patches, grid = tower._patches(tower.pixels.normalise(clip))
+    patches, grid = tower._patches(tower.pixels.normalise(clip), 2)
     assert torch.equal(patches, inputs["pixel_values_videos"])
     assert torch.equal(grid, inputs["video_grid_thw"])
     model = VideoLlama3ForConditionalGeneration.from_pretrained(video_llama3)

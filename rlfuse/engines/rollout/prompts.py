@@ -13,6 +13,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,7 +23,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlfuse.errors import EngineError
-from rlfuse.samples import Video
+from rlfuse.samples import Visual
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route, family_of
 from rlfuse.video.placeholders import placeholder_ids
@@ -48,27 +50,32 @@ class Prompts:
         self._config, self._batched_tokens = config, batched_tokens
         self._hidden = config.get_text_config().hidden_size
         self._placeholders = placeholder_ids(config)
-        self._shared: WeakValueDictionary[tuple[str, bytes], torch.Tensor] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[tuple[str | bytes, ...], torch.Tensor] = WeakValueDictionary()
         self.logit_bias = {token: -np.inf for token in self._placeholders} or None
         """For vLLM's SamplingParams: added to the logits of every request."""
 
-    def check(self, sample_id: str, prompt_ids: np.ndarray, video: Video | None) -> None:
-        """ValueError unless prompt, plan, embedding, model and engine fit each other."""
+    def check(self, sample_id: str, prompt_ids: np.ndarray, visual: Sequence[Visual]) -> None:
+        """ValueError unless prompt, plans, embeddings, model and engine fit each other."""
         marked = np.flatnonzero(np.isin(prompt_ids, self._placeholders))
-        if video is None:
-            if len(marked):
-                raise ValueError(f"sample {sample_id} has {len(marked)} visual placeholders in its prompt but no video")
-            return
-        clip = f"sample {sample_id}: {video.path}"
-        if isinstance(route := hand_over(self._config, video.plan), Refusal):
+        places = np.concatenate([each.positions for each in visual]) if visual else np.empty(0, int)
+        for each in visual:
+            self._check(f"sample {sample_id}: {each.path}", each)
+        if not np.array_equal(marked, places):
+            raise ValueError(
+                f"sample {sample_id} has {len(marked)} visual placeholders in its prompt, its clips stand at "
+                f"{len(places)} places: make all of them from the same plans"
+            )
+
+    def _check(self, clip: str, visual: Visual) -> None:
+        if isinstance(route := hand_over(self._config, visual.plan), Refusal):
             raise ValueError(f"{clip} can't go to vLLM: {route.reason}")
-        if (embedding := video.embedding) is None:
+        if (embedding := visual.source) is None:
             raise ValueError(f"{clip} has no embedding yet: encode it before its rollout")
         tokens = embedding.tokens
-        if not np.array_equal(marked, video.positions) or not len(marked) == tokens == video.plan.tokens:
+        if not len(visual.positions) == tokens == visual.plan.tokens:
             raise ValueError(
-                f"{clip} has an embedding of {tokens} tokens, a plan of {video.plan.tokens} at {len(video.positions)} "
-                f"places, and a prompt with {len(marked)} placeholders: make all of them from one plan"
+                f"{clip} has an embedding of {tokens} tokens, a plan of {visual.plan.tokens} at "
+                f"{len(visual.positions)} places: make all of them from one plan"
             )
         if embedding.hidden != self._hidden:
             raise ValueError(
@@ -81,40 +88,48 @@ class Prompts:
                 "rollout.engine_kwargs.max_num_batched_tokens or lower the plan's budget"
             )
 
-    def prompt(self, ids: np.ndarray, video: Video | None) -> dict[str, Any]:
-        """For vLLM: `ids`, the prompt and what was drawn already, with the clip at its places."""
-        if video is None:
+    def prompt(self, ids: np.ndarray, visual: Sequence[Visual]) -> dict[str, Any]:
+        """For vLLM: `ids`, the prompt and what was drawn already, with the clips at their places."""
+        if not visual:
             return {"prompt_token_ids": ids.tolist()}
-        if hand_over(self._config, video.plan) is Route.PROMPT_EMBEDS:
+        if hand_over(self._config) is Route.PROMPT_EMBEDS:
             text = np.ones(len(ids), bool)
-            text[video.positions] = False
-            rows = self._rows(ids, video)
+            text[np.concatenate([each.positions for each in visual])] = False
+            rows = self._rows(ids, visual)
             return {"prompt_embeds": rows, "prompt_token_ids": ids.tolist(), "prompt_is_token_ids": text.tolist()}
-        once = np.delete(ids, video.positions[1:])  # vLLM puts as many as the grid has
-        uuids = {"video": [video.embedding.key]}
-        data = {"video": self._clip(video)}
+        further = np.concatenate([each.positions[1:] for each in visual])
+        once = np.delete(ids, further)  # vLLM puts as many as grids have
+        uuids, data = {}, {}
+        for modality, alike in groupby(sorted(visual, key=_modality), key=_modality):
+            shown = list(alike)
+            family, embeddings = family_of(self._config), [_read(each) for each in shown]
+            inputs = [family.grid_inputs(self._config, each.plan) for each in shown]
+            data[modality] = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
+            data[modality][f"{modality}_embeds"] = embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings)
+            uuids[modality] = [each.source.key for each in shown]
         return {"prompt_token_ids": once.tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
 
-    def _clip(self, video: Video) -> dict[str, torch.Tensor]:
-        """Rows, and what positions are made of."""
-        return {"video_embeds": _read(video)} | family_of(self._config).grid_inputs(self._config, video.plan)
-
-    def _rows(self, ids: np.ndarray, video: Video) -> torch.Tensor:
-        """bf16 [len(ids), hidden]: the embedding at its places, NaN where vLLM embeds text itself."""
-        key = (video.embedding.key, ids.tobytes())
+    def _rows(self, ids: np.ndarray, visual: Sequence[Visual]) -> torch.Tensor:
+        """bf16 [len(ids), hidden]: the embeddings at their places, NaN where vLLM embeds text itself."""
+        key = (*(each.source.key for each in visual), ids.tobytes())
         rows = self._shared.get(key)
         if rows is None:
             rows = torch.full((len(ids), self._hidden), torch.nan, dtype=torch.bfloat16)
-            rows[torch.from_numpy(video.positions).long()] = _read(video)
+            for each in visual:
+                rows[torch.from_numpy(each.positions).long()] = _read(each)
             self._shared[key] = rows
         return rows
 
 
-def _read(video: Video) -> torch.Tensor:
+def _modality(visual: Visual) -> str:
+    return visual.plan.modality
+
+
+def _read(visual: Visual) -> torch.Tensor:
     """The clip's rows, mapped. EngineError if they are gone, or hold what is no number."""
-    rows = video.embedding.read()
+    rows = visual.source.read()
     if not torch.stack(rows.aminmax()).isfinite().all():
         raise EngineError(
-            f"the embedding of {video.path} ({video.embedding.key}) holds NaN or infinity: its tower failed"
+            f"the embedding of {visual.path} ({visual.source.key}) holds NaN or infinity: its tower failed"
         )
     return rows

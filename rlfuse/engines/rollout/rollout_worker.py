@@ -199,12 +199,13 @@ class RolloutWorker:
             raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
         for request in requests:
             if (length := len(request.prompt_ids)) >= self._limit:
-                visual = f" ({len(request.video.positions)} of them visual)" if request.video else ""
+                seen = sum(len(each.positions) for each in request.visual)
+                visual = f" ({seen} of them visual)" if seen else ""
                 raise ValueError(
                     f"sample {request.id} has {length} prompt tokens{visual}, the engine holds {self._limit} with the "
                     "response: raise data.max_prompt_length or shorten the prompt"
                 )
-            self._prompts.check(request.id, request.prompt_ids, request.video)
+            self._prompts.check(request.id, request.prompt_ids, request.visual)
 
     async def _complete(self, request: Request, sampling: Sampling) -> tuple[str, Response | Partial]:
         """One sample, from its prompt or what it came with, to its response or what it leaves with."""
@@ -220,7 +221,7 @@ class RolloutWorker:
                     return request.id, self._response(request.partial, "length")
                 params, ids = self._kv_transfer_params(request), request.ids()
                 parameters = sampling_params(request, sampling, room, params, self._prompts.logit_bias)
-                prompt = self._prompts.prompt(ids, request.video)
+                prompt = self._prompts.prompt(ids, request.visual)
                 async for output in self._engine.generate(prompt, parameters, request.id):
                     final = output  # the only one: parameters ask for the final output
                 if final.prompt_token_ids != ids.tolist():

@@ -25,7 +25,7 @@ from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import Sampling
-from rlfuse.samples import Partial, Sample, Video
+from rlfuse.samples import Partial, Sample, Visual
 
 STEPS_PER_SPAN = 64
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
@@ -41,12 +41,12 @@ class Request:
     seed: int
     prompt_ids: np.ndarray
     partial: Partial
-    video: Video | None = None
+    visual: tuple[Visual, ...] = ()
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
         """What is left of the sample to do."""
-        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.video)
+        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.visual)
 
     def ids(self) -> np.ndarray:
         """int32: what the sample has so far."""

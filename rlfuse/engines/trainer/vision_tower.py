@@ -104,7 +104,7 @@ class TrainedTower:
         """Add the tower's gradient, from what the loss's backward left at these clips."""
         for clip in clips:
             for first, frames in self._chunks(clip.visual, *clip.span):
-                features = self.present.encode(frames)
+                features = self.present.encode(frames, clip.visual.plan.merge)
                 if (wanted := clip.gradient(first, first + len(features))) is not None:
                     found = torch.autograd.grad(features, self._weights, wanted.to(features), materialize_grads=True)
                     for total, gradient in zip(self.sums, found, strict=True):
@@ -113,7 +113,10 @@ class TrainedTower:
     def rows(self, tower: Tower, visual: Visual, first: int, last: int) -> torch.Tensor:
         """bf16 [last - first, hidden] of a clip, as this tower encodes it; without gradient."""
         with torch.no_grad():
-            found = [(row, tower.encode(frames).bfloat16()) for row, frames in self._chunks(visual, first, last)]
+            found = [
+                (row, tower.encode(frames, visual.plan.merge).bfloat16())
+                for row, frames in self._chunks(visual, first, last)
+            ]
         begin = found[0][0]
         return torch.cat([part for _, part in found])[first - begin : last - begin]
 
@@ -151,7 +154,7 @@ class TrainedTower:
     def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Frames that the tower runs together, with the row they begin at: all that rows `first` to `last` need."""
         plan, shape = visual.plan, self.present.shape
-        size = shape.step * shape.unit_tokens(plan.height, plan.width)
+        size = shape.step * shape.unit_tokens(plan)
         row, begin = first // size * size, first // size * shape.cut
         end = min(-(-last // size) * shape.cut, len(plan.times))
         count = shape.cut * max(1, self.block_bytes // (plan.height * plan.width * 3) // shape.cut)

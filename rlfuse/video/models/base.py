@@ -39,7 +39,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.video import models
 from rlfuse.video.plan import Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
-from rlfuse.video.processor_sampling import ProcessorSampling
+from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.sharding import CostModel
 
 
@@ -68,12 +68,19 @@ class VideoFamily(torch.nn.Module, ABC):
     route: ClassVar[Route] = Route.PROMPT_EMBEDS
     timestamps: ClassVar[Timestamps | None] = None
     """How its processor writes the time of a frame; None: not at all."""
-    sampling: ClassVar[ProcessorSampling] = ProcessorSampling(2.0, 4, 768, 128 * 28**2, 768 * 28**2)
+    sampling: ClassVar[ProcessorSampling] = ProcessorSampling(
+        fps=2.0, min_frames=4, max_frames=768, min_pixels=128 * 28**2, max_pixels=768 * 28**2
+    )
     """How its processor samples clips, where that of a checkpoint does not say; these are Qwen2-VL's numbers."""
+    image_bounds: ClassVar[PixelBounds] = PixelBounds(min_pixels=56**2, max_pixels=1280 * 28**2)
+    """The same of images."""
+    image_merge: ClassVar[int] = 2
+    """Of an image, a token covers as many patches each way."""
 
     @abstractmethod
-    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, hidden]."""
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor, merge: int) -> torch.Tensor:
+        """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, hidden], each of
+        merge x merge patches."""
 
     @staticmethod
     @abstractmethod
@@ -95,8 +102,8 @@ class VideoFamily(torch.nn.Module, ABC):
 
     @staticmethod
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
-        """With `VIDEO_EMBEDS`: what vLLM takes of a clip beside its embeddings."""
-        return {"video_grid_thw": torch.tensor([plan.grid])}
+        """With `VIDEO_EMBEDS`: what vLLM takes of a clip or image beside its embeddings."""
+        return {f"{plan.modality}_grid_thw": torch.tensor([plan.grid])}
 
     @classmethod
     def export(cls, folder: str | Path, out: str | Path) -> Path:

@@ -19,7 +19,7 @@ from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
     """All frames of a clip share 90 % of the pixels of `max_video_tokens`, besides."""
 
@@ -41,13 +41,13 @@ class Qwen25VL(VideoFamily):
     prefixes = ("visual.",)
     temporal_patch = 2
     route = Route.VIDEO_EMBEDS
-    sampling = Sampling(2.0, 4, 768, 128 * 28**2, 768 * 28**2)
+    sampling = Sampling(fps=2.0, min_frames=4, max_frames=768, min_pixels=128 * 28**2, max_pixels=768 * 28**2)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.visual = Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
 
-    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor, merge: int) -> torch.Tensor:
         return self.visual(patches, grid_thw=grid).pooler_output
 
     @staticmethod
@@ -66,6 +66,6 @@ class Qwen25VL(VideoFamily):
 
     @staticmethod
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
-        """The grid, and seconds, which vLLM takes to be 1.0 where none are given; positions count them in float64."""
+        """And of a clip seconds, which vLLM takes to be 1.0 where none are given; positions count them in float64."""
         seconds = torch.tensor([plan.seconds_per_temporal_patch], dtype=torch.float64)
-        return {"video_grid_thw": torch.tensor([plan.grid]), "second_per_grid_ts": seconds}
+        return VideoFamily.grid_inputs(config, plan) | ({} if plan.still else {"second_per_grid_ts": seconds})

@@ -30,15 +30,16 @@ class VideoLlama3(VideoFamily):
     whole = VideoLlama3ForConditionalGeneration
     prefixes = ("vision_model.", "projector.")
     timestamps = Timestamps("Time {:.1f}s:", between=",")
-    sampling = Sampling(1.0, 4, 180, 128 * 28**2, 768 * 28**2)
+    sampling = Sampling(fps=1.0, min_frames=4, max_frames=180, min_pixels=128 * 28**2, max_pixels=768 * 28**2)
+    image_merge = 1
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.vision_model = VideoLlama3VisionModel(config.vision_config)
         self.projector = VideoLlama3Projector(config)
 
-    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        seen = self.vision_model(patches, grid_thw=grid, merge_sizes=grid.new_tensor([self.merge]))
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor, merge: int) -> torch.Tensor:
+        seen = self.vision_model(patches, grid_thw=grid, merge_sizes=grid.new_tensor([merge]))
         return self.projector(seen.last_hidden_state)
 
     @staticmethod

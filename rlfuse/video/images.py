@@ -1,0 +1,67 @@
+"""Images: what one is, its plan of one frame, and its pixels as a model's own processor has them.
+
+Role: `probe` and `read` run in the worker processes of `decode_pool`, which bounds them in time; `plan_image` is called
+where rows become prompts. From there on an image is a clip of one frame, for caches, engines, trainers and sheets.
+Invariants:
+- pixels are those of transformers' processor on Pillow, to the bit: upright as EXIF says, RGB, bicubic;
+- of an animated file the first picture is shown, as there;
+- a file that can't be read whole is a `VideoError` that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from rlfuse.errors import VideoError
+from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.processor_sampling import PixelBounds, within
+
+REPLACE = "Replace the file, or drop the row"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What is known of an image before it is shown: pixels, upright."""
+
+    height: int
+    width: int
+
+
+def probe(path: str) -> ImageFacts:
+    """What the image is. All of it is decoded, so that what can't be is found here."""
+    with _opened(path) as image:
+        return ImageFacts(image.height, image.width)
+
+
+def plan_image(facts: ImageFacts, bounds: PixelBounds, geometry: Geometry) -> VideoPlan:
+    """The plan of an image, in the size nearest to its own within the bounds. Raises VideoError for a strip."""
+    height, width = within(facts.height, facts.width, geometry.cell, bounds.min_pixels, bounds.max_pixels)
+    times, tokens = (0.0,) * geometry.temporal_patch, height * width // geometry.cell**2
+    return VideoPlan(times, height, width, 1.0, tokens, geometry, timestamps=None, still=True)
+
+
+def read(path: str, plan: VideoPlan) -> np.ndarray:
+    """uint8 [1, height, width, 3] (RGB), in the plan's size."""
+    with _opened(path) as image:
+        sized = image.resize((plan.width, plan.height), Image.Resampling.BICUBIC)
+        return np.asarray(sized)[None]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Image.Image]:
+    """The file's picture, whole; whatever is wrong with the file becomes a VideoError that names it."""
+    try:
+        if not Path(path).exists():
+            raise VideoError("there is no such file", "Correct the row's path", path)
+        with Image.open(path) as file:
+            yield ImageOps.exif_transpose(file).convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        if isinstance(error, VideoError):
+            raise
+        raise VideoError(f"can't be read as an image ({error})", REPLACE, path) from error

@@ -218,7 +218,7 @@ def _show(
         draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
     settings = dict(best.settings) | {
-        POLICY: _chosen(policies, dict(best.settings)[POLICY]),
+        POLICY: _chosen(policies, job.config.fusion.policy),
         "cluster.device": job.cluster.device,
     }
     if placed := _placed(job, config):
@@ -321,10 +321,11 @@ def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
     return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in job.axes[POLICY]}
 
 
-def _chosen(policies: Mapping[str, Seconds], searched: str) -> str:
-    """The fastest; that of the search where it is as fast but for next to nothing."""
+def _chosen(policies: Mapping[str, Seconds], given: str) -> str:
+    """The fastest; the job's own where it is as fast but for next to nothing."""
     fastest = min(policies, key=lambda name: policies[name].step)
-    return searched if policies[searched].step <= policies[fastest].step * (1 + NOTHING) else fastest
+    enough = policies[fastest].step * (1 + NOTHING)
+    return given if given in policies and policies[given].step <= enough else fastest
 
 
 def _policies_table(policies: Mapping[str, Seconds]) -> Table:

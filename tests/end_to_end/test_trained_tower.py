@@ -141,7 +141,7 @@ def log_probs_of(model, tower, row):
     embedded = model.get_input_embeddings()(ids)
     for visual in row.visual:
         frames = torch.from_numpy(decode(visual.path, visual.plan))
-        patches, grid = tower._patches(tower.pixels.normalise(frames))
+        patches, grid = tower._patches(tower.pixels.normalise(frames), visual.plan.merge)
         seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
         features = model.get_video_features(**seen).pooler_output[0]
         features = features + (features.bfloat16().float() - features).detach()

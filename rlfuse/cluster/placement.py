@@ -42,8 +42,7 @@ QUIET = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
-    # A process for each core before anybody asks, and Ray's start waits for them. Most workers here have an environment
-    # of their own, for which Ray starts others.
+    # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
     "RAY_prestart_worker_first_driver": "0",
 } | QUIET_LIBRARIES
 
@@ -277,8 +276,11 @@ def _without_pages() -> AbstractContextManager:
 
 
 def _without_onlookers() -> AbstractContextManager:
-    """Ray starts three processes that no run asks anything, and waits for one: the dashboard's server, though without a
-    dashboard, the reader of logs for the driver, the autoscaler of clusters in a cloud."""
+    """Ray starts three processes that no run asks anything.
+
+    A dashboard's server, for which it waits though there is to be no dashboard; what sends logs to the driver; and an
+    autoscaler, for clouds.
+    """
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
 

@@ -46,7 +46,7 @@ async def start_parts(
 ) -> Started:
     """Start all of them, in the order that the device needs."""
     if device == "cpu":
-        # Engines take longest, and the driver itself is busy for seconds when it starts ranks: it imports DeepSpeed.
+        # Engines take longest, and the driver stands still when it starts ranks: it imports DeepSpeed.
         *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
         return Started(ranks, facts, found[: len(engines)])
     (ranks, facts), *_ = await _together(trainer, *towers)

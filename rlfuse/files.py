@@ -133,11 +133,11 @@ def _warn(path: Path, start: int) -> None:
     warnings.warn(f"{path}: the last row, from byte {start} on, was cut short, and is left out", stacklevel=2)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. OSError then."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        aside.write_text(text)
         sync(aside)
         aside.replace(path)
     finally:

@@ -1,8 +1,8 @@
 """Clips and images of rows: each is looked at once, planned, and written into its prompt as placeholders.
 
 Role: used by `prompts.load_prompts` for a video model. What it can't use is a `VideoError`, so that only that row is
-left out. Images that a row brings as bytes become files, named by their content, in the user's cache (`IMAGES`), from
-where every process reads them. Waits for decoding processes, each file at most `video.decode_timeout_s`.
+left out. Images that a row brings as bytes become files, named by their content, in the user's cache (`IMAGES`), which
+all nodes have to see. Waits for decoding processes, each file at most `video.decode_timeout_s`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.config.schema import VideoConfig
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import DataError, VideoError
-from rlfuse.files import write_whole
 from rlfuse.samples import Visual
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.images import ImageFacts, plan_image
@@ -124,11 +123,19 @@ class ClipReader:
 
 
 def _file_of(image: str | bytes) -> str:
-    """Where an image is; its bytes are written once."""
+    """Where an image is; its bytes are written once. DataError where they can't be."""
     if isinstance(image, str):
         return image
     path = IMAGES / hashlib.sha256(image).hexdigest()[:40]
-    if not path.exists():
-        IMAGES.mkdir(parents=True, exist_ok=True)
-        write_whole(path, image)
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        if not path.exists():
+            IMAGES.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(image)
+            aside.replace(path)  # whole, also beside another job that writes the same
+    except OSError as error:
+        raise DataError(
+            f"images: bytes of rows can't be kept in {IMAGES} ({error}); set XDG_CACHE_HOME to a folder that can be "
+            "written, on several nodes to one that all of them see"
+        ) from error
     return str(path)

@@ -132,8 +132,9 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> DataRow:
     prompt = row.get(prompt_key)
     messages = chat_messages(f"{where}, field {prompt_key}", prompt, "user")
-    images = _images(where, row, file.parent)
-    if images and not any("<image>" in message["content"] for message in messages):
+    marked = any("<image>" in message["content"] for message in messages)
+    images = _images(where, row, file.parent, marked)
+    if images and not marked:
         messages = _in_front(messages, len(images))
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
@@ -172,11 +173,13 @@ def _videos(where: str, row: dict[str, Any], folder: Path) -> tuple[str, ...]:
     return tuple(_file(entry, folder) for entry in entries)
 
 
-def _images(where: str, row: dict[str, Any], folder: Path) -> tuple[str | bytes, ...]:
+def _images(where: str, row: dict[str, Any], folder: Path, marked: bool) -> tuple[str | bytes, ...]:
     """Images from verl's column `images` or TRL's `image`: paths, bytes, pictures of Pillow, or objects with one of
-    them under `bytes`, `path` or `image`."""
-    given = row["images"] if row.get("images") is not None else row.get("image")
-    return () if given is None else tuple(_image(where, each, folder) for each in _listed(given))
+    them under `bytes`, `path` or `image`. Where no marker asks for it, text in `image` is anything and no path."""
+    given = row.get("images") or row.get("image")
+    if not given or not (row.get("images") or marked or isinstance(given, dict | bytes | Image.Image)):
+        return ()
+    return tuple(_image(where, each, folder) for each in _listed(given))
 
 
 def _image(where: str, given: Any, folder: Path) -> str | bytes:

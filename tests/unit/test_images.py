@@ -161,6 +161,19 @@ def test_bytes_become_one_file_for_as_many_rows(tmp_path, monkeypatch):
     assert len(paths) == 1 and probe(paths.pop()).height == 30
 
 
+@pytest.mark.parametrize("given", ["a.png", "https://x.org/a.png", 3, "", None])
+def test_a_column_image_that_no_marker_asks_for_is_any_column(tmp_path, given):
+    [row] = rows_of(tmp_path, {"prompt": "2 + 2 ?", "image": given, "images": []})
+    assert row.images == () and row.messages[0]["content"] == "2 + 2 ?" and row.columns["image"] == given
+
+
+def test_bytes_that_can_not_be_kept_are_told_with_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(clips, "IMAGES", tmp_path / "file" / "images")
+    with pytest.raises(DataError, match=r"can't be kept in .* set XDG_CACHE_HOME"):
+        clips._file_of(b"a picture")
+
+
 @pytest.mark.parametrize("given", [{"images": 3}, {"images": [{"other": 1}]}, {"images": ["https://x.org/a.png"]}])
 def test_what_is_no_image_is_named(given, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>", **given}))

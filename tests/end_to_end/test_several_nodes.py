@@ -126,6 +126,7 @@ def with_clips(folder, address):
         "reward.functions": f"[{folder}/early.py:early]",
         "rollout.kv_cache_memory_mb": 64,
         "video.levels": "[4]",
+        "video.sampling": "seed_vl",
         "video.max_tokens": 128,
         "video.cache_mb": 64,
         "trainer.total_training_steps": 4,

@@ -14,6 +14,7 @@ from rlfuse.fusion.serial import serial
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.recorded import workload_of
 from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.stress import tolerance
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload, parse
 
@@ -74,19 +75,6 @@ def workloads(draw):
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
         }
     )
-
-
-def tolerance(workload):
-    """Seconds by which a policy may lose to `serial`: a switch; where engines are lost, a sample from start to end too.
-
-    An engine takes what it holds along: at the same second, one policy may lose a sample that the other had finished.
-    """
-    if not workload.failures:
-        return workload.switch_s
-    tokens, scoring, training = workload.longest + workload.prompt_tokens, workload.scoring, workload.training
-    again = workload.longest * workload.engine.step_base_s / min(speed.least for speed in workload.speeds())
-    later = tokens / scoring.tokens_per_s + scoring.call_s + tokens / training.tokens_per_s + training.call_s
-    return workload.switch_s + workload.move_s + again + later
 
 
 @pytest.mark.slow

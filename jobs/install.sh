@@ -151,8 +151,8 @@ warm_deepspeed() {
         .venv/bin/python -c 'from rlfuse.fusion.schedules.search import warm_up; warm_up()' || true
         local modules
         for modules in "accelerate, datasets, matplotlib.figure, vllm.v1.engine.async_llm, wandb" \
-            "vllm.v1.engine.core, vllm.v1.worker.cpu_worker" "rlfuse.run.build, rlfuse.engines.trainer.trainer_rank" \
-            "ray.dashboard.dashboard, ray.dashboard.agent, ray._private.log_monitor, ray.autoscaler._private.monitor"; do
+            "vllm.v1.engine.core, vllm.v1.worker.cpu_worker" \
+            "ray.dashboard.agent, rlfuse.run.build, rlfuse.engines.trainer.trainer_rank"; do
             .venv/bin/python -c "import $modules" || true # only for speed
         done
     } >/dev/null 2>&1 &

@@ -47,6 +47,13 @@ def _one_line(problem: str) -> str:
     return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group: the others are its echo in workers that waited for the same thing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class Mistakes:
     """Those of a person in different parts of a job, told together: in its reward's code and in its data, say."""
 

@@ -131,6 +131,14 @@ class Trainer(Recorded, Protocol):
         `saved`: a checkpoint of what the ranks hold, which have their devices, so that layers may move between them.
         """
 
+    @property
+    def optimizers_away(self) -> Mapping[int, float]:
+        """Slot whose ranks have their device, but not what only optimizer steps read -> seconds that this takes to
+        come. Without the slots where it is on its way."""
+
+    async def fetch_optimizers(self, slot: int) -> None:
+        """It sets out, beside whatever the slot's ranks do. A step that finds it away waits for it."""
+
     async def take_device(self, slot: int) -> None:
         """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""
 
@@ -195,7 +203,7 @@ class Clips(Recorded, Protocol):
         """
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
-        """Begin to decode the clips of what is probably encoded next."""
+        """Begin with the clips of what is probably encoded next."""
 
     async def release(self, holder: str) -> dict[str, float]:
         """They may be forgotten. `video/*` since the last call."""

@@ -41,7 +41,8 @@ class FramePlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in a node's shared memory."""
+    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in a node's shared memory. Of towers that feed layers of
+    the text model besides its input, `hidden` is of all of them together."""
 
     key: str
     path: str
@@ -191,7 +192,7 @@ class Sample:
         """The part that a trainer rank needs, with the named per-token arrays."""
         tensors, visual = {name: self.tensors[name] for name in names}, self.prompt.visual
         if bare := next((each for each in visual if each.source is None), None):
-            raise ValueError(f"sample {self.id}: its clip {bare.path} is not encoded; encode it before any pass.")
+            raise ValueError(f"sample {self.id}: {bare.path} is not encoded; encode it before any pass.")
         return Row(self.prompt.token_ids, self.finished.token_ids, tensors, self.id, visual)
 
 

@@ -1,16 +1,17 @@
-"""A small video model that has learned, from imperfect demonstrations, to say what came first and last in a clip.
+"""A small video model that has learned, from imperfect demonstrations, to say what came first and last in a clip, or
+stands at the top and the bottom of an image.
 
-Role: the starting policy of `experiment=long_video`. A VideoLLaMA3 of two layers, its tower included, is trained by a
-short supervised run on demonstrations such as `<think> red </think> yellow`: what was seen, then the answer. The writer
-sees the ends right, but mixes up colours when it answers, some more than others. So the policy knows the format and
-what clips show, but answers about half of the questions; the right colour is among its likeliest two, and what
-reinforcement learning has to do is to prefer it. Thoughts have no faults: where every token is drawn from several, the
-reward says little about each. And a writer who mixed up the ends half of the time would not teach what is asked, which
-a few steps do not make up for.
+Role: the starting policy of `experiment=long_video` and `experiment=images`. A VideoLLaMA3 of two layers, its tower
+included, is trained by a short supervised run on demonstrations such as `<think> red </think> yellow`: what was seen,
+then the answer. The writer sees the ends right, but mixes up colours when it answers, some more than others. So the
+policy knows the format and what clips show, but answers about half of the questions; the right colour is among its
+likeliest two, and what reinforcement learning has to do is to prefer it. Thoughts have no faults: where every token is
+drawn from several, the reward says little about each. And a writer who mixed up the ends half of the time would not
+teach what is asked, which a few steps do not make up for.
 Invariants:
 - the model sees what it will see in a job: the files, decoded by the plan, in prompts that `assemble` wrote;
 - the weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch);
-- demonstrations are about training clips only.
+- demonstrations are about clips or images to train on only.
 Caller: `prepare`, which keeps the result.
 """
 
@@ -24,14 +25,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, VideoLlama3ForConditionalGeneration
 
-from rlfuse.tasks.clips import ENDS, SIGNS, THINK, THOUGHT, WORDS, Clips, Scene, ask_order, draw_clips, verl_row
+from rlfuse.tasks.clips import SIGNS, THINK, THOUGHT, WORDS, Clips, Kind, Question, ask_end, draw_clips, verl_row
 from rlfuse.tasks.settings import ClipWarmStart
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
-from rlfuse.video.decoding import decode, probe
+from rlfuse.video import decoding, images
 from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise
 from rlfuse.video.towers import Tower
+from rlfuse.video.video_model import VideoModel
 
 VISUAL = VisualTokens(VIDEO, IMAGE)
 
@@ -41,11 +43,11 @@ LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A training clip as the model sees it."""
+    """A clip or image as the model sees it."""
 
-    scene: Scene
-    prompts: dict[str, VideoPrompt]
-    """By the end that is asked for."""
+    plan: VideoPlan
+    asked: list[tuple[Question, VideoPrompt]]
+    """About both ends."""
     pictures: torch.Tensor
     """uint8 [distinct frames, height, width, 3]; squares stand still, so they are few."""
     order: torch.Tensor
@@ -62,34 +64,37 @@ class Demonstrated:
     """With the end of sequence."""
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """The task's words as one token each, with the space before them; all else byte by byte."""
-    return byte_tokenizer(
-        (*(f" {word}" for word in WORDS), *(sign for sign in SIGNS if len(sign) > 1), THINK, f" {THOUGHT}")
-    )
+def build_tokenizer(more: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """The task's words, and `more`, as one token each, with the space before them; all else byte by byte."""
+    signs = (*(sign for sign in SIGNS if len(sign) > 1), THINK, f" {THOUGHT}")
+    return byte_tokenizer((*(f" {word}" for word in WORDS), *signs, *(f" {word}" for word in more)))
 
 
-def demonstration(scene: Scene, end: str, rng: np.random.Generator, settings: ClipWarmStart) -> str:
-    """What this writer saw at that end, and answers; right about half of the time."""
-    seen = answer = ask_order(scene, end).answer
+def demonstration(question: Question, rng: np.random.Generator, settings: ClipWarmStart) -> str:
+    """What this writer saw, and answers; right about half of the time."""
+    seen = answer = question.answer
     confuses = settings.confuses_green_blue if seen in ("green", "blue") else settings.confuses_red_yellow
     if rng.random() < confuses:
         answer = LIKE[seen]
     return f"{THINK} {seen} {THOUGHT} {answer}"
 
 
-def watch(folder: Path, clips: Clips, settings: ClipWarmStart, tokenizer: PreTrainedTokenizerBase) -> list[Watched]:
-    """The training clips in `folder`, planned, decoded and asked about."""
-    watched = []
-    for video, scene, _ in draw_clips(clips, "train"):
-        path = str(folder / video)
-        plan = plan_video(probe(path), settings.sampling, ask_order(scene, "first").kind.task)
-        frames = decode(path, plan)
+def watch(
+    folder: Path, clips: Clips, settings: ClipWarmStart, model: VideoModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Watched]:
+    """What there is to train on in `folder`, planned, decoded and asked about."""
+    watched, kind = [], clips.kinds[0]
+    for file, scene, _ in draw_clips(clips, "train"):
+        plan, frames = _seen(str(folder / file), kind, settings, model)
         places: dict[bytes, int] = {}
         order = [places.setdefault(frame.tobytes(), len(places)) for frame in frames]
         distinct = torch.from_numpy(frames[[order.index(place) for place in places.values()]])
-        prompts = {end: _prompt(scene, end, video, plan, tokenizer) for end in ENDS}
-        watched.append(Watched(scene, prompts, distinct, torch.tensor(order)))
+        asked = []
+        for end in kind.ends:
+            row = verl_row(question := ask_end(scene, kind, end), scene, file, "train", 0)
+            text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            asked.append((question, assemble(tokenizer, text, [plan], VISUAL)))
+        watched.append(Watched(plan, asked, distinct, torch.tensor(order)))
     return watched
 
 
@@ -99,16 +104,16 @@ def draw_batch(
     """Demonstrations about clips and ends drawn evenly."""
     batch = []
     for number in rng.integers(len(watched), size=settings.batch):
-        clip, end = watched[number], list(ENDS)[rng.integers(2)]
-        text = demonstration(clip.scene, end, rng, settings)
+        question, prompt = watched[number].asked[rng.integers(2)]
+        text = demonstration(question, rng, settings)
         answer = [*tokenise(tokenizer, text, VISUAL), tokenizer.eos_token_id]
-        batch.append(Demonstrated(clip, clip.prompts[end], answer))
+        batch.append(Demonstrated(watched[number], prompt, answer))
     return batch
 
 
 def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Sequence[Demonstrated]) -> torch.Tensor:
     """Mean cross-entropy of the answers' tokens. Each distinct picture of a clip is encoded once."""
-    pictures = tower.encode(torch.cat([each.clip.pictures for each in batch]))
+    pictures = tower.encode(torch.cat([each.clip.pictures for each in batch]), batch[0].clip.plan.merge)
     counts = [len(each.clip.pictures) for each in batch]
     of_clip = pictures.unflatten(0, (sum(counts), -1)).split(counts)
     visual = [seen[each.clip.order].flatten(0, 1) for seen, each in zip(of_clip, batch, strict=True)]
@@ -128,9 +133,10 @@ def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Seq
 
 def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmStart) -> list[float]:
     """Train on the clips under `task` and save the whole model into `folder`; returns the loss of every step."""
-    tokenizer = build_tokenizer()
+    kind = clips.kinds[0]
+    tokenizer = build_tokenizer([*kind.ends] if kind.still else ())
     write_small_video_llama3(folder, _sizes(settings), tokenizer)
-    watched = watch(task, clips, settings, tokenizer)
+    watched = watch(task, clips, settings, VideoModel.at(str(folder)), tokenizer)
     with one_thread_and_seed(settings.seed):
         tower = Tower(folder, step=settings.batch * settings.sampling.budget, trainable=True)
         model = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
@@ -145,10 +151,13 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
     return losses
 
 
-def _prompt(scene: Scene, end: str, video: str, plan: VideoPlan, tokenizer: PreTrainedTokenizerBase) -> VideoPrompt:
-    messages = verl_row(ask_order(scene, end), scene, video, "train", 0)["prompt"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return assemble(tokenizer, text, [plan], VISUAL)
+def _seen(path: str, kind: Kind, settings: ClipWarmStart, model: VideoModel) -> tuple[VideoPlan, np.ndarray]:
+    """The file's plan, and its frames."""
+    if kind.still:
+        plan = images.plan_image(images.probe(path), *model.image_sizes(None))
+        return plan, images.read(path, plan)
+    plan = plan_video(decoding.probe(path), settings.sampling, kind.task)
+    return plan, decoding.decode(path, plan)
 
 
 def _sizes(settings: ClipWarmStart) -> SmallModel:

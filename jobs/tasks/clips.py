@@ -1,13 +1,15 @@
-"""A long-video question task made of real mp4 files: coloured squares come and go, and are counted, ordered, located.
+"""Questions about real mp4 files, in which coloured squares come and go and are counted, ordered, located; and about
+images, in which they stand one below the other.
 
 Role: scenes, their files, questions with ground truths, the rule reward and verl-shaped parquet files. A clip of ten
 seconds to ten minutes shows a few events, one square at a time on a grey ground, with pauses between. About each clip
-are asked, for instance: `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`.
+are asked, for instance: `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. An
+image shows all events of a scene at once, the first at its top: `which is bottom ?` -> `blue`.
 Invariants:
 - a scene is a function of seed, split and number, so training and validation share no clip, however many are drawn;
 - whoever samples a frame a second, or `FRAMES_NEEDED` frames evenly, sees every event and every pause between two;
 - counts and colours are drawn evenly from four: who does not see the clip is right a quarter of the time;
-- blanked clips have the questions, durations and answers of those that validate;
+- blanked clips and images have the questions, durations, sizes and answers of those that validate;
 - rows name their files relative to the folder of the parquet file.
 Callers: whoever prepares the task calls `write_task`, reward workers call `compute_score`.
 """
@@ -19,13 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from rlfuse.rewards.thoughts import answer_of, answer_only
 from rlfuse.rewards.verifiers import interval
@@ -50,12 +53,12 @@ SIDE, SQUARE = 56, 32
 WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
 SIGNS = ("[", " second]", ".", *"0123456789")
 """With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
-ENDS = {"first": 0, "last": -1}
-"""Events that are asked for by their place."""
+ENDS, SIDES = {"first": 0, "last": -1}, {"top": 0, "bottom": -1}
+"""Events that are asked for by their place, in a clip and in an image."""
 THINK, THOUGHT = "<think>", "</think>"
 """Around a thought, which may stand before an answer."""
 BLIND = "_blind"
-"""Follows the data source of a question whose clip was blanked."""
+"""Follows the data source of a question whose clip or image was blanked."""
 FOUND_IOU = 0.5
 """An event counts as found if the answer overlaps it by so much."""
 
@@ -69,15 +72,32 @@ class Kind(StrEnum):
     COUNT = "count"
     ORDER = "order"
     LOCATE = "locate"
+    PLACE = "place"
+    """Of an image; all others of a clip."""
+
+    @property
+    def still(self) -> bool:
+        """Whether it is asked of an image."""
+        return self is Kind.PLACE
+
+    @property
+    def folder(self) -> str:
+        """Where the files are that it is asked of."""
+        return "images" if self.still else "clips"
 
     @property
     def data_source(self) -> str:
         """One for each kind, so that each is validated and logged by itself."""
-        return f"clips_{self}"
+        return f"{self.folder}_{self}"
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Words for an event's place, and its number."""
+        return SIDES if self.still else ENDS
 
     @property
     def task(self) -> TaskKind:
-        """How densely the clip is to be sampled."""
+        """How densely a clip is to be sampled."""
         return {Kind.COUNT: TaskKind.MOTION, Kind.ORDER: TaskKind.GENERAL, Kind.LOCATE: TaskKind.DETAIL}[self]
 
 
@@ -87,8 +107,8 @@ class Clips:
 
     train: int = 64
     val: int = 16
-    """Clips; each has one row for each kind."""
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    """Clips, or images; each has one row for each kind."""
+    kinds: tuple[Kind, ...] = (Kind.COUNT, Kind.ORDER, Kind.LOCATE)
     shortest_s: float = 10.0
     longest_s: float = 600.0
     most_events: int = 3
@@ -100,6 +120,8 @@ class Clips:
     def __post_init__(self) -> None:
         if min(self.train, self.val) < 1 or not self.kinds:
             raise ValueError(f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; give one at least")
+        if len({kind.still for kind in self.kinds}) > 1:
+            raise ValueError(f"Clips: got kinds={self.kinds}; valid are those of clips, or {Kind.PLACE}, of images")
         if self.most_events not in EVENTS:
             raise ValueError(f"Clips: got most_events={self.most_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
         if not EVENTS[0] * PART_S <= self.shortest_s <= self.longest_s < math.inf:
@@ -114,6 +136,7 @@ class Event:
     """A square that is shown from `start_s` to `end_s`."""
 
     colour: str
+    """Empty: that of the ground."""
     start_s: float
     end_s: float
     corner: tuple[int, int]
@@ -166,22 +189,26 @@ def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
     """A question of the kind."""
     if kind is Kind.COUNT:
         return Question(kind, f"how many {scene.asked} ?", str(scene.count(scene.asked)))
-    if kind is Kind.ORDER:
-        return ask_order(scene, list(ENDS)[rng.integers(2)])
+    if kind in (Kind.ORDER, Kind.PLACE):
+        return ask_end(scene, kind, list(kind.ends)[rng.integers(2)])
     colour = scene.events[rng.integers(len(scene.events))].colour
     event = next(event for event in scene.events if event.colour == colour)
     return Question(kind, f"when is {colour} first ?", f"{event.start_s:.1f} to {event.end_s:.1f}")
 
 
-def ask_order(scene: Scene, end: str) -> Question:
-    """Which colour comes at that end, `first` or `last`."""
-    return Question(Kind.ORDER, f"which is {end} ?", scene.events[ENDS[end]].colour)
+def ask_end(scene: Scene, kind: Kind, end: str) -> Question:
+    """Which colour is at that end, for instance `first`."""
+    return Question(kind, f"which is {end} ?", scene.events[kind.ends[end]].colour)
+
+
+def write_image(scene: Scene, path: Path) -> None:
+    """All events, one below the other."""
+    Image.fromarray(np.concatenate([_pixels(event) for event in scene.events])).save(path)
 
 
 def write_clip(scene: Scene, path: Path) -> None:
     """The scene as H.264 in mp4, or MPEG-4 where PyAV was built without an H.264 encoder."""
-    ground = _picture(None)
-    pictures = [ground] * round(scene.duration_s * FPS)
+    pictures = [_picture(None)] * round(scene.duration_s * FPS)
     for event in scene.events:
         first, last = round(event.start_s * FPS), round(event.end_s * FPS)
         pictures[first:last] = [_picture(event)] * (last - first)
@@ -204,13 +231,14 @@ def compute_score(
     """verl-shaped reward: 1.0 for the right number or colour; for a place in time, the overlap with the event (IoU).
 
     `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
-    thought before the answer counts for nothing. Blanked clips' sources end in `_blind`.
+    thought before the answer counts for nothing. Sources of what was blanked end in `_blind`.
     """
     text, truth = answer_of(solution_str), str(ground_truth)
     data_source = data_source.removesuffix(BLIND)
     if data_source == Kind.LOCATE.data_source:
         return interval.score(data_source, text, truth, threshold=FOUND_IOU, whole=True)
-    answers = {Kind.COUNT.data_source: [str(count) for count in COUNTS], Kind.ORDER.data_source: list(COLOURS)}
+    answers = {kind.data_source: list(COLOURS) for kind in (Kind.ORDER, Kind.PLACE)}
+    answers[Kind.COUNT.data_source] = [str(count) for count in COUNTS]
     if truth not in answers.get(data_source, ()):
         raise ValueError(
             f"data_source and ground_truth: got {data_source!r}, {ground_truth!r}; valid are rows that this task "
@@ -220,68 +248,76 @@ def compute_score(
     return {"score": right, "acc": right, "format": float(text in answers[data_source])}
 
 
-def verl_row(question: Question, scene: Scene, video: str, split: str, index: int) -> dict[str, Any]:
-    """The question as a row in verl's shape; `extra_info.task` is the plan's kind of task."""
+def verl_row(question: Question, scene: Scene, file: str, split: str, index: int) -> dict[str, Any]:
+    """The question as a row in verl's shape; of a clip `extra_info.task` is the plan's kind of task."""
+    kind, shows = question.kind, "image" if question.kind.still else "video"
+    of_clip = {} if kind.still else {"task": str(kind.task), "duration_s": scene.duration_s}
     return {
-        "data_source": question.kind.data_source,
-        "prompt": [{"role": "user", "content": f"<video> {question.text}"}],
-        "videos": [{"video": video}],
-        "ability": "video",
+        "data_source": kind.data_source,
+        "prompt": [{"role": "user", "content": f"<{shows}> {question.text}"}],
+        f"{shows}s": [{shows: file}],
+        "ability": shows,
         "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "task": str(question.kind.task),
-            "duration_s": scene.duration_s,
-            "events": len(scene.events),
-        },
+        "extra_info": {"split": split, "index": index, **of_clip, "events": len(scene.events)},
     }
 
 
 def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[Question, ...]]]:
-    """Of each of the split's clips: its file, relative to the folder, what it shows, and what is asked about it."""
+    """Of each of the split's clips or images: its file, relative to the folder, what it shows, and what is asked."""
+    kind = settings.kinds[0]
     for number in range(settings.val if split == "val" else settings.train):
         rng = np.random.default_rng((settings.seed, split == "val", number))
         scene = None
         while scene is None or (settings.ends_differ and scene.events[0].colour == scene.events[-1].colour):
             scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
-        yield f"clips/{split}_{number:05}.mp4", scene, tuple(ask(scene, kind, rng) for kind in settings.kinds)
+        file = f"{kind.folder}/{split}_{number:05}.{'png' if kind.still else 'mp4'}"
+        yield file, scene, tuple(ask(scene, kind, rng) for kind in settings.kinds)
 
 
 def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]:
-    """Write `clips/*.mp4`, `train.parquet` and `val.parquet` into an existing folder; returns the parquet files."""
+    """Write `clips/*.mp4` or `images/*.png`, `train.parquet` and `val.parquet` into an existing folder; returns the
+    parquet files."""
     settings = settings or Clips()
-    (folder / "clips").mkdir()
+    (folder / settings.kinds[0].folder).mkdir()
     files = []
     for split in ("train", "val"):
         rows: list[dict[str, Any]] = []
-        for video, scene, questions in draw_clips(settings, split):
-            write_clip(scene, folder / video)
-            rows += [verl_row(question, scene, video, split, len(rows) + n) for n, question in enumerate(questions)]
+        for file, scene, questions in draw_clips(settings, split):
+            _write(scene, folder / file)
+            rows += [verl_row(question, scene, file, split, len(rows) + n) for n, question in enumerate(questions)]
         files.append(folder / f"{split}.parquet")
         pq.write_table(pa.Table.from_pylist(rows), files[-1])
     return files[0], files[1]
 
 
 def write_blind(folder: Path, settings: Clips | None = None) -> Path:
-    """Write `val_blind.parquet` beside the task: `val`'s questions about clips as long that show the ground alone.
+    """Write `val_blind.parquet` beside the task: `val`'s questions about clips as long, or images as large, that show
+    the ground alone.
 
     How often a model answers these right is what it knows without seeing anything.
     """
     rows: list[dict[str, Any]] = []
-    for video, scene, questions in draw_clips(settings or Clips(), "val"):
-        blank = video.replace(".mp4", f"{BLIND}.mp4")
-        write_clip(replace(scene, events=()), folder / blank)
+    for file, scene, questions in draw_clips(settings or Clips(), "val"):
+        blank = str((path := PurePosixPath(file)).with_stem(path.stem + BLIND))
+        _write(replace(scene, events=tuple(replace(event, colour="") for event in scene.events)), folder / blank)
         for question in questions:
             row = verl_row(question, scene, blank, "val", len(rows))
             rows.append(row | {"data_source": row["data_source"] + BLIND})
-    pq.write_table(pa.Table.from_pylist(rows), file := folder / "val_blind.parquet")
-    return file
+    pq.write_table(pa.Table.from_pylist(rows), written := folder / "val_blind.parquet")
+    return written
+
+
+def _write(scene: Scene, path: Path) -> None:
+    (write_image if path.suffix == ".png" else write_clip)(scene, path)
 
 
 def _picture(event: Event | None) -> av.VideoFrame:
+    return av.VideoFrame.from_ndarray(_pixels(event), "rgb24").reformat(format="yuv420p")
+
+
+def _pixels(event: Event | None) -> np.ndarray:
     pixels = np.full((SIDE, SIDE, 3), GROUND, dtype=np.uint8)
-    if event:
+    if event and event.colour:
         down, across = event.corner
         pixels[down : down + SQUARE, across : across + SQUARE] = COLOURS[event.colour]
-    return av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")
+    return pixels

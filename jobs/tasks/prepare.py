@@ -1,9 +1,10 @@
 """Everything that the bundled tasks need on disk: rows to train and validate on, and the model to start from.
 
 Role: `rlfuse prepare [TASK] [--out FOLDER]`; without a task it lists them. The folder then holds `train.parquet`,
-`val.parquet`, `model/` and `settings.json`, for `long_video` also `clips/` and `val_blind.parquet`, under the names
-that the experiment of the same name reads (`preferences`: `reward_model`). `judge` needs `quickstart` beside it, whose
-policy it judges. `gsm8k` has rows alone, `train.parquet` and `test.parquet`, for models of your own.
+`val.parquet`, `model/` and `settings.json`, for `long_video` and `images` also `clips/` or `images/` and
+`val_blind.parquet`, under the names that the experiment of the same name reads (`preferences`: `reward_model`). `judge`
+needs `quickstart` beside it, whose policy it judges. `gsm8k` has rows alone, `train.parquet` and `test.parquet`, for
+models of your own.
 Invariants:
 - `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
   others the folder is built again;
@@ -34,7 +35,7 @@ from rlfuse.errors import UserError
 from rlfuse.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
-from rlfuse.tasks.settings import CLIPS, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
+from rlfuse.tasks.settings import CLIPS, IMAGES, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
 
 SETTINGS_FILE = "settings.json"
 
@@ -61,7 +62,7 @@ class PreparedTask:
 
     @property
     def val_blind_file(self) -> Path:
-        """The same with blanked clips; only of the long-video task."""
+        """The same with blanked clips or images; only of the tasks that show some."""
         return self.root / "val_blind.parquet"
 
     @property
@@ -88,18 +89,25 @@ def prepare(
 def prepare_clips(
     root: Path = FOLDERS["long_video"], settings: ClipWarmStart | None = None, clips: Clips | None = None
 ) -> PreparedTask:
-    """Write the long-video task into `root`, unless it is there already from the same settings."""
+    """Write a task of clips or images into `root`, unless it is there already from the same settings."""
     settings, clips = settings or ClipWarmStart(), clips or CLIPS
 
     def build(folder: Path) -> None:
         from rlfuse.tasks.clip_warm_start import clip_warm_start
 
-        print(f"writing {clips.train + 2 * clips.val} clips", flush=True)
+        print(f"writing {clips.train + 2 * clips.val} {clips.kinds[0].folder}", flush=True)
         write_task(folder, clips)
         write_blind(folder, clips)
         clip_warm_start(folder / "model", folder, clips, settings)
 
     return _kept(root, {"warm_start": asdict(settings), "clips": asdict(clips)}, build)
+
+
+def prepare_images(
+    root: Path = FOLDERS["images"], settings: ClipWarmStart | None = None, images: Clips | None = None
+) -> PreparedTask:
+    """Write the task of images into `root`, unless it is there already from the same settings."""
+    return prepare_clips(root, settings, images or IMAGES)
 
 
 def prepare_preferences(
@@ -186,6 +194,9 @@ TASKS = {
     "judge": Task(prepare_judge, "a small judge of its answers; needs quickstart", "rlfuse train experiment=judge"),
     "long_video": Task(
         prepare_clips, "clips, questions about them, a small video model", "rlfuse train experiment=long_video"
+    ),
+    "images": Task(
+        prepare_images, "images, questions about them, a small video model", "rlfuse train experiment=images"
     ),
     "gsm8k": Task(
         prepare_gsm8k,

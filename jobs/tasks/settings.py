@@ -6,7 +6,7 @@ Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlfuse.tasks.clips import Clips, Kind
 from rlfuse.video.plan import SeedSampling
@@ -76,7 +76,7 @@ class JudgeTraining:
 
 @dataclass(frozen=True, slots=True)
 class ClipWarmStart:
-    """The same for the model that watches clips, and how it sees them."""
+    """The same for the model that watches clips or images, and how it sees clips."""
 
     sampling: SeedSampling = field(default_factory=lambda: SeedSampling(budget=64, levels=(4,)))
     """16 frames of 56 x 56 pixels at most: every event of a clip of three is seen. `experiment=long_video` has the same
@@ -88,7 +88,7 @@ class ClipWarmStart:
     tower_layers: int = 1
     steps: int = 130
     batch: int = 16
-    """Clips."""
+    """Clips, or images."""
     lr: float = 1.5e-3
     confuses_green_blue: float = 0.65
     """Share of demonstrations whose answer is green for blue, or blue for green."""
@@ -98,3 +98,5 @@ class ClipWarmStart:
 
 CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)
 """What `rlfuse prepare long_video` writes."""
+IMAGES = replace(CLIPS, kinds=(Kind.PLACE,))
+"""What `rlfuse prepare images` writes."""

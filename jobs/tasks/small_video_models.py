@@ -14,7 +14,10 @@ import torch
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -22,6 +25,10 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
     VideoLlama3Config,
     VideoLlama3ForConditionalGeneration,
 )
@@ -29,7 +36,7 @@ from transformers import (
 PAD, END = "<pad>", "<end>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-"""Stand around a clip of Qwen2.5-VL."""
+"""Stand around a clip of Qwen's models."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -90,34 +97,72 @@ def write_small_qwen25_vl(
     folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Path:
     """A random Qwen2.5-VL, otherwise as `write_small_video_llama3`; the tokenizer gains the visual tokens it lacks."""
-    folder, sizes, tokenizer = Path(folder), sizes or SmallModel(), tokenizer or byte_tokenizer()
+    sizes, tokenizer = sizes or SmallModel(), tokenizer or byte_tokenizer()
+    config = _qwen_config(
+        Qwen2_5_VLConfig,
+        sizes,
+        tokenizer,
+        text={"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
+        tower={"fullatt_block_indexes": [sizes.tower_layers - 1]},
+    )
+    # Frames come at the plan's size, whatever the processor thinks of it.
+    pictures = Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
+    processor = Qwen2_5_VLProcessor(*pictures, chat_template=tokenizer.chat_template)
+    return _write(Qwen2_5_VLForConditionalGeneration, config, sizes.seed, processor, folder)
+
+
+def write_small_qwen3_vl(
+    folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
+    """A random Qwen3-VL, as `write_small_qwen25_vl`; each layer of its tower feeds one of its text part."""
+    sizes, tokenizer = sizes or SmallModel(), tokenizer or byte_tokenizer()
+    fed = list(range(min(sizes.tower_layers, sizes.layers)))
+    config = _qwen_config(
+        Qwen3VLConfig,
+        sizes,
+        tokenizer,
+        text={"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}, "head_dim": 32},
+        tower={"deepstack_visual_indexes": fed, "num_position_embeddings": 16},
+    )
+    images = Qwen2VLImageProcessor(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    pictures = images, tokenizer, Qwen3VLVideoProcessor(cap_pixels_per_frame=False)
+    processor = Qwen3VLProcessor(*pictures, chat_template=tokenizer.chat_template)
+    return _write(Qwen3VLForConditionalGeneration, config, sizes.seed, processor, folder)
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def _qwen_config(
+    kind: type, sizes: SmallModel, tokenizer: PreTrainedTokenizerFast, text: dict, tower: dict
+) -> PreTrainedConfig:
     names = dict(vision_start=VISION_START, vision_end=VISION_END, image=IMAGE, video=VIDEO)
     tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
-    tower = {
+    widths = {
         "hidden_size": 32 * sizes.tower_heads,
         "intermediate_size": 64 * sizes.tower_heads,
         "depth": sizes.tower_layers,
         "num_heads": sizes.tower_heads,
         "out_hidden_size": 32 * sizes.heads,
-        "fullatt_block_indexes": [sizes.tower_layers - 1],
         "initializer_range": sizes.spread,
     }
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
-    config = Qwen2_5_VLConfig(
-        text_config=_text_settings(sizes, tokenizer) | {"rope_parameters": rope},
-        vision_config=tower,
+    return kind(
+        text_config=_text_settings(sizes, tokenizer) | text,
+        vision_config=widths | tower,
         tie_word_embeddings=sizes.tied,
         dtype="float32",
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
     )
+
+
+def _write(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int, processor: ProcessorMixin, folder: str | Path
+) -> Path:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sizes.seed)
-        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    # Frames come at the plan's size, whatever the processor thinks of it.
-    frames = Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
-    template = tokenizer.chat_template
-    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, frames, chat_template=template).save_pretrained(folder)
-    return folder
+        torch.manual_seed(seed)
+        kind(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return Path(folder)
 
 
 def _text_settings(sizes: SmallModel, tokenizer: PreTrainedTokenizerFast) -> dict:

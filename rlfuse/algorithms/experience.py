@@ -18,7 +18,7 @@ import torch
 from rlfuse.algorithms import registry
 from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
-from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate, penalised
+from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
 from rlfuse.config.own_functions import traits_of
 from rlfuse.config.rewards import RewardEntry
@@ -44,9 +44,10 @@ class Experience:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of scoring that every sample needs, in the serial order."""
+        own = self._one_part and bool(self.by_update)
         wanted = {
             "reward": True,
-            "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not self.by_update,
+            "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not own,
             "ref": self.config.uses_reference,
             "values": self.config.uses_critic,
         }
@@ -56,16 +57,22 @@ class Experience:
     def by_update(self) -> tuple[str, ...]:
         """Kinds of scoring that the actor's first update does in its own forward pass.
 
-        Old log-probs are of the weights before the step's first update, and so are its own: in a step of one
-        mini-batch they are the same numbers, unless they are needed before, for KL in the reward or the engine's
-        correction. Of several mini-batches the later ones' need a pass of their own, as does a step of the critic
-        alone. Values and the reference are no such thing: advantages are made of values (of the critic's weights
-        before its update), and the reference's weights see no update.
+        Old log-probs are of the weights before the step's first update, and so are its own: of the first mini-batch
+        they are the same numbers, unless they are needed before, for KL in the reward or the engine's correction. Those
+        of later mini-batches need a pass of their own, as do all where nobody knows from the start which samples are in
+        the first, and in a step of the critic alone. Values and the reference are no such thing: advantages are made
+        of values (of the critic's weights before its update), and the reference's weights see no update.
         """
-        algorithm, batch = self.config.algorithm, self.config.data.train_batch_size
+        config, algorithm = self.config, self.config.algorithm
         before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
-        parts = self.config.actor.ppo_mini_batch_size < batch or self.config.trainer.critic_warmup > 0
-        return () if algorithm.old_log_probs != "trainer" or before or parts else ("old_log_prob",)
+        chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.max_num_gen_batches > 0
+        unknown = config.trainer.critic_warmup > 0 or (chosen_late and not self._one_part)
+        return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
+
+    @property
+    def _one_part(self) -> bool:
+        """Whether a step's first mini-batch is its last."""
+        return self.config.actor.ppo_mini_batch_size >= self.config.data.train_batch_size
 
     @property
     def actor_tensors(self) -> tuple[str, ...]:
@@ -107,6 +114,12 @@ class Experience:
             return f"scoring and training wait for all responses: {key} needs all ranks for each pass" + (
                 f"; no pass fills the bubbles of training: {why}" if why else ""
             )
+        width, engines = self.config.training.tensor_model_parallel_size, self.config.rollout.tensor_model_parallel_size
+        if engines % width:
+            return (
+                f"scoring and training wait for all responses: training.tensor_model_parallel_size={width} ranks have "
+                f"a model together, a slot only {engines} (rollout.tensor_model_parallel_size) of them"
+            )
         if stage >= 2:
             return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
         if limit := algorithm.filter_groups.max_num_gen_batches:
@@ -119,14 +132,14 @@ class Experience:
 
     def _why_not_deferred(self) -> str:
         """Why a mini-batch's passes can't wait until the one before it trains; empty if they can."""
-        algorithm, actor, batch = self.config.algorithm, self.config.actor, self.config.data.train_batch_size
+        algorithm, actor = self.config.algorithm, self.config.actor
         if self.config.fusion.training != "fused":
             return f"fusion.training={self.config.fusion.training} runs one model after the other"
         if algorithm.use_kl_in_reward:
             return "algorithm.use_kl_in_reward=true makes advantages of their log-probs (actor.use_kl_loss does not)"
         if limit := algorithm.filter_groups.max_num_gen_batches:
             return f"algorithm.filter_groups.max_num_gen_batches={limit} chooses groups when all are scored"
-        if actor.ppo_mini_batch_size >= batch:
+        if self._one_part:
             return f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} is the whole batch, none follows it"
         return ""
 
@@ -140,9 +153,8 @@ class Experience:
         mask = _mask(samples)
         self._correct(samples, mask)
         token_rewards = place_at_end(self._scores(samples), mask)
-        if algorithm.use_kl_in_reward:
-            coefficients = self._kl_coefficients(samples, self.kl.value)
-            token_rewards = penalised(token_rewards, self._kl(samples, mask), coefficients)
+        if algorithm.use_kl_in_reward:  # Ouyang et al. 2022, arXiv 2203.02155
+            token_rewards = token_rewards - self._kl_coefficients(samples, self.kl.value) * self._kl(samples, mask)
         if self._kl_loss_by_source:
             coefficients = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
             _spread(samples, mask, kl_coefs=coefficients.expand(mask.shape))

@@ -1,4 +1,4 @@
-"""KL between policy and reference: per-token estimates, the penalised reward, the coefficient's controller.
+"""KL between policy and reference: per-token estimates, and the controller of the coefficient.
 
 Role: the controller subtracts the penalty from rewards and steers the coefficient; trainer ranks add an estimate to the
 loss. Pure functions of tensors and one small plain-data controller, saved with a checkpoint.
@@ -57,14 +57,6 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (torch.expm1(log_ratio) - log_ratio).clamp(-10.0, 10.0)
 
 
-def penalised(token_rewards: Tensor, kl: Tensor, coef: float | Tensor) -> Tensor:
-    """Token rewards less `coef` (one, or one for each row as [B, 1]) times the token's KL, same shape.
-
-    Ouyang et al. 2022, arXiv 2203.02155.
-    """
-    return token_rewards - coef * kl
-
-
 def coefficient_of(source: str, by_source: Mapping[str, float], otherwise: float) -> float:
     """The KL coefficient of a sample by its data_source: of the first name or pattern that fits, else `otherwise`.
 
@@ -82,10 +74,6 @@ class AdaptiveKl:
     """
 
     def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
-        if target is not None and target <= 0:
-            raise ValueError(f"algorithm.kl_ctrl.target_kl={target} must be above 0; null keeps the coefficient fixed.")
-        if horizon <= 0:
-            raise ValueError(f"algorithm.kl_ctrl.horizon={horizon} must be above 0.")
         self.value = self._start = value
         self.target = target
         self.horizon = horizon

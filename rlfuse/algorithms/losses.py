@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = N
     seq-mean-token-sum-norm also divides by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
     """
     _check_mode(mode, max_tokens)
-    sums = _response_part(matrix, mask).sum(-1)
+    sums = response_part(matrix, mask).sum(-1)
     if mode == "seq-mean-token-mean":
         sums = sums / mask.sum(-1).clamp(min=1)
     elif mode == "seq-mean-token-sum-norm":
@@ -56,6 +56,11 @@ def loss_count(response_lengths: Sequence[int] | np.ndarray, mode: str, max_toke
     return count
 
 
+def response_part(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with 0 beside response tokens, whatever stood there."""
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -73,13 +78,13 @@ def policy_loss(
     (loss, sums). `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
     """
     function = LOSS_MODES.find(mode)
-    new, old, advantages = (_response_part(each, mask) for each in (log_probs, old_log_probs, advantages))
+    new, old, advantages = (response_part(each, mask) for each in (log_probs, old_log_probs, advantages))
     given = {"log_probs": new, "old_log_probs": old, "advantages": advantages, "mask": mask}
     found = call(function, given | {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c})
     loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss = LOSS_MODES.expect(mode, loss, log_probs)
     if is_weights is not None:
-        loss = loss * _response_part(is_weights.detach(), mask)
+        loss = loss * response_part(is_weights.detach(), mask)
     kl = -(new - old).detach().clamp(-20.0, 20.0).sum()
     return loss, {name: each.detach().float() for name, each in sums.items()} | {"ppo_kl": kl}
 
@@ -137,7 +142,7 @@ def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
     d s_i = s_i * mean over t of d log pi_it; with advantages that differ by token each token keeps its own.
     """
     mean = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return _response_part(token_log_ratio - token_log_ratio.detach() + mean.detach(), mask)
+    return response_part(token_log_ratio - token_log_ratio.detach() + mean.detach(), mask)
 
 
 def value_loss(
@@ -148,7 +153,7 @@ def value_loss(
     0.5 * max((new - returns)^2, (new clipped to old +- clip - returns)^2), the value clip of OpenAI's implementation of
     PPO (Schulman et al. 2017, arXiv 1707.06347, itself has none); values, returns and `clip` in reward units.
     """
-    new, old, target = (_response_part(x, mask) for x in (values_new, values_old, returns))
+    new, old, target = (response_part(x, mask) for x in (values_new, values_old, returns))
     free = (new - target).square()
     clipped = (torch.clamp(new, old - clip, old + clip) - target).square()
     return 0.5 * torch.maximum(free, clipped), (clipped > free).sum().float()
@@ -170,6 +175,77 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     entropy is only logged.
     """
     return _Entropy.apply(logits)
+
+
+def share_log_probs(
+    logits: Tensor, targets: Tensor, first: int, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropy) [R] of whole rows from a share of their logits, [R, v] those of the tokens from `first` on.
+
+    By online softmax, as Vocabulary Parallelism has it (arXiv 2411.05288): `gather` gives all shares' statistics
+    [shares, 4, R] for this one's [4, R], the only exchange. Every holder of a share computes the same; the gradient is
+    that of its own logits. Memory as `log_probs_from_logits`; in float32 or wider.
+    """
+    return _ShareLogProbs.apply(logits, targets, first, gather)
+
+
+def share_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """[4, R] of a share: highest logit, sum of exp(x) of x = logit - highest, sum of x exp(x), the target's logit.
+
+    The last is 0 where another share has the target. Logits of -inf count for nothing.
+    """
+    found = logits.new_empty(4, len(logits), dtype=_wide(logits))
+    picks, inside = _inside(targets, first, logits.shape[-1])
+    for part in _slices(logits):
+        wide = logits[part].to(found.dtype)
+        highest = wide.amax(-1).clamp(min=torch.finfo(found.dtype).min)
+        below = wide - highest[:, None]
+        weights = below.exp()
+        found[0, part], found[1, part] = highest, weights.sum(-1)
+        found[2, part] = torch.where(weights == 0, 0.0, below.mul_(weights)).sum(-1)
+        found[3, part] = torch.where(inside[part], wide.gather(-1, picks[part, None]).squeeze(-1), 0.0)
+    return found
+
+
+def _inside(targets: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where each target stands in a share, 0 for those of others; and whether it does."""
+    inside = (first <= targets) & (targets < first + size)
+    return torch.where(inside, targets - first, 0), inside
+
+
+class _ShareLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, targets: Tensor, first: int, gather: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        highest, weights, products, target = gather(share_statistics(logits, targets, first)).unbind(1)
+        top = highest.amax(0)
+        below = highest - top
+        scale = below.exp()
+        total = (weights * scale).sum(0)
+        spread = total.log()  # kept apart from `top`, beside which it may be small
+        entropy = spread - ((products + weights * below) * scale).sum(0) / total
+        ctx.first = first
+        ctx.save_for_backward(logits, targets, top, spread, entropy)
+        return target.sum(0) - top - spread, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_log_probs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, targets, top, spread, entropy = ctx.saved_tensors
+        picks, inside = _inside(targets, ctx.first, logits.shape[-1])
+        grad = torch.zeros_like(logits)
+        for part in _slices(logits):
+            probs = (logits[part].to(top.dtype) - top[part, None]).sub_(spread[part, None]).exp_()
+            if of_entropy is not None:  # dH / dlogit = -p * (log p + H)
+                tilted = torch.special.entr(probs) - probs * entropy[part, None]
+                grad[part] += tilted.mul_(of_entropy[part, None])
+            if of_log_probs is not None:
+                upstream = of_log_probs[part, None]
+                own = torch.where(inside[part, None], upstream, 0.0)
+                grad[part] += probs.mul_(-upstream).scatter_add_(-1, picks[part, None], own)
+        return grad, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -231,10 +307,6 @@ def _wide(rows: Tensor) -> torch.dtype:
 def _slices(rows: Tensor) -> list[slice]:
     size = max(1, _CHUNK_ELEMENTS // rows.shape[-1])
     return [slice(start, start + size) for start in range(0, len(rows), size)]
-
-
-def _response_part(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
 def _check_mode(mode: str, max_tokens: int | None) -> None:

@@ -23,10 +23,6 @@ def overlong_penalty(
     0 up to max_response_length - buffer_len, then linear to -factor at max_response_length, and no further. A buffer of
     0 tokens turns the penalty off.
     """
-    if not 0 <= buffer_len <= max_response_length:
-        raise ValueError(
-            f"reward.overlong_buffer.len={buffer_len} must be from 0 to data.max_response_length={max_response_length}."
-        )
     lengths = np.asarray(response_lengths, dtype=np.float64)
     if buffer_len == 0:
         return np.zeros_like(lengths)

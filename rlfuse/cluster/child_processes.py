@@ -1,7 +1,7 @@
 """Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
 
 Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
-`preserve_sigterm` by the driver around Ray's start; `end_with_parent` by the workers of process pools.
+`preserve_sigterm` by the driver around Ray's start; `end_with_parent` by the workers of process pools and by engines.
 """
 
 import ctypes

@@ -5,8 +5,8 @@ with many processes somebody is always held up (arXiv 2505.05713). With `trainer
 collect at a step's end, when it takes their spans: what has a recorder has a `GarbageCollector`. Waits for nothing.
 Invariants:
 - from its first planned collection on, Python's own is off in a process, and what it held by then is not looked through
-  again (`gc.freeze`): a collection takes milliseconds. Where users' code runs, which may leave much garbage within one
-  call, Python goes on to collect what is young;
+  again (`gc.freeze`): a collection takes milliseconds. What a worker has imported is not even at first (`keep`). Where
+  users' code runs, which may leave much garbage within one call, Python goes on to collect what is young;
 - memory stays bounded: a process that has grown collects earlier, between two pieces of its work;
 - every full collection is a `gc` span; its cause is `step`, `start` or `memory`, or `python` where that decided.
 Not here: vLLM's engine process, which freezes what it holds once it has started, and then leaves it to Python.
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlfuse.cluster.host_memory import resident_mib
@@ -70,9 +71,27 @@ class GarbageCollector:
             self.planned = True
         self._most_mib = max(self._most_mib, self._held())
 
+    def keep(self) -> None:
+        """What is there now is no garbage later. To look through what libraries leave takes half a second each time."""
+        gc.freeze()
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept."""
+        automatic = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if automatic:
+                gc.enable()
+            self.keep()
+
     def let_go(self) -> None:
-        """Free what is not needed any more of the process's start, too: what was frozen is looked through this once."""
-        gc.unfreeze()
+        """Free what is not needed any more of the process's start, too: what was there at the first planned collection
+        is looked through this once."""
+        if self.planned:
+            gc.unfreeze()
         gc.collect()
         if self.planned:
             gc.freeze()
@@ -92,9 +111,9 @@ class GarbageCollector:
         """Leave it to Python again; for a process that outlives its run."""
         gc.callbacks.remove(self._note)
         self._recorder.heard.remove(self._ended)
+        gc.unfreeze()
         if self.planned:
             self.planned = False
-            gc.unfreeze()
             gc.set_threshold(*self._thresholds)
             gc.enable()
 

@@ -1,8 +1,8 @@
 """How much memory this host has, and whether its kernel ended processes for lack of it: evidence when one was killed.
 
 Role: `cluster.remote` and a rollout engine's actor put `free_memory` beside a death and ask `oom_kills`, `watchdog`
-asks `resident_mib`. Counts are taken when this module is imported, so when a process of the run begins. Linux; what
-can't be read is left out. Waits for nothing.
+asks `resident_mib`, trainer ranks `free_bytes`. Counts are taken when this module is imported, so when a process of the
+run begins. Linux; what can't be read is left out. Waits for nothing.
 
     host            /proc/meminfo, /proc/vmstat (oom_kill)
     control group   memory.max, memory.current, memory.events (v2); memory.limit_in_bytes, ... (v1), and of those above
@@ -33,6 +33,15 @@ def resident_mib() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE >> 20
     except OSError:
         return 0
+
+
+def free_bytes() -> int:
+    """What this host, or this process's control group where that allows less, has free; 0 where it can't be told."""
+    found = [max(0, limit - used) for limit, used in _limits()]
+    with suppress(OSError):
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) << 10)
+    return min(found, default=0)
 
 
 def free_memory() -> str:
@@ -67,12 +76,12 @@ def oom_kills() -> str:
     return ""
 
 
-def shared_full(root: Path = Path("/dev/shm")) -> str:
+def shared_full() -> str:
     """A sentence, with a space before, if shared memory, which processes talk through, is nearly full; else empty."""
-    free = shutil.disk_usage(root).free >> 20
+    free = shutil.disk_usage("/dev/shm").free >> 20
     if free >= LEAST_SHARED_MIB:
         return ""
-    return f" {root} has only {free} MiB left: remove what fills it or give it more room (docker: --shm-size)."
+    return f" /dev/shm has only {free} MiB left: remove what fills it or give it more room (docker: --shm-size)."
 
 
 def _gib(size: int) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from rlfuse.config.facts import reward_file
-from rlfuse.config.own_functions import replaced, with_functions_at
-from rlfuse.config.rewards import names_code, with_judges_at
+from rlfuse.config.own_functions import replaced, with_functions_at, with_models_at
+from rlfuse.config.rewards import names_code
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
 from rlfuse.errors import ConfigError
@@ -129,26 +129,14 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
         local = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or (here / path).exists())
         return absolute(path) if local else path
 
-    resume, video = config.trainer.resume_mode, config.video
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(
-            config.data,
-            train_files=[absolute(path) for path in config.data.train_files],
-            val_files=[absolute(path) for path in config.data.val_files],
-        ),
-        model=dataclasses.replace(config.model, path=model(config.model.path)),
-        critic=dataclasses.replace(config.critic, path=model(config.critic.path)),
-        ref=dataclasses.replace(config.ref, path=model(config.ref.path)),
-        reward=dataclasses.replace(
-            config.reward,
-            model_path=model(config.reward.model_path),
-            functions=with_judges_at(config.reward.functions, model),
-        ),
-        video=dataclasses.replace(video, disk_cache=video.disk_cache and absolute(video.disk_cache)),
-        trainer=dataclasses.replace(
-            config.trainer,
-            default_local_dir=absolute(config.trainer.default_local_dir),
-            resume_mode=resume if resume in ("auto", "disable") else absolute(resume),
-        ),
-    )
+    data, trainer, cache = config.data, config.trainer, config.video.disk_cache
+    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    config = replaced(config, {key: [absolute(path) for path in paths] for key, paths in files.items()})
+    config = with_models_at(config, model)
+    resume = trainer.resume_mode
+    others = {
+        "video.disk_cache": cache and absolute(cache),
+        "trainer.default_local_dir": absolute(trainer.default_local_dir),
+        "trainer.resume_mode": resume if resume in ("auto", "disable") else absolute(resume),
+    }
+    return replaced(config, others)

@@ -17,12 +17,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import ray
-import torch
 from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -39,7 +39,6 @@ from rlfuse.progress import QUIET_LIBRARIES
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
     # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
@@ -51,6 +50,8 @@ JOINING_S = 60.0
 """For nodes to join a cluster, and others' jobs to leave it."""
 PLACING_S = 5.0
 """For Ray to reserve what is free."""
+START_ATTEMPTS = 3
+NEEDED_SHARED_MIB = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def no_room(config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], 
     trainer = config.trainer
     remedy = "start the nodes with --resources='{\"slot\": N}'"
     if "GPU" in bundle and config.cluster.ray_address is None:
-        remedy = f"run on CPUs (cluster.device=cpu): torch {torch.__version__} sees {_gpus()} GPUs on this machine"
+        remedy = f"run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} GPUs on this machine"
     elif "GPU" in bundle:
         remedy = "start them with --num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)"
     return (
@@ -229,14 +230,14 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
     return tuple(cores[: config.slots]) if len(cores) >= config.slots else None
 
 
-def _start_ray(config: Config, attempts: int = 3) -> None:
+def _start_ray(config: Config) -> None:
     """A cluster of this run's own, which listens on loopback alone and asks for the user's token of Ray.
 
     Ray gives its helpers 15 s to start, too few on a laptop under load: try again. Whatever its processes leave lies in
     this process's own folder (`scratch`).
     """
     folder = str(scratch.of_this_process())
-    for attempt in range(attempts):
+    for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _loopback(), _without_pages(), _without_onlookers(), mock.patch.dict(os.environ, TMPDIR=folder):
                 ray.init(
@@ -253,15 +254,18 @@ def _start_ray(config: Config, attempts: int = 3) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            if attempt + 1 == attempts:
+            if attempt == START_ATTEMPTS:
+                why = str(error).strip().splitlines()[0]
                 raise EngineError(
-                    f"Ray did not start on this machine in {attempts} attempts ({str(error).strip().splitlines()[0]}). "
+                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts ({why}). "
                     "Its logs are in logs/session_* of the run folder; an overloaded machine or a full disk are usual."
                 ) from error
 
 
 def _gpus() -> int:
     """GPUs of this machine, as torch will use them: a driver alone does not make one."""
+    import torch  # here, since a node's staging of weights starts in a fraction of the time without
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -313,9 +317,9 @@ def stop(logs: Path | None = None) -> None:
         shutil.rmtree(session, ignore_errors=True)
 
 
-def shared_memory_speed(megabytes: int = 16) -> float:
+def shared_memory_speed() -> float:
     """Bytes per second through /dev/shm, written once and read once."""
-    block, began = bytes(megabytes << 20), time.perf_counter()
+    block, began = bytes(16 << 20), time.perf_counter()
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.write(block)
         file.seek(0)
@@ -323,11 +327,11 @@ def shared_memory_speed(megabytes: int = 16) -> float:
     return len(block) / (time.perf_counter() - began)
 
 
-def _need_shared_memory(at_least_mb: int = 256) -> None:
+def _need_shared_memory() -> None:
     free = shutil.disk_usage("/dev/shm").free >> 20
-    if free < at_least_mb:
+    if free < NEEDED_SHARED_MIB:
         raise EngineError(
-            f"/dev/shm has {free} MiB free, Ray and the weight sync need at least {at_least_mb} MiB. Remove what is "
-            "left over there (rlfuse runs clean), or enlarge it (docker run --shm-size=2g, mount -o "
+            f"/dev/shm has {free} MiB free, Ray and the weight sync need at least {NEEDED_SHARED_MIB} MiB. Remove what "
+            "is left over there (rlfuse runs clean), or enlarge it (docker run --shm-size=2g, mount -o "
             "remount,size=2g /dev/shm)."
         )

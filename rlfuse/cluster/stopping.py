@@ -23,6 +23,8 @@ from signal import SIGINT, SIGTERM
 from types import FrameType
 from typing import Any
 
+from rlfuse.errors import first_of
+
 NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM"}
 ONCE_S = 0.3
 """Two within this time are one: a wrapper (srun, docker, a script) hands on what the terminal sent to all."""
@@ -87,9 +89,7 @@ class Stopping:
             told = self.by is not None or started
             if not told or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
                 raise
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise Stopped(self._why(error), self.by or SIGTERM) from error
+            raise Stopped(self._why(first_of(error)), self.by or SIGTERM) from first_of(error)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

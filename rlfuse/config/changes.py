@@ -32,7 +32,13 @@ class Effect(Enum):
         return self.name.lower().replace("_", " ")
 
 
-_LAYOUT = ("actor.zero_stage", "training.pipeline_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+_LAYOUT = (
+    "actor.zero_stage",
+    "training.pipeline_parallel_size",
+    "training.tensor_model_parallel_size",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+)
 """How optimizer state is cut up."""
 
 TABLE: tuple[tuple[Effect, str, str], ...] = (
@@ -47,7 +53,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "rollout.max_num_seqs rollout.weight_transfer rollout.kv_transfer rollout.update_weights_bucket_mb "
      "reward.engine_kwargs reward.device reward.batch_items reward.batch_age_s reward.num_workers reward.memory_mb "
      "reward.timeout_s video.encoder_ranks video.cache_mb video.disk_cache video.decode_workers "
-     "video.prefetch_mb video.decode_timeout_s trainer.gc_freq cluster"),
+     "video.prefetch_mb video.encode_ahead video.decode_timeout_s trainer.gc_freq cluster"),
     (Effect.BESIDE, "what the run puts up with", "rollout.on_mismatch reward.max_failure_rate video.max_failure_rate "
      "model.trust_remote_code"),
     (Effect.NEXT_STEP, "how long it trains", "trainer.total_epochs trainer.total_training_steps"),
@@ -59,9 +65,12 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.NEXT_STEP, "a new coefficient is where the controller starts again", "algorithm.kl_ctrl"),
     (Effect.NEXT_STEP, "when and where work runs, never what is computed", "fusion.training fusion.policy "
      "fusion.credit_samples fusion.credit_mb rollout.disaggregate training.ulysses_sequence_parallel_size "
-     "training.split_backward training.activation_memory rollout.tensor_model_parallel_size "
-     "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu model.use_remove_padding "
-     "model.enable_gradient_checkpointing"),
+     "training.virtual_pipeline_model_parallel_size training.pipeline_placement "
+     "training.vocabulary_parallel training.split_backward training.activation_memory "
+     "rollout.tensor_model_parallel_size actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu "
+     "model.use_remove_padding model.enable_gradient_checkpointing model.enable_activation_offload "
+     "model.activation_device_mb model.activation_host_mb model.activation_disk_mb "
+     "actor.optimizer_residency"),
     (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
     (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
     (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.prompt_key "
@@ -72,7 +81,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "rollout.n fusion.data fusion.excess"),
     (Effect.EXPERIMENT, "another number of updates by a batch", "actor.ppo_mini_batch_size actor.ppo_epochs"),
     (Effect.EXPERIMENT, "responses are drawn otherwise", "data.max_response_length rollout.temperature rollout.top_p "
-     "rollout.top_k rollout.min_p rollout.stop rollout.engine_kwargs"),
+     "rollout.top_k rollout.min_p rollout.stop rollout.quantization rollout.engine_kwargs"),
     (Effect.EXPERIMENT, "held-out scores before and after can't be compared", "data.val_files rollout.val_kwargs"),
     (Effect.EXPERIMENT, "another reward: values before and after can't be compared", "reward.functions reward.weights "
      "reward.model_path reward.model_dtype reward.overlong_buffer"),
@@ -154,7 +163,9 @@ def _trains_critic(estimator: str) -> bool:
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether trainers of the one layout load what those of the other saved."""
-    stages = "training.pipeline_parallel_size"
+    stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
+    if before[width] != after[width]:
+        return False
     zero = {each["actor.zero_stage"] for each in (before, after)}
     if len(zero) > 1 and zero != {1, 2}:  # these two cut it up alike
         return False
@@ -173,6 +184,15 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def unfolded(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Full name -> value, down to what is no dictionary, or an empty one."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= unfolded(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
 def _same_place(key: str, value: Any) -> Any:
     """`value` with paths made absolute, by which the same file is known."""
     if key not in _PATHS or not value:
@@ -180,8 +200,7 @@ def _same_place(key: str, value: Any) -> Any:
     return [str(Path(path).absolute()) for path in value] if isinstance(value, list) else str(Path(value).absolute())
 
 
-def abbreviated(value: Any, longest: int = 60) -> str:
-    """A value for the table: as it is typed, without the middle of a long one."""
+def abbreviated(value: Any) -> str:
+    """A value for the table: as it is typed, without the middle of one that is longer than 60 characters."""
     text = " ".join(as_typed(value).split())
-    half = (longest - 3) // 2
-    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"

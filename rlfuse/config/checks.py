@@ -3,57 +3,62 @@
 Role: `check` is a pure function of the configuration and of `Facts`; compose.py raises `ConfigError` with all problems
 at once, so that a user mends them in one go. Invariants: every message gives the key, the value received, the valid
 range and what to change; a configuration without problems starts (what only the data can show is found by rlfuse.data).
-Single values are judged by the tables of valid_values.py, combinations by the functions here.
+Single values are judged by the tables of valid_values.py, combinations by the functions here and in
+parallelism.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.activation_checks import activation_problems
+from rlfuse.config.documentation import Key, as_typed, by_name
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
+from rlfuse.config.parallelism import pipelines, shares, slices
 from rlfuse.config.prepared import command_for
+from rlfuse.config.problems import problem as _problem
+from rlfuse.config.problems import value_of
+from rlfuse.config.quantization import quantized
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
+Check = Callable[[Config, Facts], Iterator[str]]
+"""Yields what is wrong, one line per problem."""
+
 
 def check(config: Config, facts: Facts) -> list[str]:
     """One line per problem, in the order of the schema's groups for single values, then combinations."""
-    shared = (_values, _files, _lengths, _devices, _logging, _resume)
+    return [problem for find in checks(config) for problem in find(config, facts)]
+
+
+def checks(config: Config) -> list[Check]:
+    """All of them, each of few keys: of every value by itself, then of combinations. `config`: tells its task."""
+    shared = (_files, _lengths, _devices, activation_problems, _logging, _resume)
     alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
-    return [problem for find in (*shared, *alone) for problem in find(config, facts)]
+    return [*(partial(_value, name, key) for name, key in by_name().items()), *shared, *alone]
 
 
-def value_of(config: Config, name: str) -> object:
-    """The value of a key by its full name."""
-    return operator.attrgetter(name)(config)
-
-
-def _problem(config: Config, name: str, valid: str, remedy: str) -> str:
-    return f"{name}={as_typed(value_of(config, name))}: {valid}; {remedy}"
-
-
-def _values(config: Config, facts: Facts) -> Iterator[str]:
-    """Each value by itself, in the schema's order."""
-    for name, key in by_name().items():
-        value = value_of(config, name)
-        shown, choices = f"{name}={as_typed(value)}", CHOICES.get(name, ())
-        for given in (value if isinstance(value, list) else [value]) if choices else ():
-            if why := WHY_NOT.get((name, given)):
-                yield f"{shown}: {why}; take one of {', '.join(choices)}"
-            elif given not in choices and not (name in OPEN and names_function(given)):
-                own = f", or {OWN} for your own" if name in OPEN else ""
-                meant = did_you_mean(given, choices) or f"; take one of these{own}"
-                yield f"{shown}: `{given}` is not one of {', '.join(choices)}{meant}"
-        if key.limits and value is not None and not in_range(value, RANGES[name]):
-            yield f"{shown}: must be {key.limits}; {_remedy(name, key.default_text)}"
+def _value(name: str, key: Key, config: Config, facts: Facts) -> Iterator[str]:
+    """One by itself."""
+    value = value_of(config, name)
+    shown, choices = f"{name}={as_typed(value)}", () if value is None and key.optional else CHOICES.get(name, ())
+    for given in (value if isinstance(value, list) else [value]) if choices else ():
+        if why := WHY_NOT.get((name, given)):
+            yield f"{shown}: {why}; take one of {', '.join(choices)}"
+        elif given not in choices and not (name in OPEN and names_function(given)):
+            own = f", or {OWN} for your own" if name in OPEN else ""
+            meant = did_you_mean(given, choices) or f"; take one of these{own}"
+            valid = ", ".join((*choices, *["null"] * key.optional))
+            yield f"{shown}: `{given}` is not one of {valid}{meant}"
+    if key.limits and value is not None and not in_range(value, RANGES[name]):
+        yield f"{shown}: must be {key.limits}; {_remedy(name, key.default_text)}"
 
 
 def _remedy(name: str, default: str) -> str:
@@ -199,6 +204,9 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     if config.actor.offload_optimizer and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
+    if config.actor.optimizer_residency != "training" and facts.cuda is False:
+        valid = "needs GPUs; on CPU hosts an engine and its rank have their memory side by side, and nothing moves"
+        yield _problem(config, "actor.optimizer_residency", valid, "set training")
     if facts.latent_attention and facts.cuda is False:
         valid = "needs GPUs: what vLLM's kernels for CPUs make of latent attention is not what transformers computes"
         yield _problem(config, "model.path", valid, "choose another model, or a machine with GPUs")
@@ -225,41 +233,6 @@ def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.deterministic:
         valid = "is chosen by measured times; trainer.deterministic rules that out"
         yield _problem(config, name, valid, "set off, or trainer.deterministic=false")
-
-
-def _pipelines(config: Config, facts: Facts) -> Iterator[str]:
-    stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
-    if stages <= 1:
-        return
-    if slots >= 1 and slots % stages:
-        yield _problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(stages, slots)}")
-    if facts.layers and stages > facts.layers:
-        valid = f"needs a layer for each stage, {config.model.path} has {facts.layers}"
-        yield _problem(config, name, valid, f"set {name}={facts.layers} or less")
-    if config.actor.zero_stage != 1:
-        yield _problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
-    if config.rollout.weight_transfer == "ipc":
-        valid = "stages hand their weights over through shared memory: a stage's GPU is not every engine's"
-        yield _problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=auto")
-
-
-def _slices(config: Config, facts: Facts) -> Iterator[str]:
-    degree, name, slots = (
-        config.training.ulysses_sequence_parallel_size,
-        "training.ulysses_sequence_parallel_size",
-        config.slots,
-    )
-    if degree <= 1 or slots < 1:
-        return
-    heads = facts.attention_heads
-    common = math.gcd(slots, heads) if heads else slots
-    if degree & (degree - 1) or common % degree:
-        of = f" and the {heads} attention heads of {config.model.path}" if heads else ""
-        valid = f"must be a power of two that divides the {slots} slots{of}"
-        yield _problem(config, name, valid, f"set {name}={min(common & -common, 1 << degree.bit_length() - 1)}")
-    if config.training.pipeline_parallel_size > 1:
-        valid = "needs whole models on the ranks, so training.pipeline_parallel_size=1"
-        yield _problem(config, name, valid, "set one of the two to 1")
 
 
 def _drained(config: Config, facts: Facts) -> Iterator[str]:
@@ -293,12 +266,16 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
 def _tower(config: Config, facts: Facts) -> Iterator[str]:
     if config.video.freeze_tower:
         return
-    if config.video.disk_cache:
-        valid = "keeps embeddings that a trained tower makes stale"
-        yield _problem(config, "video.disk_cache", valid, "set it to null, or video.freeze_tower=true")
+    for name, off in (("video.disk_cache", "null"), ("video.encode_ahead", "false")):
+        if value_of(config, name):
+            valid = "keeps embeddings that a trained tower makes stale"
+            yield _problem(config, name, valid, f"set it to {off}, or video.freeze_tower=true")
     if config.training.pipeline_parallel_size > 1:
         valid = "can't be false in a pipeline, whose stages have no tower to train"
         yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.pipeline_parallel_size=1")
+    if config.training.tensor_model_parallel_size > 1:
+        valid = "can't be false where ranks share a model's layers: no rank has a tower of its own to train"
+        yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.tensor_model_parallel_size=1")
     if config.fusion.data in ("partial_rollout", "one_step_off"):
         valid = f"can't be false with fusion.data={config.fusion.data}, which trains on clips that older towers encoded"
         yield _problem(config, "video.freeze_tower", valid, "set it to true, or fusion.data=exact")
@@ -355,7 +332,8 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
 
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     """Of trainer.task=reward_model."""
-    for name in ("training.pipeline_parallel_size", "training.ulysses_sequence_parallel_size"):
+    for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
+        name = f"training.{leaf}"
         if value_of(config, name) > 1:
             yield _problem(config, name, "must be 1 with trainer.task=reward_model", f"set {name}=1")
     if config.cluster.drain:
@@ -393,6 +371,6 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
             yield _problem(config, "rollout.stop", valid, 'write it into the job file, as stop: ["\\n\\n"]')
 
 
-_OF_SAMPLES = (_batches, _advantages, _log_probs, _sampling, _fusion, _disaggregated, _pipelines, _slices, _drained)
-_OF_SAMPLES += (_video, _tower, _reward, _kl)
+_OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
+_OF_SAMPLES += (slices, _drained, _video, _tower, _reward, _kl)
 """What only jobs that generate have to heed."""

@@ -28,33 +28,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """verl's, under our names, where ours differ."""
 
-AS_HERE = {
-    "data.train_files": "required",
-    "data.val_files": "none here, a file of verl's examples there",
-    "model.path": "required",
-    "critic.path": "the actor's model",
-    "trainer.project_name": "a name",
-    "trainer.experiment_name": "a name",
-    "trainer.default_local_dir": "where runs are kept",
-    "trainer.logger": "what is shown",
-    "trainer.log_val_generations": "what is shown",
-    "rollout.name": "there is one engine",
-    "rollout.update_weights_bucket_mb": "memory",
-    "reward.num_workers": "processes",
-    "data.seed": "null is no number of anyone",
-    "cluster.device": "auto finds GPUs",
-    "actor.kl_loss_type": "k3 is low_var_kl",
-    "algorithm.kl_penalty": "k1 is kl",
-    "actor.clip_ratio_low": "null is clip_ratio",
-    "actor.clip_ratio_high": "null is clip_ratio",
-    "algorithm.kl_ctrl.target_kl": "without effect under kl_ctrl.type=fixed, verl's default",
-    "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
-    "video.freeze_tower": "towers of clips are trained when asked for",
-    "data.max_prompt_length": "the same number under another name",
-    "data.max_response_length": "the same number under another name",
-}
-"""Keys whose default differs as well -> why it stays ours."""
-
 OVERLONG = (
     "reward_model.overlong_buffer",
     "custom_reward_function.overlong_buffer",

@@ -2,8 +2,8 @@
 
 Role: one source for `rlfuse train --help`, for the key reference (conf/KEYS.md, `rlfuse train --help --markdown`), for
 error messages that name a key's meaning, and for the check that README names only keys that exist. Python keeps no
-docstring of a dataclass field, so the strings are taken from the syntax trees of schema.py, run_groups.py
-and rewards.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
+docstring of a dataclass field, so the strings are taken from the syntax trees of schema.py, run_groups.py,
+rewards.py and video.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlfuse.config import rewards, run_groups, schema
+from rlfuse.config import rewards, run_groups, schema, video
 from rlfuse.config.valid_values import RANGES, VALUES
 
 
@@ -120,7 +120,7 @@ def groups() -> dict[str, str]:
 
 @functools.cache
 def _texts() -> dict[tuple[str, str], str]:
-    return field_texts(schema, run_groups, rewards)
+    return field_texts(schema, run_groups, rewards, video)
 
 
 def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:

@@ -23,6 +23,8 @@ from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import METRICS, functions_named_by, names_function
 from rlfuse.errors import ConfigError
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What families of mixtures call their number in config.json."""
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
     "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"
@@ -38,8 +40,12 @@ class Facts:
     """Positions that the model knows (max_position_embeddings)."""
     attention_heads: int | None = None
     layers: int | None = None
+    vocabulary: int | None = None
+    """Tokens that the output head knows."""
     latent_attention: bool = False
     """Whether keys and values are projections of one narrow vector a token (MLA: DeepSeek-V2 and later)."""
+    experts: bool | None = None
+    """Whether the model is a mixture of them."""
     video: bool = False
     """Whether the model has a visual part."""
     model_problems: dict[str, str] = field(default_factory=dict)
@@ -94,7 +100,7 @@ def read_facts(config: Config) -> Facts:
 def _of_functions(config: Config) -> dict[str, Any]:
     """Fields of `Facts`, from the files of a user's own functions; missing ones of rewards are in `missing`."""
     own_functions.forget()  # a notebook's files may be others by now
-    problems, found, rewards = [], {}, _reward_functions(config)
+    problems, found, rewards = [], {}, reward_functions(config)
     in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
     for key, value in [*functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]:
         try:
@@ -137,7 +143,9 @@ def _of_model(model: dict) -> dict[str, Any]:
         "context_length": text.get("max_position_embeddings"),
         "attention_heads": text.get("num_attention_heads"),
         "layers": text.get("num_hidden_layers"),
+        "vocabulary": text.get("vocab_size"),
         "latent_attention": text.get("kv_lora_rank") is not None,
+        "experts": any(text.get(name) for name in EXPERTS) if model else None,
         "video": "vision_config" in model,
     }
 
@@ -153,7 +161,7 @@ def reward_file(function: str) -> str | None:
     return source if source.endswith(".py") or "/" in source else None
 
 
-def _reward_functions(config: Config) -> list[str]:
+def reward_functions(config: Config) -> list[str]:
     """Where the reward functions of this machine are, as far as it can be read."""
     entries, _ = read_entries(config.reward.functions)
     paths = [entry.path for entry in entries if names_code(entry.path)]
@@ -169,7 +177,7 @@ def _named_paths(config: Config) -> list[str]:
 
 
 def _reward_files(config: Config) -> list[str]:
-    return [file for file in map(reward_file, _reward_functions(config)) if file is not None]
+    return [file for file in map(reward_file, reward_functions(config)) if file is not None]
 
 
 def _missing(paths: list[str]) -> frozenset[str]:

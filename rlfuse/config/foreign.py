@@ -51,6 +51,8 @@ _VERL = (
     ("actor.optim.lr_warmup_steps", "give steps, not a share", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"),
     ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
     ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
+    ("training.tensor_model_parallel_size", "one setting for all models; ZeRO 0 or 1 goes with it",
+     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"),
     ("", "LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora_adapter_path"),
     ("ref.path", "", "actor_rollout_ref.ref.model.path"),
     ("data.max_prompt_length", "", "actor_rollout_ref.rollout.prompt_length"),
@@ -158,7 +160,6 @@ VLLM_OPTIONS = {
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "swap_space",
-    "quantization",
     "disable_log_stats",
 }
 """Leaves of verl's rollout group that go to vLLM's arguments by name."""

@@ -103,7 +103,7 @@ def _valid(key: Key) -> str:
     """The values that a key may have."""
     if key.name in VALUES:
         named = re.sub(r"(^|\| )([^ |]+)", r"\1`\2`", VALUES[key.name])
-        return f"a list of {named}" if key.type.startswith("list") else named
+        return f"a list of {named}" if key.type.startswith("list") else named + " | `null`" * key.optional
     kind = f"`{key.type.removesuffix(' | None')}`"
     return f"{kind}: {key.limits}" if key.limits else kind + (", or null" if key.optional else "")
 

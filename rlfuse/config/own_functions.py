@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.estimators import ESTIMATORS, Traits
+from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.valid_values import FAMILY, METRICS, OPEN, OWN, names_function
 from rlfuse.errors import ConfigError
 
@@ -65,6 +66,13 @@ def with_functions_at(config: Any, place: Callable[[str, str], str]) -> Any:
     chosen = {key: operator.attrgetter(key)(config) for key in (*OPEN, FAMILY)}
     moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
     return replaced(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
+
+
+def with_models_at(config: Any, place: Callable[[str | None], str | None]) -> Any:
+    """The job with `place(path)` for each of its models, those of its rewards and their judges included."""
+    models = ("model.path", "critic.path", "ref.path", "reward.model_path")
+    moved: dict[str, Any] = {key: place(operator.attrgetter(key)(config)) for key in models}
+    return replaced(config, {**moved, REWARDS: with_judges_at(config.reward.functions, place)})
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:

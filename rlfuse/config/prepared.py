@@ -13,6 +13,7 @@ FOLDERS = {
     "preferences": Path(".cache/rlfuse/preferences"),
     "judge": Path(".cache/rlfuse/judge"),
     "long_video": Path(".cache/rlfuse/clips"),
+    "images": Path(".cache/rlfuse/images"),
     "gsm8k": Path("data/gsm8k"),
 }
 """From the current directory."""

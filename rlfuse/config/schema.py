@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from rlfuse.config.own_functions import traits_of
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.run_groups import AlertsConfig, ClusterConfig, TrainerConfig
+from rlfuse.config.video import VideoConfig
 
 
 @dataclass
@@ -61,6 +62,15 @@ class ModelConfig:
     """Pack sequences instead of padding them, where the architecture allows it (else padded, and said so)."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    enable_activation_offload: bool = False
+    """Where a micro-batch's layers leave more than activation_device_mb, the rest waits off the device or is computed
+    again, as is sooner done; it changes no number, and nothing of shorter micro-batches."""
+    activation_device_mb: int = 2048
+    """MiB of activations that layers may leave on the device between forward and backward pass."""
+    activation_host_mb: int | None = None
+    """MiB of pinned host memory for those of a rank (GPUs); null: its share of a quarter of what its node has free."""
+    activation_disk_mb: int = 0
+    """MiB of disk for those of a rank, below trainer.default_local_dir; every such micro-batch writes its own."""
 
 
 @dataclass
@@ -115,6 +125,9 @@ class RolloutConfig:
     """Whether some engines read prompts and hand them on, with their KV caches, to others that only decode:"""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
+    quantization: str | None = None
+    """The engines' linear layers have 8 bits, which vLLM makes of the trained weights at every push; null: they are as
+    trained. Needs algorithm.rollout_is_threshold:"""
     on_mismatch: str = "stop"
     """Where engines and trainer, after the first weights, give the same tokens other log-probs:"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -191,6 +204,8 @@ class ActorConfig:
     """DeepSpeed ZeRO stage, 0-3."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (ZeRO 1-3, GPUs)."""
+    optimizer_residency: str = "training"
+    """When optimizer state is on the device, where engines always generate without it (GPUs):"""
     grad_accum_dtype: str = "float32"
     """What gradients of bfloat16 weights are added up in:"""
     grad_clip: float = 1.0
@@ -280,58 +295,21 @@ class TrainingConfig:
 
     pipeline_parallel_size: int = 1
     """Stages of actor, critic and reference; divides the slots, the rest is data parallelism. 1: no pipeline."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Stages of a model that each device of a pipeline holds: the more, the shorter bubbles, for more transfers."""
+    pipeline_placement: str = "v"
+    """How several stages go over a pipeline's devices:"""
+    vocabulary_parallel: bool = False
+    """All devices of a pipeline share the output head of actor and reference, a range of tokens each: no device is kept
+    waiting by a wide vocabulary."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every layer of actor, critic and reference; the rest is data parallelism. 1: none."""
     ulysses_sequence_parallel_size: int = 1
     """Most ranks that a sequence is cut over; a power of two. What each batch needs is chosen by length. 1: none."""
     split_backward: bool = False
     """Gradients of weights apart from those of inputs, as fillers of bubbles."""
     activation_memory: float | None = 1.5
     """Activations that a device may hold, relative to serial 1F1B; null: no limit."""
-
-
-@dataclass
-class VideoConfig:
-    """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
-
-    sampling: str = "family"
-    """Which frames a model sees:"""
-    timestamps: str = "family"
-    """How a prompt says when a frame is shown:"""
-    max_tokens: int = 81920
-    """seed_vl: visual tokens of a clip at most."""
-    levels: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
-    """seed_vl: tokens per frame to choose from, largest first."""
-    fps_general: float = 1.0
-    """seed_vl: frames per second for the task `general`."""
-    fps_detail: float = 2.0
-    """seed_vl: for the task `detail`, fine temporal detail."""
-    fps_motion: float = 5.0
-    """seed_vl: for the task `motion`, counting and motion."""
-    task: str = "general"
-    """Task of rows whose extra_info.task does not say:"""
-    frames: int = 128
-    """fixed: frames of a clip, spread evenly; fewer where it has fewer."""
-    tokens_per_frame: int = 256
-    """fixed: tokens of a frame at most."""
-    max_image_tokens: int | None = None
-    """Visual tokens of an image at most; null: as many as the model's own processor allows."""
-    encoder_ranks: int | None = None
-    """Processes with a vision tower, which share the frames of a step; null: one per slot."""
-    cache_mb: int = 4096
-    """Embeddings kept in the shared memory of a node, in MiB; a step's own have to fit."""
-    disk_cache: str | None = None
-    """Folder where embeddings are kept from run to run (they never change while the tower is frozen)."""
-    decode_workers: int = 1
-    """Decoding processes of each encoder rank."""
-    prefetch_mb: int = 512
-    """Frames of the next step's clips that each encoder rank decodes while this step goes on, in MiB; 0: none."""
-    decode_timeout_s: float = 60.0
-    """Longest time to read a clip, or the part that a rank encodes."""
-    max_failure_rate: float = 0.1
-    """Rows whose clips can't be used are left out; above this share of the rows, or of a step's, the run stops."""
-    log_clips: int | None = None
-    """Clips of a step's logged samples whose frames are drawn, with question, answers, rewards; null: all, 0: none."""
-    freeze_tower: bool = True
-    """False: the actor's updates train the vision tower too, on clips encoded again with gradient."""
 
 
 @dataclass
@@ -367,9 +345,11 @@ class Config:
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: they gather weights from each other, cut rows or hold stages."""
+        """Whether passes need all ranks together: they gather weights from each other, cut rows, or hold stages or
+        shares of layers that a slot does not have all of."""
         widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
-        return max(widths) > 1 or self.actor.zero_stage == 3
+        shared = self.rollout.tensor_model_parallel_size % self.training.tensor_model_parallel_size > 0
+        return max(widths) > 1 or shared or self.actor.zero_stage == 3
 
     @property
     def lockstep_backward(self) -> bool:

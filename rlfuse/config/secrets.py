@@ -43,9 +43,9 @@ def hidden_text(text: str, environment: Mapping[str, str] = os.environ) -> str:
     return QUERY.sub(rf"\1{HIDDEN}", USER.sub(f"{HIDDEN}@", by_name(text, environment)))
 
 
-def hidden_command(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def hidden_command(text: str) -> str:
     """A command line with what is given to keys of a secret's name hidden too, within `{...}` as well."""
-    return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(hidden_text(text, environment)))
+    return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(hidden_text(text)))
 
 
 def by_name(value: Any, environment: Mapping[str, str] = os.environ) -> Any:

@@ -20,6 +20,8 @@ _NAMED: dict[str, str] = {
     "model.dtype": "float32 | bfloat16",
     "rollout.name": "vllm",
     "rollout.weight_transfer": "auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
+    "rollout.quantization": "fp8_per_channel (CPUs; GPUs of compute capability 8.9 or more) | fp8_per_tensor (GPUs "
+    "only) | fp8_per_block (GPUs only) | int8_per_channel_weight_only (experts alone; GPUs only)",
     "rollout.on_mismatch": "stop | alert",
     "rollout.kv_transfer": "auto (which is shm) | shm | nixl (CPU hosts only)",
     "rollout.disaggregate": "auto (where the simulated step gains more than the measured costs may be wrong by) | off "
@@ -29,21 +31,26 @@ _NAMED: dict[str, str] = {
     "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",
     "algorithm.adv_estimator": in_words(),
     "algorithm.kl_penalty": _KL_ESTIMATORS,
-    "algorithm.old_log_probs": "trainer (in a step of several mini-batches one more forward pass) | engine",
+    "algorithm.old_log_probs": "trainer (one more forward pass, but for the first mini-batch of a step) | engine",
     "actor.grad_accum_dtype": "float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then "
     "off by 2 %)",
+    "actor.optimizer_residency": "training (comes and leaves with the weights) | forecast (comes beside passes and "
+    "gradients, just in time for the first update as the step under way is foreseen) | step (there in each update "
+    "alone: less memory, more copies)",
     "actor.optim.lr_scheduler_type": "constant | cosine (to zero at the last step)",
     "actor.loss_mode": "vanilla (per token) | gspo (per sequence)",
     "actor.loss_agg_mode": "token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",
     "actor.kl_loss_type": _KL_ESTIMATORS,
     "fusion.training": "fused (in one pipeline schedule) | serial (one after the other)",
+    "training.pipeline_placement": "v (there and back) | interleaved (round and round)",
     "fusion.policy": "serial | stream | rlhfuse | adaptive",
     "fusion.data": "exact | tail_batching (reordered) | over_sampling (off-policy) | partial_rollout (off-policy) | "
     "one_step_off (off-policy)",
     "video.sampling": "family (as many and as large as the model's own processor takes) | "
     "seed_vl (Seed1.5-VL: frames per second by task, the largest of `levels` that fits) | "
     "fixed (as many of as many tokens for every clip)",
-    "video.timestamps": "family (as the model's own processor does: VideoLLaMA3 `Time 1.5s:`, Qwen2.5-VL not at all) | "
+    "video.timestamps": "family (as the model's own processor does: VideoLLaMA3 `Time 1.5s:`, Qwen3-VL "
+    "`<1.5 seconds>`, Qwen2.5-VL not at all) | "
     "seed_vl (`[1.5 second]`)",
     "video.task": "general | detail | motion",
     "trainer.task": "rl (a policy, by reward) | reward_model (a classifier, by chosen / rejected rows, with `actor`'s "
@@ -69,7 +76,11 @@ VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
 """Keys with named values, and all that each may be, in words."""
 
 WHY_NOT = {
-    ("rollout.weight_transfer", "nccl"): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"
+    (
+        "rollout.weight_transfer",
+        "nccl",
+    ): "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one",
+    ("rollout.quantization", "fp8"): "vLLM means a checkpoint of 8 bits by it, and quantizes by names that say how",
 }
 """(key, value) that other trainers know -> why there is none of it here."""
 
@@ -80,6 +91,7 @@ KEYS_BY_RANGE = {
     "actor.ppo_mini_batch_size reward.batch_items actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu "
     "actor.ppo_epochs trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps "
     "trainer.max_ckpt_to_keep fusion.credit_samples training.pipeline_parallel_size "
+    "training.virtual_pipeline_model_parallel_size training.tensor_model_parallel_size "
     "training.ulysses_sequence_parallel_size video.max_tokens video.frames video.tokens_per_frame "
     "video.max_image_tokens video.encoder_ranks video.cache_mb video.decode_workers",
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
@@ -87,6 +99,7 @@ KEYS_BY_RANGE = {
     "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
     "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
     "trainer.log_val_generations trainer.gc_freq video.prefetch_mb "
+    "model.activation_device_mb model.activation_host_mb model.activation_disk_mb "
     "fusion.tail_speculation video.log_clips cluster.max_restarts",
     "above 0": "rollout.temperature reward.timeout_s algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold "
     "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high critic.cliprange_value cluster.timeout_s "

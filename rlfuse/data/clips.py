@@ -1,14 +1,11 @@
 """Clips and images of rows: each is looked at once, planned, and written into its prompt as placeholders.
 
 Role: used by `prompts.load_prompts` for a video model. What it can't use is a `VideoError`, so that only that row is
-left out. Images that a row brings as bytes become files, named by their content, in the user's cache (`IMAGES`), which
-all nodes have to see. Waits for decoding processes, each file at most `video.decode_timeout_s`.
+left out. Waits for decoding processes, each file at most `video.decode_timeout_s`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +14,14 @@ import numpy as np
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.config.schema import VideoConfig
+from rlfuse.config.video import VideoConfig
+from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Visual
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import (
-    SEED_TIMES,
     ClipFacts,
     FixedSampling,
     Geometry,
@@ -35,12 +32,11 @@ from rlfuse.video.plan import (
     plan_video,
 )
 from rlfuse.video.processor_sampling import PixelBounds
+from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.video_model import VideoModel
 
 MANY = 50
 """Files from which on looking at them shows its progress."""
-IMAGES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlfuse" / "images"
-"""Where images are that rows bring as bytes."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
@@ -53,7 +49,10 @@ def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
 
 
 class ClipReader:
-    """`look_at` rows, then `assemble` each; `max_tokens`: of a whole prompt."""
+    """`look_at` rows, then `assemble` each.
+
+    `max_tokens`: of a whole prompt; `images`: the folder for images that rows bring as bytes.
+    """
 
     def __init__(
         self,
@@ -62,9 +61,11 @@ class ClipReader:
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int,
         workers: int,
+        images: Path,
     ):
         self._model, self._video, self._tokenizer, self._max_tokens = model, video, tokenizer, max_tokens
         self._workers, self._sampling = workers, sampling_of(video, model)
+        self._kept = KeptImages(images)
         self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
         self._clips: dict[str, ClipFacts | VideoError] = {}
         self._images: dict[str, ImageFacts | VideoError] = {}
@@ -72,7 +73,8 @@ class ClipReader:
     def look_at(self, rows: Sequence[DataRow]) -> None:
         """Read the headers of the rows' clips and their images, several at a time."""
         clips = list(dict.fromkeys(path for row in rows for path in row.videos if path not in self._clips))
-        images = list(dict.fromkeys(_file_of(each) for row in rows for each in row.images))
+        images = list(dict.fromkeys(self._kept.file_of(each) for row in rows for each in row.images))
+        self._kept.prune()
         with DecodePool(self._workers, self._video.decode_timeout_s, max_clips=2 * self._workers) as pool:
             facts = track(pool.probe(clips), "clips", len(clips), disable=len(clips) < MANY)
             self._clips |= dict(zip(clips, facts, strict=True))
@@ -85,7 +87,7 @@ class ClipReader:
         if len(row.videos) > 1:
             raise VideoError(f"has {len(row.videos)} clips", "A prompt can show one; join them into one file")
         shown = [(path, self._plan(path, self._clips[path], row)) for path in row.videos]
-        shown += [(path, self._plan(path, self._images[path], row)) for path in map(_file_of, row.images)]
+        shown += [(path, self._plan(path, self._images[path], row)) for path in map(self._kept.file_of, row.images)]
         try:
             prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown], self._max_tokens)
         except VideoError as error:
@@ -110,32 +112,13 @@ class ClipReader:
         return self._model.image_sizes(self._video.max_image_tokens)
 
     def check_failures(self, unusable: Sequence[str], of: int) -> None:
-        """DataError if more rows have clips that can't be used than are allowed."""
+        """DataError if more rows have clips or images that can't be used than are allowed."""
         if len(unusable) > self._video.max_failure_rate * of:
             raise DataError(
-                f"{len(unusable)} of {of} rows have clips that can't be used, more than video.max_failure_rate="
-                f"{self._video.max_failure_rate}. The first is {unusable[0]}"
+                f"{len(unusable)} of {of} rows have clips or images that can't be used, more than "
+                f"video.max_failure_rate={self._video.max_failure_rate}. The first is {unusable[0]}"
             )
 
     def _task(self, row: DataRow) -> TaskKind:
         asked = (row.columns.get("extra_info") or {}).get("task")
         return TaskKind(asked) if asked in list(TaskKind) else TaskKind(self._video.task)
-
-
-def _file_of(image: str | bytes) -> str:
-    """Where an image is; its bytes are written once. DataError where they can't be."""
-    if isinstance(image, str):
-        return image
-    path = IMAGES / hashlib.sha256(image).hexdigest()[:40]
-    aside = path.with_suffix(f".{os.getpid()}")
-    try:
-        if not path.exists():
-            IMAGES.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(image)
-            aside.replace(path)  # whole, also beside another job that writes the same
-    except OSError as error:
-        raise DataError(
-            f"images: bytes of rows can't be kept in {IMAGES} ({error}); set XDG_CACHE_HOME to a folder that can be "
-            "written, on several nodes to one that all of them see"
-        ) from error
-    return str(path)

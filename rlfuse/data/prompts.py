@@ -7,6 +7,7 @@ prompt never exceeds data.max_prompt_length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,14 +37,17 @@ class LoadReport:
     limit: int = 0
     clips: int = 0
     """Prompts with one."""
+    images: int = 0
+    """Prompts with some."""
     unusable: list[str] = field(default_factory=list)
-    """Rows left out for their clips: where they stand, and why."""
+    """Rows left out for what they were to show: where they stand, and why."""
 
     def __str__(self) -> str:
-        notes = [f"{self.clips} with clips"] if self.clips else []
+        counts = {"clips": self.clips, "images": self.images}
+        notes = [f"{count} with {shown}" for shown, count in counts.items() if count]
         notes += [f"{self.dropped} dropped (over {self.limit} tokens)"] if self.dropped else []
         notes += [f"{self.cut} cut to {self.limit} tokens"] if self.cut else []
-        notes += [f"{len(self.unusable)} left out for their clips:"] if self.unusable else []
+        notes += [f"{len(self.unusable)} left out for their clips or images:"] if self.unusable else []
         first = f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
         more = [f"  and {len(self.unusable) - SHOWN} more"] if len(self.unusable) > SHOWN else []
         return "\n".join([first, *(f"  {line}" for line in self.unusable[:SHOWN]), *more])
@@ -54,8 +58,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], LoadReport]:
     """Read, template, tokenise and fit the rows of all files; raises DataError naming file, row and field.
 
-    `clips`: plans the clips of rows that have some, for a video model; rows whose clips can't be used are left out and
-    named, at most `video.max_failure_rate` of all.
+    `clips`: plans clips and images of rows that have some, for a video model; rows whose clips or images can't be used
+    are left out and named, at most `video.max_failure_rate` of all.
     """
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
@@ -78,11 +82,12 @@ def load_prompts(
                 report.cut += 1
             ids = np.asarray(ids, dtype=np.int32)
             index, source = len(prompts), row.data_source
-            columns = row.columns | (
-                {"images": [each.path for each in visual if each.plan.still]} if row.images else {}
+            prompts.append(
+                Prompt(index, ids, text, row.messages, source, row.ground_truth, _columns(row, visual), visual)
             )
-            prompts.append(Prompt(index, ids, text, row.messages, source, row.ground_truth, columns, visual))
-    report.kept, report.clips = len(prompts), sum(bool(prompt.visual) for prompt in prompts)
+    report.kept = len(prompts)
+    modalities = Counter(modality for prompt in prompts for modality in {each.plan.modality for each in prompt.visual})
+    report.clips, report.images = modalities["video"], modalities["image"]
     if clips is not None:
         clips.check_failures(report.unusable, report.kept + len(report.unusable))
     if not prompts:
@@ -96,7 +101,7 @@ def load_prompts(
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, where: str, clips: ClipReader | None
 ) -> tuple[str, list[int] | np.ndarray, tuple[Visual, ...]]:
-    """(text, token ids, clips with their places among them); VideoError for a clip that can't be used."""
+    """(text, token ids, clips and images with their places); VideoError for one that can't be used."""
     if clips is not None:
         text = _templated(row, tokenizer)
         return text, *clips.assemble(row, text)
@@ -106,6 +111,15 @@ def _assembled(
             raise DataError(f"{where}, field {modality}s: {why}. Leave the row out.")
     text, ids = _tokenise(row, tokenizer)
     return text, ids, ()
+
+
+def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
+    """Those of the row, images by their files: all prompts are kept, and go to rewards and logs."""
+    if not row.images:
+        return row.columns
+    images, trls = [each.path for each in visual if each.plan.still], row.columns.get("image")
+    light = {"image": images if isinstance(trls, list) else images[0]} if isinstance(trls, dict | bytes | list) else {}
+    return row.columns | {"images": images} | light
 
 
 def _tokenise(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

@@ -7,20 +7,26 @@ used is not judged here.
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
-from PIL import Image
 
 from rlfuse.errors import DataError
 
 TRUTHS = ("ground_truth", "answer", "solution")
+BATCH = 1000
+"""Rows of a data set that are read at a time."""
+MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""What parts of messages show, by their type."""
+NAMES = {"image": ("bytes", "path", "image", "image_url", "url"), "video": ("path", "video", "video_url", "url")}
+"""Under which an object may hold it, a part of a message or what stands in a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +35,10 @@ class DataRow:
 
     messages: tuple[dict[str, Any], ...]
     """Chat messages; a plain string prompt becomes one user message."""
-    plain: bool
-    """The prompt was a string."""
     data_source: str
     ground_truth: Any
     columns: dict[str, Any]
-    """The row as it stood in the file."""
+    """The row as it stood in the file, its messages as text."""
     videos: tuple[str, ...] = ()
     """Files of its clips; relative paths begin at the folder of the data."""
     images: tuple[str | bytes, ...] = ()
@@ -100,7 +104,9 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(
             f"{folder} holds several splits ({', '.join(data)}); name one, for instance {folder / 'train'}."
         )
-    return ((f"row {i}", row) for i, row in enumerate(data))
+    batches = data.with_format("arrow").iter(BATCH)  # images as they are stored: not decoded, whole or not
+    rows = (row for batch in batches for row in batch.to_pylist())
+    return ((f"row {i}", row) for i, row in enumerate(rows))
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
@@ -133,7 +139,12 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> Da
     prompt = row.get(prompt_key)
     messages = chat_messages(f"{where}, field {prompt_key}", prompt, "user")
     marked = any("<image>" in message["content"] for message in messages)
-    images = _images(where, row, file.parent, marked)
+    # TRL's column; text there is anything and no path where no marker asks for it.
+    trls = row.get("image") if marked or isinstance(row.get("image"), dict | bytes) else None
+    videos = _shown(row, prompt_key, "video")
+    videos = tuple(_video(f"{where}, field {field}", each, file.parent) for field, each in videos)
+    images = _shown(row, prompt_key, "image", trls)
+    images = tuple(_image(f"{where}, field {field}", each, file.parent) for field, each in images)
     if images and not marked:
         messages = _in_front(messages, len(images))
     reward_model = row.get("reward_model")
@@ -142,8 +153,9 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> Da
     truth = (reward_model or {}).get("ground_truth")
     if truth is None:
         truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
-    source, videos = str(row.get("data_source") or file.stem), _videos(where, row, file.parent)
-    return DataRow(messages, isinstance(prompt, str), source, truth, row, videos, images)
+    source = str(row.get("data_source") or file.stem)
+    columns = row if isinstance(prompt, str) else row | {prompt_key: list(messages)}
+    return DataRow(messages, source, truth, columns, videos, images)
 
 
 def chat_messages(where: str, given: Any, role: str) -> tuple[dict[str, Any], ...]:
@@ -159,47 +171,50 @@ def chat_messages(where: str, given: Any, role: str) -> tuple[dict[str, Any], ..
     return _as_text(tuple(given))
 
 
-def _videos(where: str, row: dict[str, Any], folder: Path) -> tuple[str, ...]:
-    """Files from verl's column `videos`: paths, or objects with one under `video`."""
-    given = row.get("videos")
-    if given is None:
-        return ()
-    entries = [entry.get("video") if isinstance(entry, dict) else entry for entry in _listed(given)]
-    for entry in entries:
-        if not isinstance(entry, str) or not entry:
-            raise DataError(
-                f"{where}, field videos: {_short(given)} where paths of files belong, as [{{'video': 'clips/a.mp4'}}]."
-            )
-    return tuple(_file(entry, folder) for entry in entries)
+def _shown(row: dict[str, Any], prompt_key: str, modality: str, otherwise: Any = None) -> list[tuple[str, Any]]:
+    """(field, what stands there) of each clip or image of a row: parts of its messages, where these bring along what
+    they show, else verl's column `videos` or `images`, else `otherwise`."""
+    messages = row[prompt_key] if isinstance(row[prompt_key], list) else []
+    parts = [part for each in messages if isinstance(each["content"], list) for part in each["content"]]
+    alike = [part for part in parts if _modality(part) == modality]
+    if own := [part for part in alike if _inside(part, modality) is not None]:
+        return [(prompt_key, part) for part in own]
+    column = f"{modality}s"
+    return [(column, each) for each in _listed(row.get(column) or otherwise or [])]
 
 
-def _images(where: str, row: dict[str, Any], folder: Path, marked: bool) -> tuple[str | bytes, ...]:
-    """Images from verl's column `images` or TRL's `image`: paths, bytes, pictures of Pillow, or objects with one of
-    them under `bytes`, `path` or `image`. Where no marker asks for it, text in `image` is anything and no path."""
-    given = row.get("images") or row.get("image")
-    if not given or not (row.get("images") or marked or isinstance(given, dict | bytes | Image.Image)):
-        return ()
-    return tuple(_image(where, each, folder) for each in _listed(given))
+def _modality(part: Any) -> str | None:
+    """Of what a part of a message shows; None for text."""
+    return MODALITIES.get(str(part.get("type"))) if isinstance(part, dict) else None
+
+
+def _inside(given: Any, modality: str) -> Any:
+    """What an object holds under a name that says so, or one in it; None where it holds nothing."""
+    while isinstance(given, dict):
+        given = next((given[name] for name in NAMES[modality] if given.get(name) is not None), None)
+    return given
+
+
+def _video(where: str, given: Any, folder: Path) -> str:
+    wanted = "paths of files belong, as [{'video': 'clips/a.mp4'}]"
+    return _file(where, _inside(given, "video"), given, folder, wanted)
 
 
 def _image(where: str, given: Any, folder: Path) -> str | bytes:
-    while isinstance(given, dict):
-        given = next((given[name] for name in ("bytes", "path", "image") if given.get(name) is not None), None)
-    if isinstance(given, Image.Image):
-        written = BytesIO()
-        given.save(written, "PNG")
-        given = written.getvalue()
-    if isinstance(given, bytes):
-        return given
-    if not isinstance(given, str) or not given or given.startswith(("http://", "https://", "data:")):
-        raise DataError(
-            f"{where}, field images: {_short(given)} where paths of files, their bytes or pictures of Pillow belong, "
-            "as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]."
-        )
-    return _file(given, folder)
+    found = _inside(given, "image")
+    if isinstance(found, str) and found.startswith("data:"):
+        with suppress(ValueError):
+            found = base64.b64decode(found.partition(";base64,")[2]) or found
+    if isinstance(found, bytes):
+        return found
+    wanted = "paths of files or their bytes belong, as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]"
+    return _file(where, found, given, folder, wanted)
 
 
-def _file(path: str, folder: Path) -> str:
+def _file(where: str, path: Any, given: Any, folder: Path, wanted: str) -> str:
+    """The path, absolute; DataError says what is `wanted` in the place of what was `given`."""
+    if not isinstance(path, str) or not path or path.startswith(("http://", "https://", "data:")):
+        raise DataError(f"{where}: {_short(given)} where {wanted}.")
     return str(folder.absolute() / Path(path.removeprefix("file://")).expanduser())
 
 
@@ -218,10 +233,9 @@ def _as_text(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]
     """Messages whose content comes in parts (`{"type": "video"}`, `{"type": "text", "text": ...}`) as strings."""
 
     def text(part: Any) -> str:
-        if not isinstance(part, dict):
-            return str(part)
-        kind = part.get("type")
-        return f"<{kind}>" if kind in ("video", "image") else str(part.get("text") or "")
+        if modality := _modality(part):
+            return f"<{modality}>"
+        return str(part.get("text") or "") if isinstance(part, dict) else str(part)
 
     return tuple(
         {**message, "content": "".join(map(text, message["content"]))}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlfuse.doctor import Finding
+from rlfuse.doctor.self_test import rate
 
 REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in a checkout, or a new environment with rlfuse[gpu]"
 ANSWER_S, SLOW_S = 60.0, 4.0
@@ -230,13 +231,6 @@ def _pin(torch) -> float | str:
     try:
         here = torch.ones(PINNED, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(here, device="cuda:0")
-        rates = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            there.copy_(here, non_blocking=True)
-            torch.cuda.synchronize()
-            rates.append(PINNED / (time.perf_counter() - began))
-        return max(rates)
+        return PINNED * rate(lambda: there.copy_(here, non_blocking=True), there.device)
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]

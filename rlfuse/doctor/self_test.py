@@ -172,7 +172,7 @@ def _multiply(place: Any, rows: int) -> float:
     off = ((product[:64].float() - exact).norm() / exact.norm()).item()
     if not off < 0.02:
         raise ValueError(f"a product in bfloat16 is {off:.1%} off float32's")
-    return 2 * rows**3 * _rate(lambda: torch.matmul(left, right, out=product), place) / 1e12
+    return 2 * rows**3 * rate(lambda: torch.matmul(left, right, out=product), place) / 1e12
 
 
 def _copy(place: Any, size: int) -> float:
@@ -183,8 +183,8 @@ def _copy(place: Any, size: int) -> float:
     here = here.pin_memory() if place.type == "cuda" else here
     back = torch.zeros_like(here, pin_memory=place.type == "cuda")
     there = torch.empty_like(here, device=place)
-    to = _rate(lambda: there.copy_(here, non_blocking=True), place)
-    fro = _rate(lambda: back.copy_(there, non_blocking=True), place)
+    to = rate(lambda: there.copy_(here, non_blocking=True), place)
+    fro = rate(lambda: back.copy_(there, non_blocking=True), place)
     if not torch.equal(here, back):
         raise ValueError("other bytes came back from the device")
     return size * min(to, fro) / 1e9
@@ -201,11 +201,11 @@ def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
         dist.recv(torch.zeros(1), src=1)  # the memory stays until the other is done with it
         if mine[0].item() != 9:
             raise ValueError("what the other process wrote is not there")
-        return size * _rate(mine.clone, place) / 1e9
+        return size * rate(mine.clone, place) / 1e9
     theirs = tensors.get(timeout=LIMIT_S)
     if not bool((theirs == 7).all()):
         raise ValueError("the other process's memory reads differently")
-    speed = size * _rate(theirs.clone, place) / 1e9
+    speed = size * rate(theirs.clone, place) / 1e9
     theirs[0] = 9
     _wait(place)
     del theirs
@@ -223,13 +223,13 @@ def _reduce(place: Any, size: int, group: Any) -> float:
     dist.all_reduce(tensor, group=group)
     if not bool((tensor == world).all()):
         raise ValueError(f"a sum over {world} processes is {tensor[0].item():g}")
-    return size * _rate(lambda: dist.all_reduce(tensor, group=group), place) / 1e9
+    return size * rate(lambda: dist.all_reduce(tensor, group=group), place) / 1e9
 
 
-def _rate(action: Callable[[], Any], place: Any, times: int = 5) -> float:
+def rate(action: Callable[[], Any], place: Any) -> float:
     """How often per second, in the best of some tries."""
     best = 0.0
-    for _ in range(times):
+    for _ in range(5):
         _wait(place)
         began = time.perf_counter()
         action()

@@ -16,9 +16,8 @@ import asyncio
 import dataclasses
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,13 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.cluster import placement, process_logs
 from rlfuse.cluster.nodes import watched
 from rlfuse.cluster.stopping import NAMES, Stopped, Stopping
+from rlfuse.config.own_functions import replaced
 from rlfuse.config.sampling import validation
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.rollout.vllm_support import unserved
-from rlfuse.errors import ConfigError, EngineError
+from rlfuse.errors import ConfigError, EngineError, first_of
 from rlfuse.evaluation.display import Display
 from rlfuse.evaluation.responses import Responses
 from rlfuse.events import Recorder
@@ -41,18 +41,8 @@ from rlfuse.fusion.policies import stream
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, NoClips
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.inference import (
-    clip_reader,
-    reward_pool,
-    rollout_handles,
-    start_engine,
-    starting_costs,
-    video_model_of,
-    video_parts,
-    with_served_models,
-    with_transfer,
-)
-from rlfuse.run.starting import start_parts
+from rlfuse.run import inference
+from rlfuse.run.starting import end_all, start_parts, within
 from rlfuse.samples import Group, make_groups
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.video.video_model import VideoModel
@@ -81,11 +71,11 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
 
     Raises ConfigError, DataError or RewardError.
     """
-    reward = reward_pool(config) if scored else None
+    reward = inference.reward_pool(config) if scored else None
     if problems := unserved(config):
         raise ConfigError(problems)
-    video_model, tokenizer = video_model_of(config), load_tokenizer(config.model)
-    clips = clip_reader(config, tokenizer, video_model)
+    video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
+    clips = inference.clip_reader(config, tokenizer, video_model)
     prompts, report = load_prompts(list(config.data.val_files), tokenizer, config.data, clips)
     say(str(report))
     if reward is not None:
@@ -100,6 +90,8 @@ class _Untrained:
     async def start(self) -> tuple[_Untrained, dict[str, Any]]:
         """There is nothing to start."""
         return self, {}
+
+    async def measure(self) -> None: ...
 
     async def leave_device(self, slot: int) -> None: ...
 
@@ -118,13 +110,13 @@ def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, displa
             kept.enter_context(process_logs.kept_on_failure(responses.path.absolute().with_suffix(".logs")))
             if loaded.video_model is not None:
                 folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
-                loaded = dataclasses.replace(loaded, config=with_served_models(loaded.config, folder))
+                loaded = dataclasses.replace(loaded, config=inference.with_served_models(loaded.config, folder))
             asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, display)))
     except Stopped as end:
         told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
         raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
     except BaseExceptionGroup as error:
-        raise _first(error) from error
+        raise first_of(error) from error
     finally:
         placement.stop()
         responses.close()
@@ -132,23 +124,20 @@ def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, displa
 
 
 async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    cluster = dataclasses.replace(loaded.config.cluster, max_restarts=0)  # nobody could push weights to a new engine
-    config, recorder = dataclasses.replace(loaded.config, cluster=cluster), Recorder("driver")
+    config = replaced(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
+    recorder = Recorder("driver")
     with display.part("Ray"):
         slots = await placement.start(config)
     display.say(slots.told)
-    config = with_transfer(config, slots.device)
-    rollouts = rollout_handles(config, slots, recorder, display.say)
-    clips = video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
+    config = inference.with_transfer(config, slots.device)
+    rollouts = inference.rollout_handles(config, slots, recorder, display.say)
+    clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
     untrained, reward = _Untrained(), loaded.reward
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
-        starts = [
-            _as_part(display, f"engine {i + 1} of {len(rollouts)}", partial(start_engine, each, config, slots, i))
-            for i, each in enumerate(rollouts)
-        ]
-        rewards = [_as_part(display, "rewards", partial(reward.start, slots))] if reward else []
-        towers = [_as_part(display, "encoder ranks", clips.start)] if clips else []
+        starts = inference.engine_starts(rollouts, config, slots, display.part)
+        rewards = [within(display.part("rewards"), reward.start, slots)] if reward else []
+        towers = [within(display.part("encoder ranks"), clips.start)] if clips else []
         telling = asyncio.ensure_future(display.tell())
         try:
             parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
@@ -156,11 +145,10 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
         finally:
             telling.cancel()
         engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())
-        slot_table = SlotTable(len(rollouts), starting_costs(config, facts, slots))
+        slot_table = SlotTable(len(rollouts), inference.starting_costs(config, facts, slots))
         await watched(carry_out(config, groups, engines, slot_table, recorder, responses, display), occupants)
     finally:
-        ends = [*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)]
-        await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
+        await end_all([*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)])
 
 
 async def carry_out(
@@ -206,17 +194,3 @@ async def _write(engines: Engines, recorder: Recorder, responses: Responses, dis
 def _write_finished(responses: Responses, display: Display) -> None:
     whole = responses.write()
     display.add(len(whole), sum(len(sample.response.token_ids) for sample in whole))
-
-
-def _as_part(display: Display, name: str, start: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
-    async def started() -> Any:
-        with display.part(name):
-            return await start()
-
-    return started
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

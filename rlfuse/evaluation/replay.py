@@ -104,7 +104,7 @@ async def scored(
     from rlfuse.config.schema import Config
     from rlfuse.rewards.workers.pool import RewardPool
 
-    pool = RewardPool.of(reward, trusts, prompt_key=prompt_key)
+    pool = RewardPool(reward, trusts, prompt_key=prompt_key)
     pool.check_prompts([sample.prompt for sample in samples], reward.max_failure_rate)
     config = Config()
     config.cluster.device = "cpu" if reward.device == "cpu" else "auto"

@@ -21,7 +21,7 @@ import heapq
 from collections.abc import Iterable
 from itertools import islice
 
-from rlfuse.fusion.consolidation import as_moves, consolidate, slots_in_use, slots_needed
+from rlfuse.fusion.consolidation import as_moves, consolidate, slots_needed
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
 from rlfuse.fusion.serial import serial
@@ -104,7 +104,7 @@ def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]
 
 def longest_on(view: Snapshot, slot: Slot) -> float:
     """Most tokens that a sample on the slot still needs."""
-    return max((slot.remaining(sample, view.now, view.costs) for sample in slot.samples.values()), default=0.0)
+    return max(slot.all_remaining(view.now, view.costs), default=0.0)
 
 
 def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
@@ -125,7 +125,7 @@ def free_slots(view: Snapshot) -> list[Move]:
     if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:
         return []
     count = slots_needed(view, view.unfinished)
-    if slots_in_use(view) <= HYSTERESIS * count or not freeing_pays(view):
+    if len(view.generating) <= HYSTERESIS * count or not freeing_pays(view):
         return []
     generating = (slot for slot in view.slots if slot.samples and slot.alive and not slot.drained)
     longest = {slot.index: longest_on(view, slot) for slot in generating}

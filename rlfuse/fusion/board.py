@@ -9,8 +9,7 @@ Role: the executor writes what happened, the policy reads a `Snapshot`. Samples 
 
 Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
 are fixed by prompt order before anything runs (where groups are chosen late, by `train_on` or because a draw ends with
-the first so many, nothing is trained on before). Updates are O(1) per sample, so that a step of many thousands of
-samples stays cheap to decide on.
+the first so many, nothing is trained on before). Updates are O(1) per sample: large steps stay cheap to decide on.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ class Board:
     """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
     `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many
-    groups have to be finished, where not all; `deferred`: kinds that can wait for a mini-batch known from the start.
+    groups have to be finished, where not all; `deferred`: kinds that can wait for a mini-batch known from the start;
+    `by_update`: those that the first of such does not need.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Board:
         lengths: Lengths | None = None,
         draw: Draw | None = None,
         deferred: Sequence[str] = (),
+        by_update: Sequence[str] = (),
         now: float = 0.0,
     ):
         self.slot_table, self.purpose, self.kinds = slot_table, purpose, tuple(kinds)
@@ -71,16 +72,14 @@ class Board:
         self.records: dict[str, SampleRecord] = {}
         self.group_records = slot_table.groups
         self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
-        self._mini_batch_groups = mini_batch_groups
+        self._mini_batch_groups, self._by_update = mini_batch_groups, frozenset(by_update)
         self._eligible, self._needed_groups, deferred = inf, inf, tuple(deferred) if "actor" in models else ()
         if draw is not None and draw.needed < len(groups):
             self._eligible, self._needed_groups, deferred = draw.eligible, draw.needed, ()
         self._queue = ScoringQueue(kinds, now, deferred, self.mini_batches.get("actor"))
         self.needed, self._deferred = self._queue.needed, frozenset(deferred)
-        self._slot_kinds = sum(kind != "reward" for kind in kinds)
         self._passes_left = dict.fromkeys(kinds, 0)
-        self._complete, self._generated = list[int](), list[int]()
-        self._surplus: list[tuple[int, list[str]]] = []
+        self._complete, self._generated, self._surplus = list[int](), list[int](), list[tuple[int, list[str]]]()
         self._to_score, self._siblings_together, self._decided = 0.0, False, False
         """Which groups the step learns from was decided by `keep` or by which of them finished first."""
         self._held_back: dict[str, list[int]] = {}
@@ -88,8 +87,7 @@ class Board:
 
     def extend(self, groups: Sequence[Group], now: float) -> None:
         """Add a batch of groups to the step; samples that were finished in an earlier step count as just finished."""
-        self.batches += 1
-        self._decided = False
+        self.batches, self._decided = self.batches + 1, False
         for record in self.group_records:
             record.chosen = record.number < self._eligible
         for group in groups:
@@ -108,19 +106,20 @@ class Board:
         record = GroupRecord(
             number, group, prompt_tokens, expected, size, size, chosen=not next_step, next_step=next_step
         )
+        kinds = [kind for kind in self.kinds if number >= self._mini_batch_groups or kind not in self._by_update]
         for sample in group.samples:
             state = SampleState.WAITING if sample.response is None else SampleState.FINISHED
             begun = len(self.partials[sample.id].token_ids) if sample.id in self.partials else 0
             self.samples[sample.id] = sample
-            self.records[sample.id] = each = SampleRecord(sample, sample.id, record, begun, set(self.kinds), state)
+            self.records[sample.id] = each = SampleRecord(sample, sample.id, record, begun, set(kinds), state)
             record.samples.append(each)
         self.groups.append(group)
         self.group_records.append(record)
         self.slot_table.queue(record, (each for each in record.samples if each.state is SampleState.WAITING))
         self._unfinished += size
-        for kind in self.kinds:
+        for kind in kinds:
             self._passes_left[kind] += size
-        self._to_score += size * self._slot_kinds * (prompt_tokens + expected)
+        self._to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
     # What happens: generation ----------------------------------------------------------------------------------------
 
@@ -161,11 +160,11 @@ class Board:
         if group.unneeded:
             return
         self._unfinished -= 1
-        self._to_score += self._slot_kinds * (sample.tokens - (group.prompt_tokens + group.expected))
+        self._to_score += len(record.missing - {"reward"}) * (sample.tokens - (group.prompt_tokens + group.expected))
         awaited = self._siblings_together and group.unfinished > 1
-        self._queue.finish(record.id, sample.tokens, now, group.number, awaited)
+        self._queue.finish(record, sample.tokens, now, awaited)
         last = group.finish()
-        if not self.needed:
+        if record.missing <= self._deferred:
             self._note_scored(record)
         if last and not group.next_step:
             self._generated.append(group.number)
@@ -349,6 +348,7 @@ class Board:
             together=slot_table.together,
             idle_engines=slot_table.idle_engines,
             engines_with_room=slot_table.engines_with_room,
+            generating=slot_table.generating,
             slow_engines=slot_table.slow_engines,
             power=slot_table.power,
             next_end=slot_table.next_end,

@@ -27,7 +27,7 @@ def consolidate(view: Snapshot) -> list[Move]:
     if view.waiting or not 0 < view.unfinished <= limit:
         return []
     count = slots_needed(view, limit)
-    if slots_in_use(view) <= count:
+    if len(view.generating) <= count:
         return []
     order = [slot for slot in view.slots if slot.load and slot.alive and not slot.drained]
     order.sort(key=lambda slot: (slot.rate, -slot.load, slot.index))
@@ -46,11 +46,6 @@ def spread(
             if sample.state is not SampleState.LEAVING and load < view.costs.max_sequences:
                 yield sample, source, target
                 heapq.heapreplace(room, (load + 1, target))
-
-
-def slots_in_use(view: Snapshot) -> int:
-    """How many slots still hold samples, but for drained ones, which theirs leave anyway."""
-    return sum(slot.load > 0 and not slot.drained for slot in view.slots)
 
 
 def slots_needed(view: Snapshot, samples: float) -> int:

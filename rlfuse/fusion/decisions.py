@@ -141,15 +141,33 @@ class Slot:
         """Seconds that it decoded since `seen`, about."""
         return max(0.0, now - self.seen - self.stall * self.measured)
 
+    def steps_by(self, now: float, costs: Costs) -> float:
+        """Decoding steps done by now, about."""
+        return self.steps + self.decoding(now) / self.pace(costs)
+
     def tokens(self, sample: SampleRecord, now: float, costs: Costs) -> float:
         """Response tokens that the sample has, about."""
-        since_seen = self.decoding(now) / self.pace(costs)
-        return sample.carried + max(0.0, self.steps + since_seen - sample.steps_before)
+        return _after(self.steps_by(now, costs), sample)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
         """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
-        tokens = self.tokens(sample, now, costs)
-        return max(1.0, min(max(sample.expected - tokens, tokens / 4), costs.max_tokens - tokens))
+        return _left(sample, self.tokens(sample, now, costs), costs)
+
+    def all_remaining(self, now: float, costs: Costs) -> list[float]:
+        """`remaining` of each of its samples."""
+        if not self.samples:
+            return []
+        steps = self.steps_by(now, costs)
+        return [_left(sample, _after(steps, sample), costs) for sample in self.samples.values()]
+
+
+def _after(steps: float, sample: SampleRecord) -> float:
+    """Tokens of a sample when its engine has done so many steps."""
+    return sample.carried + max(0.0, steps - sample.steps_before)
+
+
+def _left(sample: SampleRecord, tokens: float, costs: Costs) -> float:
+    return max(1.0, min(max(sample.expected - tokens, tokens / 4), costs.max_tokens - tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +250,8 @@ class Snapshot:
     """Slots in role `rollout` that hold nothing."""
     engines_with_room: Collection[int]
     """Slots in role `rollout` that have room for a sample and are not drained."""
+    generating: Collection[int]
+    """Slots that hold samples or are about to, but for drained ones."""
     slow_engines: Collection[int]
     """Slots that hold samples and are slow, but for drained ones."""
     power: float

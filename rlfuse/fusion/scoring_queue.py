@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlfuse.fusion.mini_batches import MiniBatchProgress
+from rlfuse.fusion.states import SampleRecord
 
 
 class ScoringQueue:
@@ -34,19 +35,20 @@ class ScoringQueue:
         self._calls = dict.fromkeys(kinds, 0)
         self._held: dict[int, dict[str, int]] = {}
 
-    def finish(self, name: str, tokens: int, now: float, group: int, awaited: bool) -> None:
+    def finish(self, record: SampleRecord, tokens: int, now: float, awaited: bool) -> None:
         """A sample was generated. While siblings are `awaited`, only its reward is not held back for them."""
+        group = record.group.number
         held = self._held.setdefault(group, {})
-        held[name] = tokens
-        for kind in self.needed:
+        held[record.id] = tokens
+        for kind in record.missing.intersection(self.needed):
             if kind == "reward":
-                self.add(kind, {name: tokens}, now)
+                self.add(kind, {record.id: tokens}, now)
             elif not awaited:
                 self.add(kind, held, now)
         if not awaited:
             del self._held[group]
-        for parts in self.deferred.values():
-            parts.setdefault(self._progress.mini_batch_of[group], {})[name] = tokens
+        for kind in record.missing.intersection(self.deferred):
+            self.deferred[kind].setdefault(self._progress.mini_batch_of[group], {})[record.id] = tokens
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
         """Finished samples, with their tokens, are to be scored now."""

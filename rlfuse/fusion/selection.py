@@ -37,8 +37,13 @@ CARRY_OVER = ("partial_rollout", "one_step_off")
 """What goes on under other weights than it began with, and so needs importance correction."""
 
 
-def label(data: str, tail_speculation: int = 0) -> str:
-    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`."""
+def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
+    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`.
+
+    Engines of quantized weights draw by another policy than the one that is trained.
+    """
+    if quantization is not None:
+        return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
 
 

@@ -37,7 +37,7 @@ class SlotTable:
         ]
         self.power = 0.0
         """Typical slots that those make up which are not drained."""
-        self._slow_engines: dict[int, None] = {}
+        self._generating, self._slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
         self._drained: set[int] = set()
         self.costs = costs
@@ -231,7 +231,8 @@ class SlotTable:
         at once.
         """
         self._apply_drained()
-        return [left for slot in self.slots if slot.drained and slot.samples for left in self._leaving(slot, now)]
+        drained = (self.slots[index] for index in sorted(self._drained))
+        return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
 
     def _leaving(self, slot: Slot, now: float) -> list[tuple[int, list[str], str]]:
         chosen: dict[str, list[str]] = {}
@@ -307,6 +308,11 @@ class SlotTable:
         return self._stopwatch.next_end()
 
     @property
+    def generating(self) -> Collection[int]:
+        """Slots that hold samples or are about to, but for drained ones."""
+        return self._generating.keys()
+
+    @property
     def slow_engines(self) -> Collection[int]:
         """Slots that hold samples and are slow, but for drained ones."""
         return self._slow_engines.keys()
@@ -339,6 +345,7 @@ class SlotTable:
         _set_member(self._idle_trainers, slot.index, slot.index in self._idle_ranks and not slot.drained)
         _set_member(self._idle_engines, slot.index, slot.idle and slot.role == "rollout")
         _set_member(self._engines_with_room, slot.index, room and generates)
+        _set_member(self._generating, slot.index, slot.load > 0 and not slot.drained)
         _set_member(self._slow_engines, slot.index, bool(slot.samples) and slot.rate > 1 and not slot.drained)
 
     # Plans -----------------------------------------------------------------------------------------------------------
@@ -357,7 +364,7 @@ class SlotTable:
         if self._until_plan > 0:
             return
         waiting = [(self.groups[group].expected, count) for group, count in self.waiting.items()]
-        remaining = [slot.remaining(s, now, self.costs) for slot in self.slots for s in slot.samples.values()]
+        remaining = [tokens for slot in self.slots for tokens in slot.all_remaining(now, self.costs)]
         remaining += [max(1.0, expected) for expected, count in waiting for _ in range(count)]
         power = sum(1 / slot.rate for slot in self.slots if slot.alive and not slot.drained)
         self.deadline = now + seconds_to_generate(np.array(remaining), power or 1.0, other_s, self.costs)

@@ -18,30 +18,3 @@ from rlfuse.notebook.pictures import plot_comparison, plot_metrics, plot_rewards
 from rlfuse.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
 from rlfuse.notebook.scoring import measure, score
 from rlfuse.observe.dataframes import metrics, samples, surprise, time_spent
-
-__all__ = [
-    "Comparison",
-    "Job",
-    "JobError",
-    "compare",
-    "measure",
-    "metrics",
-    "orders",
-    "pairs",
-    "plot_calibration",
-    "plot_comparison",
-    "plot_length_bias",
-    "plot_metrics",
-    "plot_orders",
-    "plot_rewards",
-    "plot_step",
-    "plot_sureness",
-    "plot_time",
-    "samples",
-    "score",
-    "score_pairs",
-    "start",
-    "surprise",
-    "time_spent",
-    "train",
-]

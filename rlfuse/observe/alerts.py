@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlfuse.algorithms.corrections import BOUNDS, LOG_PROBS_DIFF_MAX, Bound
+from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, bound_of
 from rlfuse.config.run_groups import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
@@ -32,10 +32,12 @@ REMEMBERED = 20
 LEAST = 5
 
 
-def bound_in_steps(dtype: str, top_p: float, top_k: int, data: str, min_p: float = 0.0) -> Bound:
+def bound_in_steps(
+    dtype: str, top_p: float, top_k: int, data: str, min_p: float = 0.0, quantization: str | None = None
+) -> Bound:
     """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated."""
     comparable = (top_p, top_k, min_p) == (1, -1, 0) and data not in CARRY_OVER
-    return BOUNDS[dtype] if comparable else Bound(math.inf, math.inf)
+    return bound_of(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ WORK = {
     "values": "values",
     "forward": "train",
     "backward": "train",
+    "head": "train",
     "weight_gradients": "train",
     "optimizer": "optimizer",
     "update_weights": "update_weights",
@@ -61,7 +62,7 @@ CAUSES = {
     "bubble": "waiting for its turn in the pipeline",
     "drained": "drained (rlfuse slots)",
     "weights": "waiting for new weights",
-    "switch": "changing between generation and training",
+    "switch": "changing between generation and training, or waiting for optimizer state",
     "calls": "waiting for its next call",
     "data": "waiting for prompts or clips",
     "controller": "waiting for the driver (advantages, decisions, logging)",
@@ -110,9 +111,12 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
     `slots`: trainer ranks; `width`: those that share a rollout engine, whose work is work of each of them.
     """
     driver: dict[str, list[Span]] = defaultdict(list)
+    late: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.where == "driver":
             driver[span.kind].append(span)
+        elif span.kind == "optimizer_wait":
+            late[span.where].append(span)
     own = _by_slot(spans, slots, width)
     testing, saving = union(driver["testing"]), union(driver["save_checkpoint"])
     before = [
@@ -134,7 +138,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
         claims = [("busy/testing", cut(union(work), testing)[0])]
         claims += [(f"busy/{kind}", union(s for s in work if WORK[s.kind] == kind)) for kind in _KINDS]
         claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
-        claims += [("idle/switch", union(switches[engine])), *before]
+        claims += [("idle/switch", union([*switches[engine], *late[f"trainer/{slot}"]])), *before]
         claims += [("idle/drained", union(drained[engine])), ("idle/calls", union(calls[engine])), *after]
         divided.append(_claimed((start, end), claims))
     return divided

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rlfuse.algorithms.corrections import BOUNDS
+from rlfuse.algorithms.corrections import bound_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.agreement import Agreement
 from rlfuse.errors import EngineError
@@ -60,7 +60,7 @@ class MetricLog:
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
         rollout = config.rollout
-        drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p)
+        drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p, rollout.quantization)
         self._bound = bound_in_steps(config.model.dtype, *drawn)
         self._disagreed = False
         self._alerts = Alerts(config.alerts, rollout.n, self._bound)
@@ -105,15 +105,15 @@ class MetricLog:
 
     def log_agreement(self, step: int, agreement: Agreement) -> None:
         """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
-        dtype = self.config.model.dtype
-        bound = BOUNDS[dtype]
+        dtype, small = self.config.model.dtype, self.config.rollout.quantization
+        bound = bound_of(dtype, small)
         if not bound.broken_by(agreement.metrics):
             self.loggers.say(agreement.text)
             return
+        made = f"model.dtype={dtype}" + (f" and rollout.quantization={small}" if small else "")
         text = (
-            f"{agreement.text}. With model.dtype={dtype} at most {bound.most:g} ({bound.mean:g} in the mean) is "
-            "rounding: the engines don't compute the model that is trained. rlfuse/engines/FAMILIES.md says which "
-            "families agree"
+            f"{agreement.text}. With {made} at most {bound.most:g} ({bound.mean:g} in the mean) is rounding: the "
+            "engines don't compute the model that is trained. rlfuse/engines/FAMILIES.md says which families agree"
         )
         if self.config.rollout.on_mismatch == "stop":
             raise EngineError(f"{text}; rollout.on_mismatch=alert goes on all the same, and the run is then labelled.")
@@ -133,7 +133,8 @@ class MetricLog:
         """What fusion changes; `MISMATCHED` where this step, or the first weights, show engines with another model."""
         if self._disagreed or self._bound.broken_by(values):
             return MISMATCHED
-        return label(self.config.fusion.data, self.config.fusion.tail_speculation)
+        rollout, fusion = self.config.rollout, self.config.fusion
+        return label(fusion.data, fusion.tail_speculation, rollout.quantization)
 
     def sync(self) -> None:
         self._file.sync()

@@ -157,8 +157,9 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
 def balance_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """balance/makespan_over_bound/mean, /max and /min of passes over all ranks, by what they were predicted to take.
 
-    The bound is the larger of all work shared out evenly and of the longest row at its best degree; above 1 is what
-    ranks wait for each other. balance/frac_bound_by_longest: the share of passes that it keeps from ending sooner.
+    The bound is the larger of all work shared out evenly and of what long rows take (`makespan.bounds`); above 1 is
+    what ranks wait for each other. balance/frac_bound_by_longest: the share of passes that long rows keep from ending
+    sooner.
     """
     told = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
     if not told:
@@ -260,6 +261,12 @@ def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs."""
+    """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs. timing_s/optimizer_wait:
+    seconds for which updates waited for optimizer state to come to the device, the most of any rank."""
     peaks = [span.attributes["max_memory"] for span in spans if "max_memory" in span.attributes]
-    return {"perf/max_memory_allocated_gb": max(peaks) / 2**30} if peaks else {}
+    waited: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "optimizer_wait":
+            waited[span.where].append(span)
+    found = {"timing_s/optimizer_wait": max(map(covered, waited.values()))} if waited else {}
+    return found | ({"perf/max_memory_allocated_gb": max(peaks) / 2**30} if peaks else {})

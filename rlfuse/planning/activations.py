@@ -12,13 +12,17 @@ that go together share it.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.partition import balanced, parts
+from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
 from rlfuse.engines.trainer.attention import attends_by_layout
+from rlfuse.planning.activation_tiers import Leaving, leaving
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work
+from rlfuse.video.embedding import BF16
 
 PASS_OF = {"actor": "reference", "critic": "values"}
 """What a model that is trained is also asked for, without gradients; a reference computes log-probs as an actor."""
@@ -42,10 +46,12 @@ def _prompts(config: Config, learns: bool) -> int:
 
 
 def _sharers(config: Config, learns: bool) -> int:
-    """Ranks or pipelines among which every call is divided: all that wait for each other, else those of one slot."""
+    """Holders of a model among which every call is divided: all that wait for each other, else those of one slot."""
+    training = config.training
+    width = training.tensor_model_parallel_size
     if config.lockstep_backward if learns else config.lockstep:
-        return config.slots // config.training.pipeline_parallel_size
-    return config.rollout.tensor_model_parallel_size
+        return config.slots // training.pipeline_parallel_size // width
+    return config.rollout.tensor_model_parallel_size // width
 
 
 def _filled(config: Config, learns: bool) -> int:
@@ -86,8 +92,15 @@ def _rows(config: Config, tokens: int, prompt: int, most: int) -> Texts:
     return Texts(((prompt, response),) * whole + rest)
 
 
+def embeddings(config: Config, shape: Shape) -> int:
+    """Bytes of the visual embeddings of a micro-batch whose prompts are nothing but clips: as they are read, and once
+    more in the order of the batch where they feed several layers (`models.visual_embeddings`)."""
+    prompts = max(each.prompts for learns in (False, True) for each in worst(config, False, learns))
+    return prompts * shape.embedded * BF16 * (2 if shape.embedded > shape.hidden else 1)
+
+
 def activations(config: Config, shape: Shape, role: str, device: str, position: int = 0) -> float:
-    """Bytes that a micro-batch needs beside parameters and their gradients, on the pipeline's stage at `position`."""
+    """Bytes that a micro-batch needs beside parameters and their gradients, on the pipeline's device at `position`."""
     linear = device == "cuda" and config.model.dtype != "float32" and attends_by_layout(shape.model.model)
     if config.training.pipeline_parallel_size > 1:
         texts = [each for each in worst(config, linear) if not each.shared]
@@ -95,23 +108,58 @@ def activations(config: Config, shape: Shape, role: str, device: str, position: 
     tried = [(role, each) for each in worst(config, linear)] if role in PASS_OF else []
     if not tried or micro_batch_tokens(config) > micro_batch_tokens(config, learns=True):
         tried += [(PASS_OF.get(role, role), each) for each in worst(config, linear, learns=False)]
-    return max(shape.model.work(config, does, each, device).peak for does, each in tried)
+    return max(
+        leaving(config, shape, does, each, device).peak
+        if does in PASS_OF
+        else shape.model.work(config, does, each, device).peak
+        for does, each in tried
+    )
+
+
+def holes(config: Config, shape: Shape, role: str, size: float) -> float:
+    """Bytes between activations of so many in the heap of a CPU host's rank: as many again as blocks in it take, were
+    nothing run again; what is, leaves holes twice.
+
+    `posix_memalign`, by which torch has its blocks, asks for more than their size, so that glibc (2.36) finds no room
+    for a block where one of the same size was freed, unless one beside it was, too.
+    """
+    stays = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
+    whole = config.training.pipeline_parallel_size == 1
+    tried = [each for each in worst(config, False, role in PASS_OF) if whole or not each.shared]
+    found = [shape.model.work(stays, role, each, "cpu") for each in tried]
+    if whole:
+        return max(each.small for each in found)
+    return size * max(each.small / max(1, each.peak) for each in found)  # a stage's, of all that are in flight
+
+
+def leaves(
+    config: Config, shape: Shape, role: str, device: str, seconds: float = math.inf, host_s: float = math.inf
+) -> Leaving:
+    """What becomes of the activations of the micro-batch with gradients that leaves the most; rates as of `leaving`."""
+    found = [leaving(config, shape, role, each, device, seconds, host_s) for each in worst(config, linear=True)]
+    return max(found, key=lambda each: each.layer)
 
 
 def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str, position: int) -> float:
     """What micro-batches in flight keep, and what one needs besides while it is there.
 
-    A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'.
+    A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'. Chunks
+    count alike, so all that is held may be of the largest one.
     """
     stages = config.training.pipeline_parallel_size
-    work, part = shape.model.work(config, role, texts, device), stage_of(shape, role, position, stages)
+    work, chunks = shape.model.work(config, role, texts, device), parts_on(config, shape, role, position)
     flight = (config.training.activation_memory or 2.0) * stages
     if config.fusion.training == "fused" and config.uses_critic:
         flight /= 2  # the limit is for both models together
-    kept = sum(work.layers[layer] for layer in part.layers)
+    kept = len(chunks) * max(sum(work.layers[layer] for layer in part.layers) for part in chunks)
     more = _one_layer(config, shape, role, texts, device) if config.model.enable_gradient_checkpointing else 0
-    if part.last:
-        more = max(more, work.peak - sum(work.layers))
+    head, sharers = work.peak - sum(work.layers), _pipelines(config, role).sharers
+    if sharers > 1:  # hidden states as handed out, their gradient, and its sum where the last stage is
+        item = 4 if config.model.dtype == "float32" else BF16
+        handed = 3 * sum(response for _, response in texts.lengths) * shape.hidden * item
+        more = max(more, head / sharers + handed)
+    elif any(part.last for part in chunks):
+        more = max(more, head)
     return kept * flight + more
 
 
@@ -122,13 +170,37 @@ def _one_layer(config: Config, shape: Shape, role: str, texts: Texts, device: st
     return max(work.layers)
 
 
-def stage_of(shape: Shape, role: str, position: int, stages: int):
-    """The part of a model on this device; the critic runs against the actor, so its last stage meets the first."""
-    return stage_parts(shape, stages)[stages - 1 - position if role == "critic" else position]
+def parts_on(config: Config, shape: Shape, role: str, position: int) -> tuple[Part, ...]:
+    """A model's stages on this device."""
+    return _on_device(_pipelines(config, role), stage_parts(config, shape, role), position)
 
 
 @functools.cache
-def stage_parts(shape: Shape, stages: int):
-    """Which layers make each stage, as ranks cut the model."""
-    layers = [float(size) for size in shape.layers]
-    return parts(balanced(layers, float(shape.hidden), 0.5 * shape.head, stages))
+def _on_device(pipelines: Pipelines, stages: tuple[Part, ...], position: int) -> tuple[Part, ...]:
+    return tuple(stages[stage] for stage in pipelines.stages_on(position))
+
+
+def _pipelines(config: Config, role: str) -> Pipelines:
+    return pipelines_of(config, "ref" if role == "reference" else role)
+
+
+def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
+    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts."""
+    return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
+
+
+def head_share(config: Config, shape: Shape, role: str = "actor") -> float:
+    """Of a forward pass, what each device takes of the head; 0 unless they share it."""
+    sharers = _pipelines(config, role).sharers
+    layers, embedding, head = layer_costs(shape, share_with_logits(config.data))
+    return head / (sum(layers) + embedding + head) / sharers if sharers > 1 else 0.0
+
+
+def layer_costs(shape: Shape, share: float) -> LayerCosts:
+    """In multiply-adds per token, of which this `share` reaches the head."""
+    return [float(size) for size in shape.layers], float(shape.hidden), share * shape.head
+
+
+@functools.cache
+def _parts(shape: Shape, pipelines: Pipelines, share: float) -> tuple[Part, ...]:
+    return tuple(parts(pipelines.balanced(layer_costs(shape, share)), pipelines.sharers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -40,11 +40,21 @@ from rlfuse.planning.plan import shapes_of
 from rlfuse.simulate.recorded import config_of
 
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
-LINKS = "links between devices and nodes; what ranks exchange is in the times of their optimizer steps and passes"
+LINKS = "links between nodes"
+EXCHANGES = (
+    "links within a node: what ranks exchange is in the times of their optimizer steps; give a run of one slot, too"
+)
+NO_EXCHANGES = "links within a node: no two ranks of one had anything to exchange"
+GATHERS = "what ZeRO 3 takes to gather a module beside its bytes; give a run with actor.zero_stage=3, too"
 ONE_MODEL = (
     "models of other sizes: in one model reading weights can't be told from what steps take beside, or widths apart"
 )
 UNSEEN_RATE = "{}: too fast to be seen in this work, and taken for free; measure a larger model, too"
+CROWDING = (
+    "how much devices of a node slow one another: as many were at work all the time; give a run with fewer "
+    "(trainer.n_gpus_per_node), too"
+)
+ALONE = "how much devices of a node slow one another: one was at work, and plans take as many to be as fast"
 NO_SCORING = "scoring: no passes were seen, and they are taken to be as fast as training"
 NO_RUN = "an engine's own scheduling, data, rewards, weights on their way: decoding was that of transformers"
 
@@ -73,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
         errors=errors_of(found),
         held_out=words,
         fitted_on=tuple(sources),
-        not_measured=(*missing, *_unseen(hardware)),
+        not_measured=(*missing, *_unseen(hardware), *_between_ranks(works, hardware)),
         **speeds,
     )
     write(calibration, arguments.out)
@@ -164,6 +174,8 @@ def _recorded(folders: Sequence[Path], model: str | None) -> Measured:
         sources.append(source)
     if len({(source.parameters, source.layers) for source in sources}) == 1:
         missing.append(ONE_MODEL)
+    if len({work.beside for work in works}) == 1:
+        missing.append(CROWDING)
     if not any(work.kind == "scoring" for work in works):
         missing.append(NO_SCORING)
     return works, sources, missing, {}
@@ -221,12 +233,20 @@ def _probed(model: str | None, console: Console) -> Measured:
     }
     if probe.host_bytes_per_s is not None:
         speeds["host_bytes_per_s"] = probe.host_bytes_per_s
-    return probe.works, sources, [LINKS, NO_RUN], speeds
+    return probe.works, sources, [LINKS, NO_RUN, ALONE], speeds
 
 
 def _unseen(hardware: Hardware) -> list[str]:
     names = {"bytes_per_s": "the memory's bandwidth", "pass_flops": "products in passes", "train_flops": "in training"}
     return [UNSEEN_RATE.format(words) for name, words in names.items() if getattr(hardware, name) == UNSEEN]
+
+
+def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:
+    """What only ranks that exchange something tell."""
+    if hardware.sent_bytes_per_s is None:
+        yield EXCHANGES if any(work.sent for work in works) else NO_EXCHANGES
+    if not any(work.gathers for work in works):
+        yield GATHERS
 
 
 def _device() -> str:
@@ -258,4 +278,8 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(words, f"{rate / 1e9:,.1f} GFLOP/s")
     table.add_row("decoding", f"{hardware.decode_flops / 1e9:,.1f} GFLOP/s, {hardware.bytes_per_s / 1e9:,.2f} GB/s")
     table.add_row("a decoding step, beside", f"{1e3 * hardware.decode_step_s:,.2f} ms")
+    if hardware.sent_bytes_per_s:
+        table.add_row("exchanged with ranks of the node", f"{hardware.sent_bytes_per_s / 1e9:,.2f} GB/s")
+    if hardware.crowding:
+        table.add_row("longer, for each other device of the node", f"{hardware.crowding:.1%}")
     return table

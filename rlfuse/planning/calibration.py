@@ -2,7 +2,8 @@
 
 Role: `calibrate` fits and writes, `read_calibration` gives plans their hardware. Pure but for reading and writing.
 Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
-roof: reading weights or computing, whichever takes longer; the ratio of the two rates is searched, the rest is linear.
+roof: reading weights or computing, whichever takes longer; the ratio of the two rates is searched, and so is how much
+devices of a node slow one another, where runs had more and fewer of them at work. The rest is linear.
 Held out: whole runs, each in turn, where there are several, else each fifth of a run's steps (of a probe: of its
 sizes); the error of a kind is the mean over what was held out of |predicted - measured| / measured of a step's total.
 Invariants: a rate that the work did not show is told in `not_measured`; links are never measured here.
@@ -10,6 +11,7 @@ Invariants: a rate that the work did not show is told in `not_measured`; links a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -39,6 +41,8 @@ UNSEEN = 1e18
 """A rate so high that nothing of it could be seen."""
 ROOFS = tuple(2.0**power for power in range(13))
 """FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
+MOST_CROWDING, NARROWED = 1.0, 6
+"""Where `Hardware.crowding` is looked for, and how often that is halved."""
 FOLDS = 5
 ACROSS_DEVICES = 0.1085
 """Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
@@ -66,9 +70,12 @@ class Coefficients:
     layer_s: AtLeastZero = 0.0
     micro_batch_s: AtLeastZero = 0.0
     optimizer_s: AtLeastZero = 0.0
+    gather_s: AtLeastZero = 0.0
     step_s: AtLeastZero = 0.0
+    crowding: AtLeastZero = 0.0
     hidden_bytes_per_s: Positive | None = None
     optimizer_bytes_per_s: Positive | None = None
+    sent_bytes_per_s: Positive | None = None
     host_bytes_per_s: Positive | None = None
     """None of these where it was not measured."""
 
@@ -132,23 +139,50 @@ class Calibration:
 
 def fitted(works: Sequence[Work]) -> Hardware:
     """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
-    of = {kind: [work for work in works if work.kind == kind] for kind in (*KINDS, "step")}
-    if missing := [f"{kind} ({len(of[kind])})" for kind in ("generating", "training") if len(of[kind]) < MIN_SPANS]:
+    seen = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
+    if missing := [f"{kind} ({count})" for kind, count in seen.items() if count < MIN_SPANS]:
         raise CalibrationError(
             f"too few pieces of work after the first step, {MIN_SPANS} of each kind are needed: {', '.join(missing)}; "
             "give a run of more steps"
         )
+    crowding = _crowding(works) if len({work.beside for work in works}) > 1 else 0.0
+    return _fitted(works, crowding)
+
+
+def _crowding(works: Sequence[Work]) -> float:
+    """With which the others tell the work best."""
+
+    @functools.cache
+    def off(crowding: float) -> float:
+        return sum(total.error**2 for total in totals(works, _fitted(works, crowding)))
+
+    low, high = 0.0, MOST_CROWDING
+    for _ in range(NARROWED):
+        best = min(np.linspace(low, high, 5).tolist(), key=off)
+        low, high = max(0.0, best - (high - low) / 4), min(MOST_CROWDING, best + (high - low) / 4)
+    return best
+
+
+def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
+    """With this share of crowding."""
+    alone = [_alone(work, 1 + crowding * work.beside) for work in works]
+    of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
     models = {round(work.read / work.steps) for work in of["generating"]}
     passes = [work for work in (*of["scoring"], *of["training"]) if not work.optimizer_steps]
-    known = _fit_passes(passes, len(models) > 1)
+    known = _fit_optimizer([work for work in of["training"] if work.optimizer_steps])
+    known |= _fit_passes(passes, len(models) > 1, known.get("sent_bytes_per_s", UNSEEN))
     known |= _fit_decoding(of["generating"], known["pass_flops"])
-    known |= _fit_optimizer([work for work in of["training"] if work.optimizer_steps])
-    hardware = Hardware(**known)
-    left = [work.seconds - seconds_of(work, hardware) for work in of["step"]]
+    hardware = Hardware(**known, crowding=crowding)
+    left = [work.seconds - seconds_of(work, hardware) for work in works if work.kind == "step"]
     return replace(hardware, step_s=max(0.0, float(np.median(left))) if left else 0.0)
 
 
-def _fit_passes(works: Sequence[Work], widths: bool) -> Fields:
+def _alone(work: Work, longer: float) -> Work:
+    """The work where nobody slows it; exchanges, which no device does alone, are what they were."""
+    return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
+
+
+def _fit_passes(works: Sequence[Work], widths: bool, sent_bytes_per_s: float) -> Fields:
     """Passes and gradients together, as a layer begins alike in both.
 
     Without several `widths` all that tokens take is computing: hidden states grow with them alike.
@@ -158,9 +192,12 @@ def _fit_passes(works: Sequence[Work], widths: bool) -> Fields:
     for work in works:
         scores = work.kind == "scoring"
         rows.append([scores * work.calls, (not scores) * work.calls, work.micro_batches, work.layers])
-        rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops]
-    factors, _ = robust(np.array(rows, float) * weights[:, None], _seconds(works) * weights)
-    pass_call, train_call, micro_batch, layer, hidden, passed, trained = map(float, factors)
+        rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
+    sent = np.array([work.sent for work in works]) / sent_bytes_per_s
+    seconds = np.maximum(_seconds(works) - sent, 0.0)
+    columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
+    factors, _ = robust(columns * weights[:, None], seconds * weights)
+    pass_call, train_call, micro_batch, layer, hidden, passed, trained = map(float, factors[:7])
     train_flops = _rate(trained)
     pass_flops = _rate(passed) if any(work.kind == "scoring" for work in works) else train_flops
     return {
@@ -168,6 +205,7 @@ def _fit_passes(works: Sequence[Work], widths: bool) -> Fields:
         "train_call_s": train_call,
         "micro_batch_s": micro_batch,
         "layer_s": layer,
+        "gather_s": float(sum(factors[7:])),
         "hidden_bytes_per_s": _rate(hidden),
         "pass_flops": pass_flops,
         "train_flops": train_flops,
@@ -175,14 +213,25 @@ def _fit_passes(works: Sequence[Work], widths: bool) -> Fields:
 
 
 def _fit_optimizer(works: Sequence[Work]) -> Fields:
-    """By the bytes alone where all steps are of one size, as nothing tells them from what each step takes beside."""
+    """By the states' bytes, and as far as steps differ enough, by those that ranks exchange and by what each step takes
+    beside."""
     if not works:
         return {}
+    amounts = np.array([[work.moved, work.sent, 1] for work in works], float)
+    told = [0]
+    for column in (1, 2):
+        if np.linalg.matrix_rank(_unit(amounts[:, [*told, column]])) > len(told):
+            told.append(column)
     weights = _weights(works)
-    columns = np.array([[work.moved, 1] for work in works], float) * weights[:, None]
-    sizes = len({work.moved for work in works})
-    factors, _ = robust(columns[:, : min(2, sizes)], _seconds(works) * weights)
-    return {"optimizer_bytes_per_s": _rate(float(factors[0])), "optimizer_s": float(sum(factors[1:]))}
+    factors, _ = robust(amounts[:, told] * weights[:, None], _seconds(works) * weights)
+    of = dict(zip(told, map(float, factors), strict=True))
+    sent = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
+    return sent | {"optimizer_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
+
+
+def _unit(columns: np.ndarray) -> np.ndarray:
+    """Each in shares of its largest."""
+    return columns / np.maximum(columns.max(axis=0), 1e-300)
 
 
 def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
@@ -282,7 +331,8 @@ def errors_of(found: Sequence[Total]) -> Errors:
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
     """Another device, so many times as fast at matrix products and at copies as the one that was measured.
 
-    What a host does between kernels stays; errors grow by CDMPP's for unseen devices, in quadrature.
+    What a host does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in
+    quadrature.
     """
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
@@ -291,7 +341,7 @@ def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Ha
     errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
     reading = {name: getattr(hardware, name) for name in ("bytes_per_s", "hidden_bytes_per_s", "optimizer_bytes_per_s")}
     faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}
-    return replace(hardware, **faster, errors=errors)
+    return replace(hardware, **faster, sent_bytes_per_s=None, errors=errors)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

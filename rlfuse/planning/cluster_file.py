@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 
@@ -19,6 +19,7 @@ from rlfuse.planning.hardware import KINDS, Hardware, Links
 from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
 from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
+from rlfuse.planning.presets import PRESETS
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
@@ -30,6 +31,8 @@ LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
 DECODE_STEP_S = 2e-3
 """Of a decoding step, for scheduling and sampling, on a GPU. Likewise."""
+WITHIN = 200e9
+"""Bytes per second between devices of a node, where neither the file nor a calibration says."""
 Share = Annotated[float, number(above=True, most=1)]
 
 
@@ -41,8 +44,9 @@ class ClusterError(InputError):
 class LinksGiven:
     """What a device sends while it receives as much, and how long until the first byte is there."""
 
-    within_gbs: Positive = 200.0
-    """GB/s between devices of a node; NVLink 3 of an A100: 300, PCIe 4: 25."""
+    within_gbs: Positive | None = None
+    """GB/s between devices of a node; NVLink 3 of an A100: 300, PCIe 4: 25. Without it what the calibration's runs tell
+    of these, or 200."""
     between_gbs: Positive = 25.0
     """GB/s of a device between nodes, while all of its node send; 200 Gb/s for each device are 25."""
     within_us: AtLeastZero = 10.0
@@ -97,6 +101,8 @@ class Cluster:
     """Its copies, as `copy_bytes_per_s` of two probes tell."""
     groups: tuple[Group, ...] = ()
     """Nodes, among `nodes`, that have slower devices or less memory than the others."""
+    preset: Annotated[str, one_of(*PRESETS)] | None = None
+    """A kind of device whose data sheet gives every field that the file leaves out."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -108,6 +114,8 @@ class Cluster:
         ratios = [self.product_ratio, self.copy_ratio]
         if any(ratios) and (self.calibration is None or not all(ratios)):
             yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
+        if self.utilization > (most := self._most(experts=False)):
+            yield f"utilization={self.utilization:g}: nobody published more than {most:g} of {self.preset}; lower it"
         if self.groups and self.tflops is None:
             yield "groups: need tflops of the other nodes, which theirs are held against"
         if (count := sum(group.nodes for group in self.groups)) > self.nodes:
@@ -116,6 +124,11 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def _most(self, experts: bool) -> float:
+        """Of the peak, in training: what somebody published."""
+        known = PRESETS[self.preset].most_utilization if self.preset else None
+        return min(known or 1, MOST_OF_EXPERTS if experts else MOST_UTILIZATION)
 
     def _used(self, nodes: int) -> list[tuple[float, float]]:
         """Speed of each node, relative to the cluster's own, and memory; the fastest first, of equals the larger."""
@@ -146,12 +159,14 @@ class Cluster:
     def hardware(self, experts: bool = False) -> Hardware:
         """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
         and ClusterError where what was measured is more than anybody published."""
-        most = MOST_OF_EXPERTS if experts else MOST_UTILIZATION
-        given = self.links
+        most, given = self._most(experts), self.links
         between, wait = self._between()
-        links = Links(given.within_gbs * 1e9, between, given.within_us * 1e-6, wait, self.devices_per_node)
-        if self.calibration is not None:
-            return replace(self._measured(most), links=links, host_bytes_per_s=given.host_gbs * 1e9)
+        measured = None if self.calibration is None else self._measured(most)
+        told = measured.sent_bytes_per_s if measured else None
+        within = given.within_gbs * 1e9 if given.within_gbs else told or WITHIN
+        links = Links(within, between, given.within_us * 1e-6, wait, self.devices_per_node)
+        if measured is not None:
+            return replace(measured, links=links, host_bytes_per_s=given.host_gbs * 1e9)
         flops, gpu = self.tflops * 1e12 * min(self.utilization, most), self.device == "cuda"
         return Hardware(
             flops,
@@ -210,9 +225,18 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClusterError(f"--cluster {path}: can't be read as YAML: {error}") from error
     try:
-        found = read(Cluster, data, ClusterError)
+        found = read(Cluster, _filled(data), ClusterError)
         if found.links.measured is None:
             return found
         return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))
     except ClusterError as error:
         raise ClusterError(*(f"--cluster {path}: {problem}" for problem in error.problems)) from None
+
+
+def _filled(data: Any) -> Any:
+    """With what the preset that it names says; what can't be used stays for `read` to refuse."""
+    if not isinstance(data, dict) or not isinstance(data.get("preset"), str) or data["preset"] not in PRESETS:
+        return data
+    known = PRESETS[data["preset"]].fields
+    given = data.get("links", {})
+    return {**known, **data, "links": {**known["links"], **given} if isinstance(given, dict) else given}

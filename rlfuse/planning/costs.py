@@ -2,28 +2,35 @@
 
 Role: `forecast` and `search` simulate steps on these costs. Pure.
 Per slot of an engine, which spans `rollout.tensor_model_parallel_size` devices; a trainer rank is one device. Tensor
-parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053). ZeRO 0 all-reduces gradients once a step, 1 scatters
-them and gathers weights, 2 scatters in each micro-batch, 3 gathers all weights forward and backward besides. Ulysses
+parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053), trainers' as often on the way back; of these every
+rank has the whole head. ZeRO exchanges what `exchanges` tells. Ulysses
 exchanges four times a layer each way. Collective operations overlap with nothing, as trainer ranks run them
-(`overlap_comm` is off).
+(`overlap_comm` is off). All devices of a node are taken to be at work all the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.fusion.costs import Costs
+from rlfuse.planning.activations import leaves
+from rlfuse.planning.exchanges import Exchange, gradient_item, held_of, of_gradients, of_pass, of_step
 from rlfuse.planning.hardware import ADAM, Hardware
-from rlfuse.planning.memory import ITEM, STATES
+from rlfuse.planning.memory import ITEM, STATES, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
+
+STAYS = Moved()
 
 
 def costs_of(
-    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: float = 0.0
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved = STAYS
 ) -> Costs:
-    """`context`: tokens of a sample with its prompt, in the mean; `moved`: bytes that a slot moves to change roles."""
+    """`context`: tokens of a sample with its prompt, in the mean."""
     width = config.rollout.tensor_model_parallel_size
+    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
     ranks = _Ranks(config, shapes, hardware, context)
     waits = hardware.host_bytes_per_s
     return Costs(
@@ -34,8 +41,8 @@ def costs_of(
         score_call_s=hardware.pass_call_s,
         train_tokens_per_s=width / ranks.train_token_s(),
         train_call_s=hardware.train_call_s,
-        optimizer_s=ranks.optimizer_s(),
-        switch_s=moved / waits,
+        optimizer_s=ranks.optimizer_s() + ranks.fetched_s(moved.optimizers),
+        switch_s=ranks.switch_s(moved),
         link_bytes_per_s=0.0 if waits == float("inf") else waits / 2,  # a cache is carried through the host's memory
         step_s=ranks.push_s() + hardware.step_s,
     )
@@ -48,7 +55,7 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
     reduced = 2 * len(shape.layers) * shape.hidden * item
     sent = links.all_reduce(reduced, width) - links.all_reduce(0, width)
-    read = (sum(shape.layers) + shape.head) * item / speed
+    read = ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / speed
     flat = max(1, int(read * flops / token))
     start = hardware.decode_step_s + 2 * len(shape.layers) * links.all_reduce(0, width)
     return {
@@ -61,61 +68,90 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
     }
 
 
+def optimizer_trips(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
+) -> tuple[float, float]:
+    """(seconds, those of them beside other work) that optimizers are on their way to the device, and from there where
+    that is for each update, in a step. Arguments as of `costs_of`."""
+    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
+    ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
+    if residency == "step":
+        updates = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+        return updates * 2 * moved.optimizers / hardware.host_bytes_per_s, 0.0
+    hidden = ranks.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+    return moved.optimizers / hardware.host_bytes_per_s, hidden
+
+
 class _Ranks:
     """Trainer ranks: seconds of one of them. Those of a token are of all stages together, which a rank's share of the
-    tokens takes it: in pipelines it runs a stage of that many times as many."""
+    tokens takes it: in pipelines it runs a stage of that many times as many, where ranks share layers it sees as many
+    times more as there are of them."""
 
     def __init__(self, config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float):
         self._config, self._hardware, self._context = config, hardware, context
-        self._item, self._zero = ITEM[config.model.dtype], config.actor.zero_stage
-        self._stages = config.training.pipeline_parallel_size
-        self._copies = config.slots // self._stages
-        self._policy, self._trained = shapes["actor"], [each for role, each in shapes.items() if role != "reference"]
+        self._item = ITEM[config.model.dtype]
+        self._stages, self._width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
+        self._copies = config.slots // self._stages // self._width
+        self._learning = {role: each for role, each in shapes.items() if role != "reference"}
+        self._policy, self._trained = shapes["actor"], list(self._learning.values())
         each = config.actor.ppo_mini_batch_size * config.rollout.n * context / self._copies
         self._micro_batch = max(1.0, min(config.actor.ppo_max_token_len_per_gpu, each))
 
     def score_token_s(self) -> float:
         """Of a pass without gradients."""
         shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
-        gathered = self._stages * self._gather(shape.parameters * self._item) if self._zero == 3 else 0.0
-        computed = flops / self._hardware.pass_flops + self._hidden_s(shape)
-        return computed + (gathered + self._begun_s(shape)) / self._micro_batch + self._exchanged(shape)
+        gathered = self._stages * self._exchange_s(of_pass(self._config, shape))
+        computed = flops / self._hardware.pass_flops + self._hidden_s(shape) + self._summed_s(shape)
+        once = (gathered + self._begun_s(shape)) / self._micro_batch
+        return self._width * (computed + once + self._exchanged(shape))
 
     def train_token_s(self) -> float:
         """Of forward and backward of the larger model."""
-        again = self._config.model.enable_gradient_checkpointing
-        return max(self._train_token_s(shape, 4 if again else 3) for shape in self._trained)
+        return max(self._train_token_s(shape, 3 + self._run_again(role)) for role, shape in self._learning.items())
 
-    def _train_token_s(self, shape: Shape, passes: int) -> float:
+    def _run_again(self, role: str) -> float:
+        """Share of a model's layers in micro-batches that learn."""
+        model, shape, hardware = self._config.model, self._learning[role], self._hardware
+        if model.enable_gradient_checkpointing or not model.enable_activation_offload:
+            return float(model.enable_gradient_checkpointing)
+        flops = _flops(self._config, shape, self._context) / len(shape.layers)
+        seconds = self._micro_batch * flops / hardware.train_flops
+        device = "cpu" if hardware.host_bytes_per_s == inf else "cuda"
+        return leaves(self._config, shape, role, device, seconds, hardware.host_bytes_per_s).run_again
+
+    def _train_token_s(self, shape: Shape, passes: float) -> float:
         flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
-        once = (passes * self._begun_s(shape) + self._sums(shape)) / self._micro_batch
-        computed = passes * (flops + self._hidden_s(shape))
-        return computed + once + 2 * self._exchanged(shape) + self._handed_on(shape)
+        exchanged = self._stages * self._exchange_s(of_gradients(self._config, shape))
+        once = (passes * self._begun_s(shape) + exchanged) / self._micro_batch
+        computed = passes * (flops + self._hidden_s(shape)) + (passes - 1) * self._summed_s(shape)
+        return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
 
     def _begun_s(self, shape: Shape) -> float:
         """Of a micro-batch's forward pass through all stages, beside its tokens."""
         links = self._hardware.links
         handed_on = (self._stages - 1) * links.send(0, self._stages > links.per_node)
-        return self._stages * self._hardware.micro_batch_s + len(shape.layers) * self._hardware.layer_s + handed_on
+        if self._config.training.vocabulary_parallel:
+            handed_on += links.all_reduce(0, self._stages)
+        layer = self._hardware.layer_s + 2 * links.all_reduce(0, self._width)
+        return self._stages * self._hardware.micro_batch_s + len(shape.layers) * layer + handed_on
 
     def _hidden_s(self, shape: Shape) -> float:
         """Of a token's hidden states in a forward pass."""
         return len(shape.layers) * shape.hidden * self._item / self._hardware.hidden_bytes_per_s
 
-    def _sums(self, shape: Shape) -> float:
-        """Of a micro-batch's gradients and weights, where ZeRO divides these."""
-        if self._zero < 2:
-            return 0.0
-        weights = 2 * self._gather(shape.parameters * self._item) if self._zero == 3 else 0.0
-        return self._stages * (weights + self._gather(shape.parameters * self._gradient))
+    def _exchange_s(self, exchange: Exchange) -> float:
+        """Of a stage's share."""
+        begun = max(self._hardware.gather_s, self._gather(0)) if exchange.modules else 0.0
+        return exchange.modules / self._stages * begun + (self._gather(exchange.bytes) if exchange.bytes else 0.0)
 
-    @property
-    def _gradient(self) -> int:
-        return max(self._item, ITEM[self._config.actor.grad_accum_dtype])
+    def _summed_s(self, shape: Shape) -> float:
+        """Of a token's hidden states over the ranks that share layers, forward."""
+        links, size = self._hardware.links, 2 * len(shape.layers) * shape.hidden * self._item
+        return links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
 
     def _gather(self, size: float) -> float:
         """All-gather or reduce-scatter of a stage's share of so many bytes, among those that have the same stage."""
-        return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages)
+        return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
 
     def _exchanged(self, shape: Shape) -> float:
         """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut."""
@@ -124,45 +160,68 @@ class _Ranks:
         degree = config.training.ulysses_sequence_parallel_size
         if degree == 1 or longest <= config.actor.ppo_max_token_len_per_gpu:
             return 0.0
-        size = 4 * len(shape.layers) * shape.hidden * self._item * (degree - 1) / degree
+        size = 4 * len(shape.layers) * shape.hidden / self._width * self._item * (degree - 1) / degree
         links = self._hardware.links
-        within = degree <= links.per_node
+        within = degree * self._width <= links.per_node
         return size / (links.within_bytes_per_s if within else links.between_bytes_per_s)
 
     def _handed_on(self, shape: Shape) -> float:
-        """Of a token's hidden states and their gradients, from stage to stage."""
+        """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""
         if self._stages == 1:
             return 0.0
         links = self._hardware.links
         far = self._stages > links.per_node
-        return 2 * (links.send(shape.hidden * self._item, far) - links.send(0, far))
+        times = 2 + 2 * self._config.training.vocabulary_parallel * share_with_logits(self._config.data)
+        return times * (links.send(shape.hidden * self._item, far) - links.send(0, far))
 
     def optimizer_s(self) -> float:
         """Of a model's step, in the mean of those that are trained."""
         return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
 
     def _step_s(self, shape: Shape) -> float:
-        held = shape.parameters / self._stages
-        share = held / self._copies if self._zero else held
-        sums = self._gather(shape.parameters * self._gradient) if self._zero < 2 else 0.0
-        weights = self._gather(shape.parameters * (self._item if self._zero else self._gradient))
-        sent = sums + (weights if self._zero < 3 else 0.0)
+        held = held_of(self._config, shape) / self._stages
+        share = held / self._copies if self._config.actor.zero_stage else held
+        sent = self._exchange_s(of_step(self._config, shape))
         if self._config.actor.offload_optimizer:  # computed where the states are, at the rate at which they travel
-            return sent + share * (2 * (4 + STATES) + self._gradient + self._item) / self._hardware.host_bytes_per_s
+            moved = 2 * (4 + STATES) + gradient_item(self._config) + self._item
+            return sent + share * moved / self._hardware.host_bytes_per_s
         speed = self._hardware.optimizer_bytes_per_s or self._hardware.bytes_per_s
         return sent + ADAM * share / speed
+
+    def switch_s(self, moved: Moved) -> float:
+        """Of a change of roles, in the mean of both ways."""
+        speed, residency = self._hardware.host_bytes_per_s, self._config.actor.optimizer_residency
+        if residency == "step":
+            return (moved.all - moved.optimizers) / speed
+        hidden = self.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+        return moved.all / speed - hidden / 2
+
+    def hidden_s(self, optimizers: float) -> float:
+        """Of the optimizers' way to the device: as long as the first mini-batch's gradients take at the least, which is
+        the same however large micro-batches are."""
+        rows = self._config.actor.ppo_mini_batch_size * self._config.rollout.n
+        flops = 3 * min(_flops(self._config, each, self._context) for each in self._trained)
+        gradients = rows * self._context / self._copies * flops / self._stages / self._hardware.train_flops
+        return min(optimizers / self._hardware.host_bytes_per_s, gradients)
+
+    def fetched_s(self, optimizers: float) -> float:
+        """Of an optimizer's way to the device and back, in the mean, where it is there for its steps alone."""
+        if self._config.actor.optimizer_residency != "step":
+            return 0.0
+        return 2 * optimizers / len(self._trained) / self._hardware.host_bytes_per_s
 
     def push_s(self) -> float:
         """Of new weights to an engine: gathered where they lie in parts, then copied."""
         weights, links = self._policy.parameters * self._item, self._hardware.links
-        gathered = self._gather(weights) if self._zero == 3 else 0.0
-        stages = links.all_gather(weights, self._stages)
+        gathered = self._exchange_s(of_pass(self._config, self._policy))
+        stages = links.all_gather(weights, self._stages * self._width)
         return gathered + stages + 2 * weights / self._hardware.bytes_per_s
 
 
 def _flops(config: Config, shape: Shape, context: float) -> float:
-    """Of a forward pass per token; only tokens that predict a response pass the head."""
+    """Of a rank's forward pass per token; only tokens that predict a response pass the head."""
     data = config.data
     kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
     scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2
-    return 2 * (shape.passed + shape.head * kept) + scores
+    width = config.training.tensor_model_parallel_size
+    return (2 * shape.passed + scores) / width + 2 * shape.head * kept

@@ -9,13 +9,15 @@ of samples that no span tells, the mean of their micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES, model_of
 from rlfuse.events import Span
+from rlfuse.planning.exchanges import of_gradients, of_pass, of_step
 from rlfuse.planning.hardware import ADAM, Hardware
-from rlfuse.planning.memory import ITEM
+from rlfuse.planning.memory import ITEM, quantized_away
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
 from rlfuse.simulate.recorded import spans_within
@@ -55,10 +57,17 @@ class Work:
     moved: float = 0.0
     """Bytes of caches that decoding reads; of states in an optimizer step; of weights that are pushed."""
     optimizer_steps: int = 0
+    sent: float = 0.0
+    """Bytes to other ranks of its node."""
+    gathers: float = 0
+    """Modules that ZeRO 3 gathers or scatters."""
+    beside: int = 0
+    """Other devices of its node that were at work at the same time."""
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
     """What a device takes for it."""
+    hardware = hardware.crowded(work.beside)
     if work.kind == "step":
         return hardware.step_s + work.moved / hardware.bytes_per_s
     if work.kind == "generating":
@@ -71,7 +80,8 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
     started = work.calls * call_s + work.micro_batches * hardware.micro_batch_s + work.layers * hardware.layer_s
     states = work.moved / (hardware.optimizer_bytes_per_s or hardware.bytes_per_s)
     computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
-    return started + computed + states + work.optimizer_steps * hardware.optimizer_s
+    exchanged = work.gathers * hardware.gather_s + work.sent / (hardware.sent_bytes_per_s or inf)
+    return started + computed + states + work.optimizer_steps * hardware.optimizer_s + exchanged
 
 
 def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[float]) -> float:
@@ -95,7 +105,8 @@ def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Se
         found += _calls(part, config, shapes, inside, lengths)
         pushed = 2 * shapes["actor"].parameters * ITEM[config.model.dtype]
         found += [Work("step", *part, rest, moved=pushed) for rest in unexplained(inside)]
-    return [work for work in found if work.seconds > 0]
+    beside = config.trainer.n_gpus_per_node - 1
+    return [replace(work, beside=beside) for work in found if work.seconds > 0]
 
 
 def lengths_of(spans: Sequence[Span]) -> dict[str, tuple[int, int]]:
@@ -120,7 +131,7 @@ def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -
         flops=2 * shape.passed * seen["prefill_tokens"] / width,
         steps=steps,
         batch=batch,
-        read=steps * (sum(shape.layers) + shape.head) * item / width,
+        read=steps * ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / width,
         computed=2 * steps * batch * (shape.passed + shape.head) / width,
         moved=steps * seen["context"] * shape.cache.bytes_of(1, item) / width,
     )
@@ -134,22 +145,27 @@ def _calls(
     lengths: Mapping[str, tuple[int, int]],
 ) -> Iterator[Work]:
     """Passes, gradients and optimizer steps, as the driver waited for them."""
+    within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
+    share = (config.slots - 1) / config.slots if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
     gradients = [span for span in spans if not is_optimizer_step(span)]
-    for kind, passes, model, found in (
-        ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
-        ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
+    for kind, passes, model, exchange, found in (
+        ("scoring", 1, model_of, of_pass, busiest(spans, PASSES, PASSES)),
+        ("training", learn, _learning, of_gradients, busiest(gradients, updates(spans), ("backward",))),
     ):
         for call, done in found:
             shape = shapes[ROLES[model(call.kind)]]
             layers, begun = len(shape.layers), passes * len(done)
             hidden = passes * layers * shape.hidden * ITEM[config.model.dtype] * sum(span.tokens for span in done)
             flops = passes * sum(_flops(config, shape, span, lengths) for span in done)
-            yield Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops)
+            each = exchange(config, shape)
+            sent, gathers = share * each.bytes * len(done), each.modules * len(done)
+            yield Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops, sent=sent, gathers=gathers)
     for span in filter(is_optimizer_step, spans):
-        held = shapes[ROLES[_learning(span.kind)]].parameters
-        moved = ADAM * held / (config.slots if config.actor.zero_stage else 1)
-        yield Work("training", *part, span.seconds, moved=moved, optimizer_steps=1)
+        shape = shapes[ROLES[_learning(span.kind)]]
+        moved = ADAM * shape.parameters / (config.slots if config.actor.zero_stage else 1)
+        sent = share * of_step(config, shape).bytes
+        yield Work("training", *part, span.seconds, moved=moved, optimizer_steps=1, sent=sent)
 
 
 def _learning(kind: str) -> str:

@@ -9,11 +9,14 @@ Invariant: a rate of infinity and a latency of 0 cost nothing; nothing is guesse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 ADAM = 32
 """Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
+RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "optimizer_bytes_per_s"]
+WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "layer_s", "micro_batch_s", "optimizer_s"]
+"""Of a device's own work: what other devices of its node slow."""
 KINDS = ("generating", "scoring", "training")
 """Kinds of work whose forecasts have errors of their own."""
 
@@ -77,12 +80,29 @@ class Hardware:
     """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
     optimizer_s: float = 0.0
     """Of each optimizer step, beside the states that it reads and writes."""
+    gather_s: float = 0.0
+    """Of each module that ZeRO 3 gathers or scatters, beside its bytes: hooks and messages, at least of `links`."""
+    sent_bytes_per_s: float | None = None
+    """That a rank exchanges with others of its node, as runs told it, where a cluster file does not say; plans go by
+    `links`. None: not told apart from `optimizer_bytes_per_s`."""
     step_s: float = 0.0
     """Of each step of the job, beside its work and the bytes of new weights: data, messages, what waits for nothing."""
     optimizer_bytes_per_s: float | None = None
-    """Of weights and moments, in optimizer steps with what ranks exchange in them; None: as `bytes_per_s`."""
+    """Of weights and moments, in optimizer steps; with what ranks exchange in them where `sent_bytes_per_s` is None.
+    None: as `bytes_per_s`."""
+    crowding: float = 0.0
+    """Share by which work takes longer for each other device of its node that is at work, too: of memory, caches and
+    clocks that they have in common. All above is of a device alone."""
     host_bytes_per_s: float = inf
     """Between a device and its host's memory, where models wait while the engine generates."""
     links: Links = Links()
     errors: Mapping[str, float] = field(default_factory=dict)
     """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""
+
+    def crowded(self, beside: int) -> Hardware:
+        """A device while so many others of its node are at work."""
+        longer = 1 + self.crowding * beside
+        if longer == 1:
+            return self
+        slower = {name: rate / longer for name in RATES if (rate := getattr(self, name)) is not None}
+        return replace(self, **slower, **{name: getattr(self, name) * longer for name in WAITS}, crowding=0.0)

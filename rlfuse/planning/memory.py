@@ -9,13 +9,15 @@ Invariants: bytes are of the fullest device; every part that a phase's sum has i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlfuse.cluster import cuda
+from rlfuse.config.quantization import EXPERTS_ALONE
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
-from rlfuse.planning.activations import activations, stage_of
+from rlfuse.planning.activations import PASS_OF, activations, embeddings, holes, leaves, parts_on
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 
@@ -36,16 +38,14 @@ SERVED_BYTES = 8
 CPU_STEP_TOKENS = 2048
 """Of an engine on CPUs in one step at the most, as vLLM has it inside of another program."""
 CPU_WORKER = 60 * MIB
-"""What an engine's process on CPUs has above PROCESS before its model comes. Measured as HOLES."""
+"""What an engine's process on CPUs has above PROCESS before its model comes. Measured by
+`tests/benchmarks/memory_peaks.py`."""
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
 NCCL = 1 * GIB
 """What a rank's communicators keep. Likewise."""
 SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
 """A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
-HOLES = 1 / 2
-"""Of activations on CPU hosts: what glibc keeps of freed blocks that the next do not fit (`rank_group.HOST_MEMORY`).
-Measured by `tests/benchmarks/memory_peaks.py`."""
 LANES = 1 * GIB
 """What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
 
@@ -74,6 +74,15 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes on their way between a GPU and its host."""
+
+    all: float = 0.0
+    optimizers: float = 0.0
+    """Of these, what only optimizer steps read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The fullest device."""
 
@@ -82,7 +91,9 @@ class Memory:
     kv_tokens: int
     """That an engine's cache holds, all its devices together; 0 or less: none fits."""
     host: float
-    """Bytes of pinned memory per slot while models are off a GPU, and of offloaded optimizers."""
+    """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
+    optimizers_alone: bool = False
+    """Each optimizer is on the device in its own steps only, and for checkpoints."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -91,7 +102,7 @@ class Memory:
 
     def of(self, phase: str) -> list[Part]:
         """Return the parts that are there in a phase."""
-        there = contents()[phase] if self.budget.device == "cuda" else set(Item)
+        there = contents(self.optimizers_alone)[phase] if self.budget.device == "cuda" else set(Item)
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
@@ -99,11 +110,12 @@ class Memory:
         return sum(part.size for part in self.of(phase))
 
     @property
-    def moved(self) -> float:
-        """Bytes that a slot moves between a GPU and its host to change roles."""
+    def moved(self) -> Moved:
+        """What a slot moves between a GPU and its host to change roles."""
         if self.budget.device == "cpu":
-            return 0.0
-        return sum(part.size for part in self.parts if part.item in MODELS or part.item == Item.ENGINE_WEIGHTS)
+            return Moved()
+        sizes = {item: sum(part.size for part in self.parts if part.item == item) for item in Item}
+        return Moved(sum(sizes[item] for item in (*MODELS, Item.ENGINE_WEIGHTS)), sizes[Item.OPTIMIZER])
 
     @property
     def tightest(self) -> str:
@@ -112,14 +124,21 @@ class Memory:
 
 
 def memory_of(
-    config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape] | None = None
+    config: Config,
+    shapes: Mapping[str, Shape],
+    budget: Budget,
+    served: Mapping[str, Shape] | None = None,
+    models: Sequence[Part] = (),
 ) -> Memory:
-    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them; `served`: of reward models."""
+    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them; `served`: of reward models;
+    `models`: as `models_of` has them, where that was asked before."""
     engine, kv_tokens = _engine(config, shapes["actor"], budget)
-    parts = [*_models(config, shapes, budget.device), *engine, *_residents(config, shapes, budget, served or {})]
+    models = models or models_of(config, shapes, budget.device)
+    parts = [*models, *engine, *_residents(config, shapes, budget, served or {})]
     if budget.device == "cuda":
         parts += _on_their_way(config, shapes["actor"])
-    return Memory(tuple(parts), budget, kv_tokens, _host(config, shapes, parts, budget.device))
+    host, alone = _host(config, shapes, parts, budget.device), config.actor.optimizer_residency == "step"
+    return Memory(tuple(parts), budget, kv_tokens, host, alone)
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
@@ -146,13 +165,17 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
 
 
 def _on_their_way(config: Config, shape: Shape) -> list[Part]:
-    """A bucket, once more where ZeRO 3 gathers it; and the layer that the engine loads beside what it replaces."""
+    """A bucket, once more where ranks gather it; and the layer that the engine loads beside what it replaces."""
     item = ITEM[config.model.dtype]
     layer = max(shape.layers) * item
     bucket = max(config.rollout.update_weights_bucket_mb * MIB, layer)
     ends = max(shape.embedding, shape.head) * item
+    if config.training.vocabulary_parallel:
+        bucket = max(bucket, shape.head * item)
+    gathered = config.actor.zero_stage == 3 or config.training.tensor_model_parallel_size > 1
+    gathered |= config.training.vocabulary_parallel
     return [
-        Part("actor", "bucket of weights", bucket * (2 if config.actor.zero_stage == 3 else 1), Item.BUCKETS),
+        Part("actor", "bucket of weights", bucket * (2 if gathered else 1), Item.BUCKETS),
         Part("engine", "layer being loaded", max(layer, ends) / config.rollout.tensor_model_parallel_size, Item.LAYER),
     ]
 
@@ -160,9 +183,12 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-def _models(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
-    """Return the models' parts on the pipeline's fullest position, where there is one."""
-    stages = config.training.pipeline_parallel_size
+def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
+    """Return the models' parts on the pipeline's fullest position, where there is one, whatever an engine's cache is
+    and how many sequences it runs."""
+    stages, width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
+    shared = {shape: shape.share(width) for shape in shapes.values()}
+    shapes = {role: shared[shape] for role, shape in shapes.items()}
     found = [_position(config, shapes, device, position) for position in range(stages)]
     return max(found, key=lambda each: sum(part.size for part in each))
 
@@ -170,12 +196,12 @@ def _models(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Pa
 def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
     """Parts on the device that has the actor's stage `position`."""
     item, zero, stages = ITEM[config.model.dtype], config.actor.zero_stage, config.training.pipeline_parallel_size
-    copies = config.slots // stages
-    found: list[Part] = []
+    copies = config.slots // stages // config.training.tensor_model_parallel_size
+    found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, copies)
     work: dict[str, float] = {}
-    steps: list[Part] = []
+    steps: list[list[Part]] = []
     for role, shape in shapes.items():
-        held = parameters_on(shape, role, position, stages)
+        held = parameters_on(config, shape, role, position)
         weights = held / copies if zero == 3 else held
         kind = Item.REFERENCE if role == "reference" else Item.PARAMETERS
         found.append(Part(role, "parameters", weights * item, kind))
@@ -184,28 +210,33 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
                 work[role] = activations(config, shape, role, device)
             continue
         found += _states(config, role, held, copies)
+        alone = _in_its_step(config, role, found, device)
         if zero == 0:
             again = 4 * held if config.actor.grad_accum_dtype == "bfloat16" and item == 2 else 0
-            steps.append(Part(role, "gradients in a step", again + 4 * min(held, REDUCED_WHOLE), Item.ACTIVATIONS))
+            size = again + 4 * min(held, REDUCED_WHOLE)
+            steps.append([Part(role, "gradients in a step", size, Item.ACTIVATIONS), *alone])
         if zero >= 1:
             wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
             if device == "cuda":
                 found.append(Part(role, "reduction buffer", REDUCED * wide, _of_gradients(zero)))
             else:  # taken where it is used, while activations go
-                steps.append(Part(role, "reduction buffer", min(REDUCED, held) * wide, Item.ACTIVATIONS))
-            steps.append(Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS))
+                steps.append([Part(role, "reduction buffer", min(REDUCED, held) * wide, Item.ACTIVATIONS)])
+            steps.append([Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS), *alone])
         work[role] = activations(config, shape, role, device, position)
     if not config.video.freeze_tower:
-        found += _trained_tower(config, shapes["actor"].tower, copies)
-        steps.append(Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS))
+        steps.append([Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS)])
     passes = _at_work(config, work)
     if device == "cpu":
-        passes += [Part(part.role, "holes between activations", HOLES * part.size, part.item) for part in passes]
+        between = [(part, holes(config, shapes[part.role], part.role, part.size)) for part in passes]
+        passes += [Part(part.role, "holes between activations", size, part.item) for part, size in between]
+    if shapes["actor"].embedded:
+        size = embeddings(config, shapes["actor"])
+        passes.append(Part("actor", "visual embeddings", size, Item.ACTIVATIONS))
     if zero == 3:
         live = max(min(shape.parameters, LIVE) for shape in shapes.values())
         passes.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))
     # What optimizers read, and a tower's units, come when activations have gone, one after the other.
-    return [*found, *max([passes, *([step] for step in steps)], key=lambda each: sum(part.size for part in each))]
+    return [*found, *max([passes, *steps], key=lambda each: sum(part.size for part in each))]
 
 
 def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
@@ -220,9 +251,18 @@ def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
     return found
 
 
+def _in_its_step(config: Config, role: str, found: list[Part], device: str) -> list[Part]:
+    """What only steps of the role read, where that comes when activations have gone."""
+    if config.actor.optimizer_residency != "step" or device == "cpu":
+        return []
+    mine = {role, "tower"} if role == "actor" else {role}  # a tower that learns is stepped with the actor
+    size = sum(part.size for part in found if part.role in mine and part.item == Item.OPTIMIZER)
+    return [Part(role, "optimizer, in its step", size, Item.ACTIVATIONS)]
+
+
 def _of_gradients(zero: int) -> Item:
     """ZeRO 3 has room for gradients from its start on; under the other stages they begin with a backward."""
-    return Item.OPTIMIZER if zero == 3 else Item.GRADIENTS
+    return Item.PARAMETERS if zero == 3 else Item.GRADIENTS
 
 
 def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
@@ -250,13 +290,17 @@ def _at_work(config: Config, work: Mapping[str, float]) -> list[Part]:
     return [Part(role, "activations", size, Item.ACTIVATIONS) for role, size in work.items() if both or role == busiest]
 
 
-def parameters_on(shape: Shape, role: str, position: int, stages: int) -> int:
-    """Of the model's stage on this device."""
-    if stages == 1:
+def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int:
+    """Of the model's stages on this device."""
+    if config.training.pipeline_parallel_size == 1:
         return shape.parameters
-    part = stage_of(shape, role, position, stages)
-    ends = (shape.embedding if part.first else 0) + (shape.head + shape.hidden if part.last else 0)
-    return sum(shape.layers[i] for i in part.layers) + ends
+    return sum(
+        sum(shape.layers[i] for i in part.layers)
+        + (shape.embedding if part.first else 0)
+        + (shape.hidden if part.last else 0)
+        + (shape.head // part.head[1] if part.head else 0)
+        for part in parts_on(config, shape, role, position)
+    )
 
 
 # Generating ----------------------------------------------------------------------------------------------------------
@@ -265,7 +309,7 @@ def parameters_on(shape: Shape, role: str, position: int, stages: int) -> int:
 def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int]:
     """Parts of an engine on one of its devices, and the tokens that its cache holds."""
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
-    weights = (shape.parameters + shape.tower) * item / width
+    weights = ((shape.parameters + shape.tower) * item - quantized_away(config, shape)) / width
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = cuda.engine_arguments(config.rollout, longest)
     if budget.device == "cpu":
@@ -275,6 +319,8 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     tokens = max(given["max_num_batched_tokens"], longest if shape.tower else 0)
     work = given.get("max_num_seqs", config.rollout.max_num_seqs) * shape.vocabulary * SERVED_BYTES / width
     work += _layer_at_work(shape, tokens, item, width)
+    if shape.embedded:  # in vLLM's encoder cache, and in what the layers that are fed read from
+        work += tokens * (2 * shape.embedded - shape.hidden) * item
     found = [Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS)]
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
@@ -287,6 +333,15 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     ]
     sample = shape.cache.bytes_of(longest, item, width, tokens)
     return found, int(cache * longest // sample)
+
+
+def quantized_away(config: Config, shape: Shape) -> float:
+    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together.
+
+    vLLM leaves embedding and head as they are; a layer's norms, and the scales, are too small to count.
+    """
+    share = {None: 0.0, EXPERTS_ALONE: shape.of_experts}.get(config.rollout.quantization, 1.0)
+    return (ITEM[config.model.dtype] - 1) * share * sum(shape.layers)
 
 
 def _beside_on_cpus(shape: Shape, item: float) -> list[Part]:
@@ -314,47 +369,11 @@ def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device
         return 0.0
     away = sum(part.size for part in parts if part.item in MODELS)
     away += 2 * sum(part.size for part in parts if part.item == Item.ENGINE_WEIGHTS)
+    if config.model.enable_activation_offload and config.training.pipeline_parallel_size == 1:
+        learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
+        away += max(leaves(config, shape, role, device).waiting(Place.HOST) for role, shape in learning.items())
     if config.actor.offload_optimizer:
-        trained = sum(shape.parameters for role, shape in shapes.items() if role != "reference")
-        away += (4 + STATES) * trained / config.slots
+        width = config.training.tensor_model_parallel_size
+        trained = sum(shape.share(width).parameters for role, shape in shapes.items() if role != "reference")
+        away += (4 + STATES) * trained * width / config.slots
     return away
-
-
-# Verdict -------------------------------------------------------------------------------------------------------------
-
-
-def problems(config: Config, memory: Memory) -> list[str]:
-    """One line for each thing that does not fit: what, by how much, its largest parts. `remedies` says what helps."""
-    found = []
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if memory.kv_tokens < longest:
-        key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
-        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room beside the engine's weights"
-        found.append(
-            f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
-            f"data.max_response_length); {key}={getattr(config.rollout, key.split('.')[1])}, "
-            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}"
-        )
-    for phase in memory.phases:
-        total = memory.total(phase)
-        if total > memory.budget.bytes:
-            found.append(_too_much(memory, phase, total))
-    waiting, host = memory.host * config.trainer.n_gpus_per_node, memory.budget.host
-    if host is not None and waiting > host:
-        found.append(
-            f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
-            f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
-            f"actor.zero_stage={config.actor.zero_stage}, actor.offload_optimizer={config.actor.offload_optimizer}"
-        )
-    return found
-
-
-def _too_much(memory: Memory, phase: str, total: float) -> str:
-    inside = sorted(memory.of(phase), key=lambda part: -part.size)
-    largest = ", ".join(f"{part.role}'s {part.what} {part.size / GIB:.2f}" for part in inside[:3])
-    over, limit = total - memory.budget.bytes, memory.budget.bytes
-    where = f"{phase}: " if memory.budget.device == "cuda" else ""
-    return (
-        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. The largest: "
-        f"{largest}."
-    )

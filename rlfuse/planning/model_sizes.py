@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.config.facts import EXPERTS
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.errors import ConfigError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 LATENT = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"})
 """Families that vLLM serves with multi-head latent attention."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -84,10 +84,23 @@ class Shape:
     experts: int = 0
     """In each layer of a mixture, and how many of them a token passes."""
     experts_used: int = 0
+    modules: int = 0
+    """With parameters of their own."""
     tower: int = 0
     """Of a video model's tower and projector."""
     sight: tuple[int, int, int] = (0, 0, 0)
     """The tower's layers, hidden size and intermediate size."""
+    embedded: int = 0
+    """Numbers of a visual token's embedding: hidden features, and as many for each layer that is fed besides."""
+
+    def share(self, width: int) -> Shape:
+        """What each of `width` ranks holds, which share the layers."""
+        if width == 1:
+            return self
+        mine = self.model.share(width)
+        layers = tuple(sum(each.numel() for each in layer.parameters()) for layer in mine.stack)
+        held = self.parameters - sum(self.layers) + sum(layers)
+        return replace(self, parameters=held, layers=layers, heads=self.heads // width, model=mine)
 
     @property
     def of_experts(self) -> float:
@@ -177,6 +190,7 @@ def _tower(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of `Shape`, of a video model. Raises VideoError for one that can't be used, as `rlfuse train` does."""
     import torch
 
+    from rlfuse.video.models.base import embedding_width
     from rlfuse.video.video_model import usable_family
 
     family = usable_family(config)
@@ -184,7 +198,7 @@ def _tower(config: PreTrainedConfig) -> dict[str, Any]:
         return {}
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in family(config).parameters())
-    return {"tower": size, "sight": family.sizes(config)}
+    return {"tower": size, "sight": family.sizes(config), "embedded": embedding_width(config)}
 
 
 def _stack(model: PreTrainedModel) -> Any:
@@ -209,6 +223,7 @@ def _shape_of(traced: MetaModel, value: bool) -> Shape:
     return Shape(
         parameters=sum(each.numel() for each in model.parameters()),
         layers=layers,
+        modules=sum(any(True for _ in each.parameters(recurse=False)) for each in model.modules()),
         embedding=model.get_input_embeddings().weight.numel(),
         head=text.hidden_size * outputs,
         active=1 - (experts * (1 - used / count) / sum(layers) if experts and used and count else 0.0),

@@ -60,6 +60,7 @@ def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
     wide, mine = max(1, stages // each), tokens / (config.slots // stages)
+    chunks = training.virtual_pipeline_model_parallel_size
     mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     micro_batches = max(mini_batches, -(-mine * actor.ppo_epochs // actor.ppo_max_token_len_per_gpu))
     times = 2 * mini_batches if zero < 2 else micro_batches + mini_batches if zero == 2 else 3 * micro_batches
@@ -68,8 +69,8 @@ def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
     return Exchanged(
         ring=around,
         ring_hops=int(times * max(0, nodes // wide - 1)),
-        handed=2 * mine * shape.hidden * item if wide > 1 else 0.0,
-        hand_overs=int(2 * micro_batches) if wide > 1 else 0,
+        handed=2 * chunks * mine * shape.hidden * item if wide > 1 else 0.0,
+        hand_overs=int(2 * chunks * micro_batches) if wide > 1 else 0,
         nodes=nodes,
         nodes_of_a_pipeline=wide,
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
-from rlfuse.planning.activations import stage_of
+from rlfuse.planning.activations import parts_on
 from rlfuse.planning.model_sizes import Shape
 
 
@@ -29,20 +29,25 @@ class SlotPlacement:
 def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
     """One for each slot, in order."""
     width, stages = config.rollout.tensor_model_parallel_size, config.training.pipeline_parallel_size
+    shared = config.training.tensor_model_parallel_size
     encoders = (config.video.encoder_ranks or config.slots) if shapes["actor"].tower else 0
     found = []
     for slot in range(config.slots):
-        engine = f"rollout/{slot // width}" + (f" ({slot % width + 1} of {width})" if width > 1 else "")
-        roles = ", ".join(_held(role, shape, slot % stages, stages) for role, shape in shapes.items())
+        engine, trainer = f"rollout/{slot // width}{_part(slot, width)}", f"trainer/{slot}{_part(slot, shared)}"
+        roles = ", ".join(_held(config, role, shape, slot % stages) for role, shape in shapes.items())
         mine = len(range(slot, encoders, config.slots))
-        found.append(
-            SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"trainer/{slot}: {roles}", mine)
-        )
+        found.append(SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"{trainer}: {roles}", mine))
     return found
 
 
-def _held(role: str, shape: Shape, position: int, stages: int) -> str:
-    if stages == 1:
+def _part(slot: int, width: int) -> str:
+    """Which of the devices that have something together."""
+    return f" ({slot % width + 1} of {width})" if width > 1 else ""
+
+
+def _held(config: Config, role: str, shape: Shape, position: int) -> str:
+    if config.training.pipeline_parallel_size == 1:
         return role
-    layers = stage_of(shape, role, position, stages).layers
-    return f"{role} layers {layers.start}-{layers.stop - 1}" if layers else f"{role} head"
+    held = [part.layers for part in parts_on(config, shape, role, position) if part.layers]
+    layers = " and ".join(f"{each.start}-{each.stop - 1}" for each in held)
+    return f"{role} layers {layers}" if layers else f"{role} head"

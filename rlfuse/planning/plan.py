@@ -28,10 +28,13 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import search_command
+from rlfuse.planning.activation_tiers import words
+from rlfuse.planning.activations import PASS_OF, leaves
 from rlfuse.planning.cluster_file import read_cluster
-from rlfuse.planning.memory import GIB, Budget, Memory, memory_of, problems
+from rlfuse.planning.memory import GIB, Budget, Memory, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.remedies import remedies
+from rlfuse.planning.shortages import problems
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     memory = memory_of(config, shapes, budget, served)
     console = Console(highlight=False)
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
-    for line in not_looked_at(config, budget.device):
+    for line in (*_activations_away(config, shapes, budget.device), *not_looked_at(config, budget.device)):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
@@ -187,6 +190,14 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
+def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
+    """What the largest micro-batches of each trained model have wait off the device, or computed again."""
+    if not config.model.enable_activation_offload:
+        return []
+    learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
+    return [line for role, shape in learning.items() for line in words(leaves(config, shape, role, device), role)]
+
+
 def not_looked_at(config: Config, device: str) -> list[str]:
     """What the plan took for granted, a line each."""
     data, lines = config.data, []
@@ -234,8 +245,9 @@ def _forecast(
         )
         return
     from rlfuse.planning.cluster_file import UNMEASURED
-    from rlfuse.planning.costs import costs_of
+    from rlfuse.planning.costs import costs_of, optimizer_trips
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
+    from rlfuse.planning.step_time import StepTimes
     from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
 
@@ -245,19 +257,23 @@ def _forecast(
     lengths = lengths_of(config, arguments.response_tokens, recording)
     prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
+    times = StepTimes(shapes, lengths, prompt)
     if recording is not None:
         costs = recorded_costs(config, recording, str(arguments.run))
     else:
         hardware = _hardware(config, shapes, memory, arguments)
-        costs = costs_of(config, shapes, hardware, prompt + sum(lengths) / len(lengths), memory.moved)
+        costs = costs_of(config, shapes, hardware, times.context, memory.moved)
     roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
     error = error_of(recording.fit) if recording else max(hardware.errors.values(), default=UNMEASURED)
     speeds = arguments.cluster.speeds(config.trainer.nnodes) if arguments.cluster is not None else ()
-    found = forecast(config, shapes, roomy, lengths, prompt, error, speeds)
+    found = forecast(config, times, roomy, error, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
+    if hardware is not None and memory.moved.optimizers:
+        trip = optimizer_trips(config, shapes, hardware, times.context, memory.moved)
+        console.print(escape(_optimizer_words(config, memory.moved.optimizers, *trip)), soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
         console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
@@ -276,21 +292,31 @@ def _hardware(config: Config, shapes: Mapping[str, Shape], memory: Memory, argum
     return Hardware(flops, flops, flops, bandwidth * 1e9)
 
 
+def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
+    """How long a step's optimizers travel."""
+    residency = config.actor.optimizer_residency
+    told = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
+    if not seconds:
+        return f"{told}; --cluster tells how long it is on its way"
+    way = "go there and back with every update" if residency == "step" else "come to the device"
+    return f"{told} {way}: {seconds:.2f} s a step, {hidden:.2f} beside gradients, {seconds - hidden:.2f} waited for"
+
+
 def time_table(found: Forecast) -> Table:
     """The step's stages under the job's policy, and the step under the others."""
-    result, (mine, *others) = found.result, found.steps
+    seconds, (mine, *others) = found.seconds, found.steps
     table = table_of(f"Forecast of a step, fusion.policy={mine}", "stage", numbers=("seconds",))
-    table.add_row("generation", f"{result.generation_s:.2f}")
-    table.add_row("scoring after it", f"{result.generation_and_scoring_s - result.generation_s:.2f}")
-    table.add_row("training after that", f"{found.training_s:.2f}")
+    table.add_row("generation", f"{seconds.generating:.2f}")
+    table.add_row("scoring after it", f"{seconds.scoring:.2f}")
+    table.add_row("training after that", f"{seconds.training:.2f}")
     table.add_section()
     fastest = min(found.steps.values())
     for policy in (mine, *others):
-        seconds = found.steps[policy]
-        words = "step" if policy == mine else f"step under {policy} ({seconds / found.step_s:.2f} times as long)"
-        table.add_row(words + (", the fastest" if seconds == fastest else ""), f"{seconds:.2f}")
-    if found.schedule is None:
-        table.add_row(f"no schedule takes less ({result.bound_by})", f"{result.oracle_s:.2f}")
+        step = found.steps[policy]
+        words = "step" if policy == mine else f"step under {policy} ({step / found.steps[mine]:.2f} times as long)"
+        table.add_row(words + (", the fastest" if step == fastest else ""), f"{step:.2f}")
+    if found.bound is not None:
+        table.add_row(f"no schedule takes less ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
     return table
 
 

@@ -13,9 +13,10 @@ from math import ceil
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.planning.memory import MIB, Budget, Memory, memory_of, problems
+from rlfuse.planning.memory import MIB, Budget, Memory, memory_of
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import GENERATING, PHASES, TRAINING
+from rlfuse.planning.shortages import problems
 
 Setting = tuple[str, object]
 """A key and the value to give it."""
@@ -85,6 +86,8 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
     if TRAINING in tight:
         if not config.model.enable_gradient_checkpointing:
             yield [("model.enable_gradient_checkpointing", True)]
+        if not config.model.enable_activation_offload:
+            yield [("model.enable_activation_offload", True)]
         tokens = config.actor.ppo_max_token_len_per_gpu
         if fewer := sorted({max(longest, tokens // 2), max(longest, tokens // 4)} - {tokens}, reverse=True):
             yield [("actor.ppo_max_token_len_per_gpu", each) for each in fewer if each < tokens]
@@ -94,6 +97,8 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
         if config.actor.zero_stage < 3:
             yield [("actor.zero_stage", 3)]
         if device == "cuda" and not config.actor.offload_optimizer:
+            if config.actor.optimizer_residency != "step":
+                yield [("actor.optimizer_residency", "step")]
             yield [("actor.offload_optimizer", True)]
     if GENERATING in tight or memory.kv_tokens < longest:
         width = config.rollout.tensor_model_parallel_size

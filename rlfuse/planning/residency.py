@@ -7,9 +7,9 @@ CALLS: a phase of the plan is what the calls of that phase find. Waits for nothi
 One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +: while the phase lasts):
 
                      loading   generating   training     syncing     saving
-    parameters          #                      #            #           #       of actor and critic
+    parameters          #                      #            #           #       of actor and critic, ZeRO 3's gradients
     reference           #                      #            #           #
-    optimizer           #                      #            #           #       masters and moments, ZeRO 3's gradients
+    optimizer           #                      #            #           #       masters and moments
     gradients                                  #
     activations                                +
     engine weights                 #                        #
@@ -17,6 +17,9 @@ One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +
     buckets                                                 +           +       weights on their way
     engine layer                                            +                   the one that it puts together
     residents           #          #           #            #           #       encoder ranks, reward models, contexts
+
+Under actor.optimizer_residency=step an optimizer is there for checkpoints and in its own steps alone, where activations
+have made room (`step_alone`). Under forecast it comes behind the weights, which changes no phase.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "syncing", "saving"
 PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)
@@ -66,12 +70,17 @@ class Call:
     during: Set[Item] = frozenset()
     """On the device only while the call lasts."""
     takes: Set[Item] = frozenset()
+    beside: bool = False
+    """Whether others may be under way meanwhile, but for what takes models away, although it moves something."""
 
 
 CALLS = {
     "start_ranks": Call(LOADING, apart_from=ENGINE, brings=MODELS | {Item.RESIDENTS}),
     "start_engine": Call(apart_from=TRAINED, brings=ENGINE),
     "take_device": Call(apart_from=ENGINE, brings=MODELS),
+    "take_weights": Call(apart_from=ENGINE, brings=MODELS - {Item.OPTIMIZER}),
+    "fetch_optimizer": Call(needs={Item.PARAMETERS}, apart_from=ENGINE, brings={Item.OPTIMIZER}, beside=True),
+    "leave_optimizer": Call(takes={Item.OPTIMIZER}),
     "leave_device": Call(takes=TRAINED),
     "sleep": Call(needs=ENGINE, takes=ENGINE),
     "wake(weights)": Call(brings={Item.ENGINE_WEIGHTS}),
@@ -82,6 +91,13 @@ CALLS = {
         TRAINING, needs={Item.PARAMETERS}, apart_from=ENGINE, brings={Item.GRADIENTS}, during={Item.ACTIVATIONS}
     ),
     "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, apart_from=ENGINE, takes={Item.GRADIENTS}),
+    "step_alone": Call(
+        TRAINING,
+        needs={Item.PARAMETERS},
+        apart_from=ENGINE | {Item.OPTIMIZER},
+        during={Item.ACTIVATIONS},
+        takes={Item.GRADIENTS},
+    ),
     "push": Call(
         SYNC,
         needs={Item.PARAMETERS, Item.ENGINE_WEIGHTS},
@@ -102,6 +118,13 @@ STEP = (
     *("sleep", "take_device", "save", "leave_device", "wake(weights)", "wake(kv_cache)"),
 )
 """A slot from its start over one step to a checkpoint, with everything that may be there in a phase."""
+ALONE = {
+    "take_device": ("take_weights",),
+    "step": ("step_alone",),
+    "save": ("fetch_optimizer", "save", "leave_optimizer"),
+    "load": ("fetch_optimizer", "load", "leave_optimizer"),
+}
+"""What takes the place of calls where optimizers are there for steps alone."""
 
 
 class ResidencyError(RuntimeError):
@@ -141,13 +164,13 @@ class ResidencyReplay:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
         if beside := call.apart_from & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
-        exclusive = call.phase is None or name == "start_ranks"
-        if others := [other for other in self._under_way[slot] if exclusive or CALLS[other].phase is None]:
+        if others := [other for other in self._under_way[slot] if _clash(name, other)]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
         self._under_way[slot].append(name)
-        here |= call.brings | (self._away[slot] if name == "take_device" else set())
-        if call.phase is not None:
-            self.seen[call.phase] |= here | call.during
+        here |= call.brings | (self._away[slot] - {Item.OPTIMIZER} if name.startswith("take") else set())
+        for each in map(CALLS.__getitem__, self._under_way[slot]):
+            if each.phase is not None:
+                self.seen[each.phase] |= here | each.during
 
     def _end(self, name: str, slot: int) -> None:
         self._under_way[slot].remove(name)
@@ -161,15 +184,23 @@ class ResidencyReplay:
         return ResidencyError(f"slot {slot}: {name} {why}. There: {there}; the last call was {self._last[slot]}")
 
 
+def _clash(*names: str) -> bool:
+    """Whether two calls can't be under way at a time."""
+    pair = [CALLS[name] for name in names]
+    if any(call.beside for call in pair):
+        return any(call.takes & MODELS for call in pair)
+    return "start_ranks" in names or any(call.phase is None for call in pair)
+
+
 def _listed(items: Collection[Item]) -> str:
     return ", ".join(item for item in Item if item in items)
 
 
 @functools.cache
-def contents() -> dict[str, frozenset[Item]]:
-    """What may lie on a device in each phase."""
-    ledger = ResidencyReplay(1)
-    for name in STEP:
+def contents(optimizers_alone: bool = False) -> dict[str, frozenset[Item]]:
+    """What may lie on a device in each phase; `optimizers_alone`: each is there in its own steps only."""
+    ledger, instead = ResidencyReplay(1), ALONE if optimizers_alone else {}
+    for name in chain.from_iterable(instead.get(name, (name,)) for name in STEP):
         with ledger.doing(name, 0):
             pass
     return {phase: frozenset(items) for phase, items in ledger.seen.items()}

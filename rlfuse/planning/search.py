@@ -1,12 +1,15 @@
 """The fastest plan that fits: best first by a bound that no schedule beats, simulated where that may still win.
 
 Role: `search` is called by `rlfuse plan --search`. Pure but for simulating and tracing; waits for nothing.
-How: a structure (degrees, ZeRO stage, machines) enters with the bound of its fastest filling, is then replaced by its
-fillings with bounds of their own, and a filling that fits by the step that the simulator takes under the job's policy.
+How: a structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, which takes
+next to no time, gets that bound when it comes first, is then replaced by the first of its fillings with bounds of their
+own, and a filling by those after it (`space.Fillings`) and, if it fits, the step that the simulator takes under the
+job's policy. The most machines enter first.
 The bound is `simulate.bound`, on the same samples, and of every policy; so when a simulated plan comes first, no plan
 that was not looked at is faster. The first plans are then simulated under the other policies. Where time runs out
 before (or Ctrl-C comes), `Found.bound_s` tells what could still be gained; where no plan was found until then, those
-that need the least memory are tried, for as long again at most.
+that need the least memory are tried. `settled` goes on from the best plan to its neighbours.
+Neither takes longer than it is given, but for what it is at when time is out: a memory, or a simulated step.
 Invariants: what does not fit is no plan; memory without activations, which takes no trace, is asked first. The engine's
 cache is the largest that fits: the simulator is some thousandths faster with a smaller one now and then.
 """
@@ -22,18 +25,22 @@ from math import inf
 
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
-from rlfuse.planning.memory import Memory, problems
+from rlfuse.config.schema import Config
+from rlfuse.planning.memory import Memory
 from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.space import POLICY, fillings, structural, structures
-from rlfuse.planning.step_time import Job, Seconds
+from rlfuse.planning.searched_job import Job
+from rlfuse.planning.shortages import problems
+from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, structural, structures
+from rlfuse.planning.step_time import Seconds
 
-SECONDS = 60.0
-"""Of a search, after which the best plan so far is told with what could still be gained."""
+LOOKING = 0.7
+"""Share of a search's time after which the plans that were found are tried under other policies."""
 FIRST = 8
 """Plans that are simulated under every policy."""
 NOTHING = 0.002
 """Share of a step for which no key is worth changing."""
-Progress = Callable[[str], None]
+LATE, SLOWER = "not looked at in time", "can't be as fast"
+Progress, Clock = Callable[[str], None], Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +58,11 @@ class Found:
 
     plans: tuple[Plan, ...]
     bound_s: float
-    """No plan of the space takes less; the first plan's own step where the search came to its end."""
+    """No plan of the space takes less; the first plan's own step where the search came to its end, 0 where time did
+    not even reach for the bounds of all structures."""
     left: int
-    """Structures and fillings that were not looked at when time was out; 0 where the search came to its end."""
+    """Structures and fillings that were not looked at when time or patience was out, as far as they were counted until
+    then; 0 where the search came to its end."""
     structures: int
     simulated: int
     not_fitting: int
@@ -64,81 +73,111 @@ class Found:
 @dataclass(order=True, slots=True)
 class _Entry:
     seconds: float
+    nodes: int
+    """Of equals the fewest machines come first."""
     number: int
-    settings: tuple[Setting, ...] = field(compare=False)
     kind: str = field(compare=False)
-    """`structure`, `filling` or `simulated`."""
+    """`sketch` of a structure, `structure`, `filling` or `simulated`."""
+    structure: tuple[Setting, ...] = field(compare=False)
+    filling: Filling = field(compare=False)
 
 
-def search(job: Job, facts: Facts, seconds: float = SECONDS, tell: Progress = lambda _: None) -> Found:
-    """Look for the fastest plan. `tell` is called with a line of progress now and then."""
-    return _Search(job, tell).run(facts, seconds)
+def search(
+    job: Job,
+    facts: Facts,
+    seconds: float,
+    tell: Progress = lambda _: None,
+    patience: float = inf,
+    clock: Clock = time.monotonic,
+) -> Found:
+    """Look for the fastest plan, for so long at most.
+
+    `tell` is called with a line of progress now and then; `patience`: plans that, one after the other, may gain next to
+    nothing before the search ends; `clock`: whose seconds these are.
+    """
+    return _Search(job, tell, clock).run(facts, seconds, patience)
 
 
 class _Search:
-    def __init__(self, job: Job, tell: Progress):
-        self._job, self._tell = job, tell
-        self._fillings = fillings(job.axes)
+    def __init__(self, job: Job, tell: Progress, clock: Clock):
+        self._job, self._tell, self._clock = job, tell, clock
+        self._fillings = Fillings(job.axes)
         self._heap: list[_Entry] = []
         self._numbers = count()
         self._plans: list[Plan] = []
         self._under_one: dict[tuple[Setting, ...], float] = {}
         """Bounds of plans that were simulated under the job's policy only."""
         self._refused, self._nearest = 0, None
-        self._structures: list[tuple[Setting, ...]] = []
-        self._told = time.monotonic()
+        self._structures: dict[tuple[Setting, ...], float] = {}
+        """How much each needs at the least, as `_missing`."""
+        self._least, self._gained = inf, 0
+        """The best step, and how many plans had been simulated when it was last told apart from the one before."""
+        self._unseen = True
+        """Whether there are structures that time did not reach for."""
+        self._told = self._clock()
 
-    def run(self, facts: Facts, seconds: float) -> Found:
-        until = time.monotonic() + seconds
+    def run(self, facts: Facts, seconds: float, patience: float = inf) -> Found:
+        now = self._clock()
+        looking, until = now + LOOKING * seconds, now + seconds
         try:
-            for settings in structures(self._job.config, facts, self._job.axes, self._job.shapes["actor"]):
-                self._structures.append(settings)
-                self._enter_structure(settings)
-                self._tell_at_times()
-            while self._left() and time.monotonic() < until:
+            self._enter_structures(facts, looking)
+            while self._left() and self._clock() < looking and len(self._plans) < self._gained + patience:
                 self._open_first()
                 self._tell_at_times()
             if self._left() and not self._plans:
-                self._try_the_smallest(time.monotonic() + seconds)
-            self._try_other_policies()
+                self._try_the_smallest(until)
+            self._try_other_policies(until)
         except KeyboardInterrupt:
             if not self._plans:
                 raise
-        bounds = [entry.seconds for entry in self._heap] + list(self._under_one.values())
+        bounds = [entry.seconds for entry in self._heap] + list(self._under_one.values()) + [0.0] * self._unseen
         plans, count = tuple(ranked(self._plans)), len(self._structures)
         return Found(
             plans, min(bounds, default=inf), self._left(), count, len(self._plans), self._refused, self._nearest
         )
 
+    def _enter_structures(self, facts: Facts, until: float) -> None:
+        """All of them; where time is out before, at least one."""
+        for settings in structures(self._job.config, facts, self._job.axes, self._job.shapes["actor"]):
+            if self._heap and self._clock() >= until:
+                return
+            self._structures[settings] = self._enter_structure(settings)
+            self._tell_at_times()
+        self._unseen = False
+
     def _left(self) -> int:
         """Entries that may hide a faster plan; 0 once a plan comes first."""
-        done = not self._heap or self._heap[0].kind == "simulated"
-        return 0 if done else sum(entry.kind != "simulated" for entry in self._heap)
+        done = not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
+        return 0 if done else self._unseen + sum(entry.kind != "simulated" for entry in self._heap)
 
     def _try_the_smallest(self, until: float) -> None:
         """Until one fits: in the order of their memory without activations, with the filling that has the fewest."""
-        lean = [settings + self._fillings[-1] for settings in self._structures]
-        sizes = [memory for _, memory in map(self._job.lean, lean)]
-        for settings, _ in sorted(zip(lean, sizes, strict=True), key=lambda each: _missing(each[1])):
-            self._simulate(settings)
-            if self._plans or time.monotonic() > until:
+        for settings in sorted(self._structures, key=self._structures.__getitem__):
+            self._simulate(settings, self._fillings.smallest)
+            if self._plans or self._clock() > until:
                 return
 
-    def _try_other_policies(self) -> None:
+    def _try_other_policies(self, until: float) -> None:
         """With the first plans of all."""
         for plan in list(ranked(self._plans))[:FIRST]:
-            if self._under_one.pop(plan.settings) < min(each.seconds.step for each in self._plans):
-                self._tell_at_times()
-                self._plans += under_other_policies(self._job, plan)
+            if self._under_one[plan.settings] < min(each.seconds.step for each in self._plans):
+                for policy in self._job.axes[POLICY]:
+                    if policy == dict(plan.settings)[POLICY]:
+                        continue
+                    if self._clock() >= until:
+                        return
+                    self._tell_at_times()
+                    self._plans.append(under(self._job, plan, policy))
+            del self._under_one[plan.settings]
 
     def _tell_at_times(self) -> None:
-        if time.monotonic() > self._told + 1:
+        if self._clock() > self._told + 1:
             self._tell(self._progress())
-            self._told = time.monotonic()
+            self._told = self._clock()
 
     def _progress(self) -> str:
         best = f", the best so far {min(p.seconds.step for p in self._plans):.2f} s" if self._plans else ""
-        least = f"; none can take less than {self._heap[0].seconds:.2f} s" if self._heap else ""
+        least = f"; none can take less than {self._heap[0].seconds:.2f} s" if self._heap and not self._unseen else ""
         looked = f"{len(self._structures)} structures, {len(self._plans)} plans simulated"
         return f"{looked}, {self._refused} don't fit{best}{least}"
 
@@ -147,39 +186,54 @@ class _Search:
         entry = heapq.heappop(self._heap)
         try:
             if entry.kind == "filling":
-                self._simulate(entry.settings, entry.seconds)
-            for filling in self._fillings if entry.kind == "structure" else ():
-                self._enter_filling(entry.settings + filling)
+                fits = self._simulate(entry.structure, entry.filling, entry.seconds)
+                self._enter(entry.structure, self._fillings.after(entry.structure, entry.filling, fits))
+            elif entry.kind == "structure":
+                self._enter(entry.structure, self._fillings.first(entry.structure))
+            elif entry.kind == "sketch":
+                config, memory = self._job.lean(self._settings(entry.structure, FASTEST))
+                self._push(self._job.bound(config, memory, roomy=True), "structure", entry.structure)
         except KeyboardInterrupt:
             heapq.heappush(self._heap, entry)
             raise
 
-    def _simulate(self, settings: tuple[Setting, ...], bound: float = 0.0) -> None:
-        config, memory = self._job.sized(settings)
+    def _simulate(self, structure: tuple[Setting, ...], filling: Filling, bound: float = 0.0) -> bool:
+        """Whether it fits."""
+        config, memory = self._job.sized(self._settings(structure, filling))
         if wrong := problems(config, memory):
             self._refuse(memory, wrong)
-            return
-        settings = self._job.settings_of(config, settings)
-        plan = Plan(settings, memory, self._job.times.simulated(config, memory))
+            return False
+        settings = self._job.settings_of(config, self._settings(structure, filling))
+        plan = Plan(settings, memory, self._job.simulated(config, memory))
         self._plans.append(plan)
+        if plan.seconds.step < (1 - NOTHING) * self._least:
+            self._least, self._gained = plan.seconds.step, len(self._plans)
         self._under_one[settings] = bound
-        self._push(plan.seconds.step, settings, "simulated")
+        self._push(plan.seconds.step, "simulated", structure, filling)
+        return True
 
-    def _enter_structure(self, settings: tuple[Setting, ...]) -> None:
-        """With its fastest filling and a cache as if nothing else were on the device; if its smallest may fit."""
-        config, memory = self._job.lean(settings + self._fillings[-1])
-        if wrong := problems(config, memory):
-            self._refuse(memory, wrong)
-            return
-        config, memory = self._job.lean(settings + self._fillings[0])
-        self._push(self._job.times.bound(config, memory, roomy=True), settings, "structure")
-
-    def _enter_filling(self, settings: tuple[Setting, ...]) -> None:
-        config, memory = self._job.lean(settings)
-        if wrong := problems(config, memory):
-            self._refuse(memory, wrong)
+    def _enter_structure(self, structure: tuple[Setting, ...]) -> float:
+        """With its fastest filling, if its smallest may fit; what that one misses, as `_missing`."""
+        config, least = self._job.lean(self._settings(structure, self._fillings.smallest))
+        if wrong := problems(config, least):
+            self._refuse(least, wrong)
         else:
-            self._push(self._job.times.bound(config, memory), settings, "filling")
+            config = changed(self._job.config, self._settings(structure, FASTEST))
+            self._push(self._job.sketched(config), "sketch", structure)
+        return _missing(least)
+
+    def _enter(self, structure: tuple[Setting, ...], found: Iterable[Filling]) -> None:
+        """Fillings, or those that come after them where they are surely too large."""
+        for filling in found:
+            config, memory = self._job.lean(self._settings(structure, filling))
+            if wrong := problems(config, memory):
+                self._refuse(memory, wrong)
+                self._enter(structure, self._fillings.after(structure, filling, fits=False))
+            else:
+                self._push(self._job.bound(config, memory), "filling", structure, filling)
+
+    def _settings(self, structure: tuple[Setting, ...], filling: Filling) -> tuple[Setting, ...]:
+        return structure + self._fillings.settings(filling)
 
     def _refuse(self, memory: Memory, wrong: Sequence[str]) -> None:
         self._refused += 1
@@ -187,8 +241,9 @@ class _Search:
         if not self._plans and (self._nearest is None or missing < self._nearest[0]):
             self._nearest = missing, tuple(wrong)
 
-    def _push(self, seconds: float, settings: tuple[Setting, ...], kind: str) -> None:
-        heapq.heappush(self._heap, _Entry(seconds, next(self._numbers), settings, kind))
+    def _push(self, seconds: float, kind: str, structure: tuple[Setting, ...], filling: Filling = FASTEST) -> None:
+        nodes = dict(structure)["trainer.nnodes"]
+        heapq.heappush(self._heap, _Entry(seconds, nodes, next(self._numbers), kind, structure, filling))
 
 
 def _missing(memory: Memory) -> float:
@@ -196,15 +251,10 @@ def _missing(memory: Memory) -> float:
     return max(memory.total(phase) for phase in memory.phases) - memory.budget.bytes
 
 
-def under_other_policies(job: Job, plan: Plan) -> list[Plan]:
-    """The same under each of the job's policies but its own."""
-    given, found = dict(plan.settings), []
-    for policy in job.axes[POLICY]:
-        if policy != given[POLICY]:
-            settings = tuple((given | {POLICY: policy}).items())
-            seconds = job.times.simulated(changed(job.config, settings), plan.memory)
-            found.append(Plan(settings, plan.memory, seconds))
-    return found
+def under(job: Job, plan: Plan, policy: str) -> Plan:
+    """The same under another policy."""
+    settings = tuple((dict(plan.settings) | {POLICY: policy}).items())
+    return Plan(settings, plan.memory, job.simulated(changed(job.config, settings), plan.memory))
 
 
 def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
@@ -230,64 +280,111 @@ class Neighbour:
     why_not: str = ""
 
 
-def settled(job: Job, found: Found, facts: Facts) -> tuple[Found, list[Neighbour]]:
+def settled(
+    job: Job, found: Found, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
+) -> tuple[Found, list[Neighbour]]:
     """The plans with the best one's neighbours, and theirs, until none gains more than next to nothing; and the
     neighbours of that plan. Keys stay as the job has them where their change gains next to nothing, or no more than a
     calibration's error leaves open: then faster plans come behind.
+
+    `seconds`: at most, of the `clock`; what was not looked at until then is told so.
     """
-    plans, enough = list(found.plans), 1 - NOTHING
+    neighbours, plans = _Neighbours(job, facts, seconds, clock), list(found.plans)
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
-        around = list(_neighbours(job, best, facts))
-        faster = [each.plan for each in around if each.plan and each.plan.seconds.step < enough * best.seconds.step]
+        faster = neighbours.faster(best)
         if not faster:
             break
         plans += faster
-    if (plain := _nearer_the_job(job, best, facts)) is not best:
-        best, around = plain, list(_neighbours(job, plain, facts))
+    best = neighbours.nearer_the_job(best)
     least = best.seconds.step - _left_open(job, best)
     others = [plan for plan in plans if plan.seconds.step > least and _structure(plan) != _structure(best)]
-    return replace(found, plans=(best, *ranked(others))), around
+    return replace(found, plans=(best, *ranked(others))), neighbours.told(best)
 
 
-def _nearer_the_job(job: Job, best: Plan, facts: Facts) -> Plan:
-    """The plan with as many of the job's own values as cost next to nothing, or nothing that could be told."""
-    most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
-    for key, value in best.settings:
-        given = value_of(job.config, key)
-        if given != value and given in job.axes[key]:
-            tried = _tried(job, tuple((dict(best.settings) | {key: given}).items()), facts)
-            if isinstance(tried, Plan) and tried.seconds.step <= most:
-                best = tried
-    return best
+class _Neighbours:
+    """Plans that differ in few keys: nothing is tried twice, nor, where a bound is enough, simulated."""
+
+    def __init__(self, job: Job, facts: Facts, seconds: float, clock: Clock):
+        self._job, self._facts, self._clock, self._until = job, facts, clock, clock() + seconds
+        self._known = set(check(job.config, facts))
+        self._sized: dict[tuple[Setting, ...], tuple[Config, Memory] | str] = {}
+        self._plans: dict[tuple[Setting, ...], Plan] = {}
+
+    def faster(self, best: Plan) -> list[Plan]:
+        """Those beside the plan that gain more than next to nothing, as far as time allows."""
+        enough = (1 - NOTHING) * best.seconds.step
+        tried = [self._tried(settings, enough) for _, settings in self._beside(best)]
+        return [plan for plan in tried if isinstance(plan, Plan) and plan.seconds.step < enough]
+
+    def told(self, best: Plan) -> list[Neighbour]:
+        """What becomes of each."""
+        tried = [(setting, self._tried(settings)) for setting, settings in self._beside(best)]
+        return [
+            Neighbour(setting, each) if isinstance(each, Plan) else Neighbour(setting, None, each)
+            for setting, each in tried
+        ]
+
+    def nearer_the_job(self, best: Plan) -> Plan:
+        """The plan with as many of the job's own values as cost next to nothing, or nothing that could be told."""
+        job, before = self._job, None
+        most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
+        while best is not before:  # some values can go only when others have gone
+            before = best
+            for key, value in before.settings:
+                given = value_of(job.config, key)
+                if given != value and given in job.axes[key]:
+                    tried = self._tried(_with(best, key, given), most)
+                    if isinstance(tried, Plan) and tried.seconds.step <= most:
+                        best = tried
+        return best
+
+    def _beside(self, best: Plan) -> Iterator[tuple[Setting, tuple[Setting, ...]]]:
+        """For each axis the values beside the plan's."""
+        given = dict(best.settings)
+        for key, values in self._job.axes.items():
+            if key == POLICY:  # each was tried with every plan
+                continue
+            at = values.index(given[key])
+            for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
+                yield (key, value), _with(best, key, value)
+
+    def _tried(self, settings: tuple[Setting, ...], most: float = inf) -> Plan | str:
+        """The plan, or why it can't be, or takes more than `most`."""
+        if settings in self._plans:
+            return self._plans[settings]
+        late = self._clock() >= self._until
+        if settings not in self._sized:
+            if late:
+                return LATE
+            self._sized[settings] = self._with_memory(settings)
+        if isinstance(sized := self._sized[settings], str):
+            return sized
+        if self._job.bound(*sized) > most:
+            return SLOWER
+        if late:
+            return LATE
+        self._plans[settings] = Plan(settings, sized[1], self._job.simulated(*sized))
+        return self._plans[settings]
+
+    def _with_memory(self, settings: tuple[Setting, ...]) -> tuple[Config, Memory] | str:
+        """Its configuration and memory, or why it can't be."""
+        job = self._job
+        if refused := [line for line in check(changed(job.config, settings), self._facts) if line not in self._known]:
+            return refused[0]
+        config, memory = job.with_settings(settings)
+        wrong = problems(config, memory)
+        return wrong[0] if wrong else (config, memory)
+
+
+def _with(plan: Plan, key: str, value: object) -> tuple[Setting, ...]:
+    """The plan's settings but for one."""
+    return tuple((dict(plan.settings) | {key: value}).items())
 
 
 def _left_open(job: Job, plan: Plan) -> float:
     """Seconds of a step by which a calibration was off; 0 where none was made: an allowance tells nothing of plans."""
     return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
-
-
-def _tried(job: Job, settings: tuple[Setting, ...], facts: Facts) -> Plan | str:
-    """The plan, or why it can't be."""
-    known = set(check(job.config, facts))
-    if refused := [line for line in check(changed(job.config, settings), facts) if line not in known]:
-        return refused[0]
-    config, memory = job.with_settings(settings)
-    if wrong := problems(config, memory):
-        return wrong[0]
-    return Plan(settings, memory, job.times.simulated(config, memory))
-
-
-def _neighbours(job: Job, best: Plan, facts: Facts) -> Iterator[Neighbour]:
-    """For each axis the values beside the best plan's, simulated, or why they can't be."""
-    given = dict(best.settings)
-    for key, values in job.axes.items():
-        if key == POLICY:  # each was tried with every plan
-            continue
-        at = values.index(given[key])
-        for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
-            tried = _tried(job, tuple((given | {key: value}).items()), facts)
-            yield Neighbour((key, value), *((tried,) if isinstance(tried, Plan) else (None, tried)))
 
 
 def surely_slower(plan: Plan, other: Plan, errors: Mapping[str, float]) -> bool:

@@ -7,6 +7,7 @@ data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fit
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -28,19 +29,24 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import hypothetical
-from rlfuse.planning.cluster_file import Cluster, read_cluster
-from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.cluster_file import UNMEASURED, Cluster, read_cluster
+from rlfuse.planning.forecast import Forecast, forecast, lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
 from rlfuse.planning.planned_job import completed, differing, write_job
+from rlfuse.planning.presets import PRESETS
 from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import NOTHING, SECONDS, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.search import NOTHING, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.searched_job import Job
 from rlfuse.planning.space import POLICY, axes_of
-from rlfuse.planning.step_time import Job, Seconds
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
+SECONDS, PATIENCE = 60.0, 64
+"""All in all, where --seconds does not say; less where so many plans one after the other gain next to nothing."""
+LOOKING, SETTLING = 0.5, 0.9
+"""Shares of them after which the best plan so far is taken, and its neighbours; the rest is for policies."""
 SHOWN = 8
 """Plans in the table."""
 
@@ -57,16 +63,21 @@ def main(argv: Sequence[str]) -> None:
     load_policy(config.fusion.policy)
     if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
         raise ConfigError(wrong)
-    job, facts = _job(config, cluster, arguments)
+    (job, facts), began = _job(config, cluster, arguments), time.monotonic()
+    given_s, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
+    seconds = given_s / 2 if arguments.hypothetical else given_s
     with console.status("") as status:
-        found = search(job, facts, arguments.seconds, lambda line: status.update(escape(line)))
+        found = search(job, facts, LOOKING * seconds, lambda line: status.update(escape(line)), patience)
     if not found.plans:
-        _nothing_fits(found, arguments, console)
+        _nothing_fits(found, LOOKING * seconds, console)
     else:
-        _show(job, given, found, facts, arguments, console)
+        around: list[Neighbour] = []
+        with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # what was found is shown
+            found, around = settled(job, found, facts, began + SETTLING * seconds - time.monotonic())
+        _show(job, given, found, around, arguments, console)
     if arguments.hypothetical:
         with console.status("what can't be run yet"):
-            beyond = search(_beyond(job), facts, arguments.seconds)
+            beyond = search(_beyond(job), facts, began + given_s - time.monotonic(), patience=patience)
         _show_hypothetical(_beyond(job), beyond, console)
     if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
@@ -83,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
     parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
     parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
-    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="N", help="to search; default: %(default)g")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help=f"all in all; default: {SECONDS:g}, or what is enough"
+    )
     parser.add_argument("--hypothetical", action="store_true", help="also what this project can't run yet, apart")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: half the limit")
@@ -179,18 +192,18 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
 
 def _beyond(job: Job) -> Job:
     """The job with axes that can't be run yet."""
-    more = hypothetical.axes(job.config, job.shapes["actor"], job.cluster.devices_per_node)
+    more = hypothetical.axes(job.config, job.shapes["actor"])
     return replace(job, config=hypothetical.hypothetical(job.config), axes={**job.axes, **more})
 
 
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _nothing_fits(found: Found, arguments: argparse.Namespace, console: Console) -> None:
+def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
     """Of all plans, or of those that were looked at in time."""
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
     if found.left:
-        looked = f"none of {found.not_fitting} combinations that were looked at in {arguments.seconds:g} s"
+        looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"
         console.print(f"[bold red]no plan was found that fits[/]: {looked}; {found.left} were not.", soft_wrap=True)
         console.print("--seconds searches longer. The nearest:")
     else:
@@ -201,12 +214,17 @@ def _nothing_fits(found: Found, arguments: argparse.Namespace, console: Console)
 
 
 def _show(
-    job: Job, given: DictConfig, found: Found, facts: Facts, arguments: argparse.Namespace, console: Console
+    job: Job,
+    given: DictConfig,
+    found: Found,
+    around: Sequence[Neighbour],
+    arguments: argparse.Namespace,
+    console: Console,
 ) -> None:
-    with console.status("neighbours of the best plan, and it under each policy"):
-        found, around = settled(job, found, facts)
-        best, errors = found.plans[0], job.hardware.errors
-        policies = _policies(job, best)
+    best, errors = found.plans[0], job.hardware.errors
+    with console.status("the best plan under each policy"):
+        steps = _forecast(job, best).steps
+    policies = {policy: steps[policy] for policy in job.axes[POLICY]}
     console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies))
     config, memory = job.with_settings(best.settings)
     console.print(memory_table(config, job.shapes, memory))
@@ -251,10 +269,16 @@ def name_of(job: Job, plan: Plan) -> str:
     degrees = {
         "TP": config.rollout.tensor_model_parallel_size,
         "PP": training.pipeline_parallel_size,
+        "trainTP": training.tensor_model_parallel_size,
         "SP": training.ulysses_sequence_parallel_size,
     }
     words = [f"{nodes}x{each}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
-    words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer)
+    if (chunks := training.virtual_pipeline_model_parallel_size) > 1:
+        words.append(f"{training.pipeline_placement}{chunks}")
+    words += ["vocab"] if training.vocabulary_parallel else []
+    alone = config.actor.optimizer_residency == "step"
+    words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
+    words += [config.rollout.quantization] if config.rollout.quantization else []
     return " ".join([*words, *hypothetical.words(config)])
 
 
@@ -269,7 +293,9 @@ def _plans_table(job: Job, found: Found) -> Table:
         table.add_row(
             ("= " if same else "  ") + name_of(job, plan),
             f"{config.actor.ppo_max_token_len_per_gpu}",
-            "yes" if config.model.enable_gradient_checkpointing else "no",
+            {(True, True): "yes, off", (True, False): "yes", (False, True): "off"}.get(
+                (config.model.enable_gradient_checkpointing, config.model.enable_activation_offload), "no"
+            ),
             f"{config.rollout.max_num_seqs}",
             f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
             *(f"{each:.1f}" for each in seconds.kinds.values()),
@@ -278,10 +304,12 @@ def _plans_table(job: Job, found: Found) -> Table:
         )
     table.caption_justify = "left"
     table.caption = (
-        "nodes x devices; TP: of an engine, PP: stages, SP: Ulysses, where above 1; +off: optimizer in host memory; "
-        "tokens of a micro-batch; again: activations recomputed; seqs: rollout.max_num_seqs; GiB: of the fullest "
-        "phase; =: equal to the first, as far as the errors of generating, scoring and training tell; the job's own "
-        "values come first where a calibration's error leaves open which is faster"
+        "nodes x devices; TP: of an engine, PP: stages, SP: Ulysses, where above 1; v, interleaved: stages of a "
+        "device; vocab: they share the head; +off: optimizer in host memory, +step: but in its steps; tokens of a "
+        "micro-batch; again: activations recomputed, off: those of long micro-batches away; seqs: "
+        "rollout.max_num_seqs; GiB: of the fullest phase; =: equal to the first, as far as the errors of generating, "
+        "scoring and training tell; the job's own values come first where a calibration's error leaves open which is "
+        "faster"
     )
     return table
 
@@ -316,25 +344,27 @@ def _why(best: Plan, each: Neighbour) -> str:
     return f"{more:+.1f} s" + (f": {told}" if told else "")
 
 
-def _policies(job: Job, best: Plan) -> dict[str, Seconds]:
+def _forecast(job: Job, best: Plan) -> Forecast:
+    """What `rlfuse plan` tells of the best plan's job file."""
     config = changed(job.config, best.settings)
-    return {policy: job.times.simulated(config, best.memory, policy, tuned=True) for policy in job.axes[POLICY]}
+    error = max(job.hardware.errors.values(), default=UNMEASURED)
+    return forecast(config, job.times, job.costs(config, best.memory), error, job.speeds(config))
 
 
-def _chosen(policies: Mapping[str, Seconds], given: str) -> str:
+def _chosen(policies: Mapping[str, float], given: str) -> str:
     """The fastest; the job's own where it is as fast but for next to nothing."""
-    fastest = min(policies, key=lambda name: policies[name].step)
-    enough = policies[fastest].step * (1 + NOTHING)
-    return given if given in policies and policies[given].step <= enough else fastest
+    fastest = min(policies, key=policies.__getitem__)
+    enough = policies[fastest] * (1 + NOTHING)
+    return given if given in policies and policies[given] <= enough else fastest
 
 
-def _policies_table(policies: Mapping[str, Seconds]) -> Table:
+def _policies_table(policies: Mapping[str, float]) -> Table:
     table = table_of(
         "The best plan under each policy, thresholds as a run tunes them", "fusion.policy", numbers=("step",)
     )
-    fastest = min(policies, key=lambda name: policies[name].step)
+    fastest = min(policies, key=policies.__getitem__)
     for name, seconds in policies.items():
-        table.add_row(name + (" (fastest)" if name == fastest else ""), f"{seconds.step:.2f}")
+        table.add_row(name + (" (fastest)" if name == fastest else ""), f"{seconds:.2f}")
     return table
 
 
@@ -343,9 +373,11 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
     more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
     if found.left:
-        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {more}"
+        gain = more if found.bound_s else "of structures that time did not reach for nothing is known"
+        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {gain}"
     lengths, cluster = job.lengths, job.cluster
     unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
+    preset = [f"{cluster.preset}: {PRESETS[cluster.preset].source}; never run"] if cluster.preset else []
     return [
         f"{looked}; {more}",
         f"memory: {cluster.memory_margin:.0%} of each device are left free (memory_margin)"
@@ -355,4 +387,5 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
+        *preset,
     ]

@@ -6,26 +6,44 @@ Invariant: a candidate passes every check of the configuration that the job as g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
-from rlfuse.config.checks import check, value_of
+from rlfuse.config.checks import Check, check, checks, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.partition import share_with_logits
+from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning import hypothetical
+from rlfuse.planning.activations import layer_costs, leaves
 from rlfuse.planning.cluster_file import Cluster
+from rlfuse.planning.combinations import Refusal, combinations
 from rlfuse.planning.model_sizes import Shape
-from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.remedies import Setting
 
+OFFLOAD, RESIDENCY = "actor.offload_optimizer", "actor.optimizer_residency"
+AGAIN, TOKENS = "model.enable_gradient_checkpointing", "actor.ppo_max_token_len_per_gpu"
+SEQUENCES = "rollout.max_num_seqs"
+CHUNKS, PLACEMENT = "training.virtual_pipeline_model_parallel_size", "training.pipeline_placement"
+VOCABULARY = "training.vocabulary_parallel"
 STRUCTURE = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "rollout.tensor_model_parallel_size",
     "training.pipeline_parallel_size",
+    CHUNKS,
+    PLACEMENT,
+    VOCABULARY,
+    "training.tensor_model_parallel_size",
     "training.ulysses_sequence_parallel_size",
     "actor.zero_stage",
-    "actor.offload_optimizer",
+    OFFLOAD,
+    RESIDENCY,
+    "model.enable_activation_offload",
+    "rollout.quantization",
 )
 POLICY = "fusion.policy"
 """The only axis that memory does not depend on: every plan is simulated under all of them."""
@@ -34,6 +52,8 @@ FEW_NODES = 8
 """Up to here every number of nodes is tried, above it powers of two and all."""
 
 Axes = Mapping[str, tuple[object, ...]]
+Filling = tuple[int, int, int]
+FASTEST: Filling = (0, 0, 0)
 
 
 def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str] = ()) -> dict[str, tuple]:
@@ -44,25 +64,72 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         "trainer.n_gpus_per_node": (each,) if nodes > 1 else tuple(sorted({*_powers(each), each})),
         "rollout.tensor_model_parallel_size": _powers(min(each, shape.heads)),
         "training.pipeline_parallel_size": _powers(min(cluster.devices, len(shape.layers), 16)),
-        "training.ulysses_sequence_parallel_size": _powers(min(cluster.devices, 16)),
+        CHUNKS: _with(config.training.virtual_pipeline_model_parallel_size, (1, 2)),
+        PLACEMENT: ("v", "interleaved"),
+        VOCABULARY: (False, True) if _wide(config, shape) else (config.training.vocabulary_parallel,),
+        "training.tensor_model_parallel_size": _shared(shape, min(each, shape.heads)),
+        "training.ulysses_sequence_parallel_size": _cuts(config, min(cluster.devices, 16), TOKENS in keep),
         "actor.zero_stage": (0, 1, 2, 3),
-        "actor.offload_optimizer": (False, True) if gpu else (False,),
-        "model.enable_gradient_checkpointing": (False, True),
-        "actor.ppo_max_token_len_per_gpu": _tokens(config),
-        "rollout.max_num_seqs": _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
-        CACHE[cluster.device]: (0.9, 0.8, 0.7, 0.6, 0.5, 0.4) if gpu else (4096, 2048, 1024, 512, 256),
+        OFFLOAD: (False, True) if gpu else (False,),
+        RESIDENCY: ("forecast", "step") if gpu else ("training",),  # with the weights is never sooner, nor takes less
+        "model.enable_activation_offload": (False, True) if _too_long(config, shape, cluster.device) else (False,),
+        "rollout.quantization": tuple(dict.fromkeys((None, config.rollout.quantization))),
+        AGAIN: (False, True),
+        TOKENS: _tokens(config),
+        SEQUENCES: _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
+        CACHE[cluster.device]: _caches(config, gpu),
         POLICY: tuple(dict.fromkeys((config.fusion.policy, *POLICIES))),
     }
     return {key: (value_of(config, key),) if key in keep else values for key, values in axes.items()}
 
 
-def _with(given: int, values: tuple[int, ...]) -> tuple[int, ...]:
+def _too_long(config: Config, shape: Shape, device: str) -> bool:
+    """Whether the longest samples' layers leave more than may stay on a device, however they are cut and packed."""
+    one = replace(config.actor, ppo_max_token_len_per_gpu=1, ppo_micro_batch_size_per_gpu=1)
+    training = replace(config.training, pipeline_parallel_size=1, ulysses_sequence_parallel_size=1)
+    model = replace(config.model, enable_activation_offload=True, enable_gradient_checkpointing=False)
+    longest = replace(config, actor=one, training=training, model=model)
+    return set(leaves(longest, shape, "actor", device).places.layers) != {Place.DEVICE}
+
+
+def _wide(config: Config, shape: Shape) -> bool:
+    """Whether the head takes a layer's time or more."""
+    layers, _, head = layer_costs(shape, share_with_logits(config.data))
+    return head >= max(layers)
+
+
+def _with(given: float, values: tuple[float, ...]) -> tuple[float, ...]:
     """And what the job has."""
     return tuple(sorted({given, *values}))
 
 
+def _caches(config: Config, gpu: bool) -> tuple[float, ...]:
+    """The largest first. Where the device is the host, pages that were never written cost time at first: a job whose
+    small cache is as fast keeps it.
+    """
+    given, values = (
+        (config.rollout.gpu_memory_utilization, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+        if gpu
+        else (config.rollout.kv_cache_memory_mb, (256, 512, 1024, 2048, 4096))
+    )
+    return _with(given, values)[::-1]
+
+
 def _powers(most: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(most.bit_length()))
+
+
+def _shared(shape: Shape, most: int) -> tuple[int, ...]:
+    """Degrees at which ranks can share the model's layers."""
+    return tuple(width for width in _powers(most) if width == 1 or _cuttable(shape, width))
+
+
+def _cuttable(shape: Shape, width: int) -> bool:
+    try:
+        shape.share(width)
+    except EngineError:
+        return False
+    return True
 
 
 def _tokens(config: Config) -> tuple[int, ...]:
@@ -72,36 +139,93 @@ def _tokens(config: Config) -> tuple[int, ...]:
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
 
 
+def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
+    """Ulysses degrees up to that at which slices of the longest sample are within every token budget: cut further, they
+    take as much memory, and exchange more. Two at least: ranks that cut rows share what one might be handed alone."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    least = config.actor.ppo_max_token_len_per_gpu if one_budget else min(_tokens(config))
+    return _powers(min(most, max(2, 1 << (-(-longest // least) - 1).bit_length())))
+
+
 def structural(key: str) -> bool:
     """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
     return key in STRUCTURE or key.startswith(hypothetical.GROUP)
 
 
 def structures(config: Config, facts: Facts, axes: Axes, shape: Shape) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do."""
-    known, keys = set(check(config, facts)), [key for key in axes if structural(key)]
-    for values in product(*(axes[key] for key in keys)):
-        settings = tuple(zip(keys, values, strict=True))
-        there = changed(config, settings)
-        if _divide(there) and not any(hypothetical.problems(there, shape)) and not set(check(there, facts)) - known:
-            yield settings
+    """Settings of the axes that have to go together, and do; those on the most machines first."""
+    known = set(check(config, facts))
+    refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
+    refusals.append(lambda there: any(hypothetical.problems(there, shape)))
+    refusals += [partial(_placed_for_nothing, config), _away_anyway]
+    values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if structural(key)}
+    for settings in combinations(config, values, refusals):
+        yield tuple(settings.items())
 
 
-def _divide(config: Config) -> bool:
-    """Whether degrees go into the devices; the checks know more, and take longer."""
-    training, slots = config.training, config.slots
-    cut = training.pipeline_parallel_size * training.ulysses_sequence_parallel_size
-    return slots % cut == 0 and config.trainer.n_gpus_per_node % config.rollout.tensor_model_parallel_size == 0
+def _unlike(known: Collection[str], find: Check, facts: Facts, there: Config) -> bool:
+    """Whether a check finds something else than it does of the job."""
+    return any(line not in known for line in find(there, facts))
 
 
-def fillings(axes: Axes) -> list[tuple[Setting, ...]]:
-    """Settings of the other axes, the fastest first, were there room for it; but the size of the engine's cache.
+def _placed_for_nothing(config: Config, there: Config) -> bool:
+    """Whether devices hold several stages, or shares of a head, without a pipeline, or their one stage is placed
+    otherwise than the job's."""
+    training = there.training
+    if training.pipeline_parallel_size == 1 and training.vocabulary_parallel:
+        return True
+    if training.virtual_pipeline_model_parallel_size != 1:
+        return training.pipeline_parallel_size == 1
+    return training.pipeline_placement != config.training.pipeline_placement
 
-    That follows from the memory that is left: the largest that fits.
+
+def _away_anyway(there: Config) -> bool:
+    """Whether an optimizer that never comes to the device is to come for its steps."""
+    return there.actor.offload_optimizer and there.actor.optimizer_residency == "step"
+
+
+class Fillings:
+    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left.
+
+    A filling is known by its place in each axis, the fastest first, were there room for it.
     """
-    fastest = {
-        "model.enable_gradient_checkpointing": axes["model.enable_gradient_checkpointing"],
-        "actor.ppo_max_token_len_per_gpu": axes["actor.ppo_max_token_len_per_gpu"][::-1],
-        "rollout.max_num_seqs": axes["rollout.max_num_seqs"][::-1],
-    }
-    return [tuple(zip(fastest, values, strict=True)) for values in product(*fastest.values())]
+
+    def __init__(self, axes: Axes):
+        self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}
+        again, tokens, sequences = (len(values) - 1 for values in self._axes.values())
+        self.smallest: Filling = (again, tokens, sequences)
+
+    def settings(self, filling: Filling) -> tuple[Setting, ...]:
+        return tuple((key, values[at]) for (key, values), at in zip(self._axes.items(), filling, strict=True))
+
+    def first(self, structure: Iterable[Setting]) -> list[Filling]:
+        """Those that no other comes before."""
+        return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
+
+    def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:
+        """Those that come next, none of which is faster by the bound.
+
+        What trainer ranks do is the same for fewer sequences, which may take less memory, and now and then less time.
+        With as many sequences, what computes activations again, or has smaller micro-batches where all are `_in_order`,
+        takes longer in training and scoring and is the same in everything else: where the filling fits, none of these
+        needs to be looked at.
+        """
+        again, tokens, sequences = filling
+        if sequences < self.smallest[2]:
+            yield again, tokens, sequences + 1
+        if fits or sequences:
+            return
+        if again < self.smallest[0]:
+            yield again + 1, tokens, 0
+        if not again and tokens < self.smallest[1] and _in_order(structure):
+            yield 0, tokens + 1, 0
+
+
+def _in_order(structure: Iterable[Setting]) -> bool:
+    """Whether larger micro-batches are no slower: each begins anew, gathers weights and cuts long sequences for itself.
+
+    But stages wait less for each other where there are more of them, and of larger ones more activations may be late
+    on their way to the host and back.
+    """
+    given = dict(structure)
+    return given["training.pipeline_parallel_size"] == 1 and not given.get("model.enable_activation_offload")

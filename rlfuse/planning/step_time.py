@@ -1,41 +1,31 @@
-"""How long a step of a plan takes, and what it takes at the least: on a few of its engines, as all are alike.
+"""How long a step takes, and what it takes at the least: on a few of its engines, as all are alike.
 
-Role: `search` asks for the bound of many plans and the simulated step of few. Pure but for simulating and tracing.
+Role: `forecast` tells one configuration's step by it, `search` asks for the bound of many plans and the simulated step
+of few. Pure but for simulating.
 Invariants: bound and simulation are of the same samples on the same engines; a pipeline's training is the schedule
-that a run would start with; equal steps are simulated once.
+that a run would start with, whichever configuration was asked for before; equal steps are simulated once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.layout import pipelines_of
+from rlfuse.engines.pipeline.partition import share_with_logits, stage_costs
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.baselines import serial_1f1b
-from rlfuse.planning import hypothetical
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import (
-    engine_speeds,
-    of_slowest,
-    planned,
-    stage_shares,
-    with_idle_stages,
-    without_schedule,
-)
-from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.memory import Memory, problems
+from rlfuse.fusion.schedules.operations import Kind, Operation
+from rlfuse.fusion.schedules.planning import Planner, planner_of
+from rlfuse.planning.activations import head_share, layer_costs, stage_parts
 from rlfuse.planning.model_sizes import Shape
-from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.space import CACHE, POLICY, Axes
-from rlfuse.planning.tracing import Work
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.recorded import workload_of
+from rlfuse.simulate.recorded import micro_batches, workload_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.tuning import tune
@@ -45,6 +35,8 @@ MOST_ENGINES, MOST_SAMPLES = 8, 384
 """That are simulated of a plan's, at the same number of samples for each, where that is possible."""
 FEW_PROMPTS, NEAR = 16, 0.02
 """That are simulated at least, as few are shorter or longer than all; by which share samples for each may be off."""
+AMPLE = 1 << 40
+"""Tokens, of a cache that is never full."""
 NOTHING_TO_TRAIN = 1e15
 """Tokens per second, where training is a schedule of its own."""
 
@@ -69,169 +61,216 @@ class Seconds:
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
 
 
-@dataclass(frozen=True)
-class Job:
-    """What plans are looked for."""
-
-    config: Config
-    shapes: Mapping[str, Shape]
-    served: Mapping[str, Shape]
-    cluster: Cluster
-    hardware: Hardware
-    lengths: tuple[int, ...]
-    prompt_tokens: int
-    axes: Axes
-    _lean: dict[str, Shape] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_lean", _without_passes(self.shapes))
-
-    @functools.cached_property
-    def times(self) -> StepTimes:
-        """What was simulated is not simulated again."""
-        return StepTimes(self)
-
-    def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """With the largest cache that fits, and memory without activations: no plan needs less."""
-        return self._sized(settings, self._lean)
-
-    def sized(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """With the largest cache that fits, and all of its memory."""
-        return self._sized(settings, self.shapes)
-
-    def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """As the settings say, and all of its memory."""
-        config = changed(self.config, settings)
-        return config, self._memory(config, self.shapes)
-
-    def _sized(self, settings: Iterable[Setting], shapes: Mapping[str, Shape]) -> tuple[Config, Memory]:
-        key, found = CACHE[self.cluster.device], []
-        for size in self.axes[key]:
-            config = changed(self.config, (*settings, (key, size)))
-            found.append((config, self._memory(config, shapes)))
-            if not problems(*found[-1]):
-                return found[-1]
-        return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))
-
-    def _memory(self, config: Config, shapes: Mapping[str, Shape]) -> Memory:
-        return hypothetical.memory(
-            config, shapes, self.cluster.budget(config.trainer.nnodes), self.served, self.hardware
-        )
-
-    def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-        """With those of cache and policy."""
-        return *settings, *((key, value_of(config, key)) for key in (CACHE[self.cluster.device], POLICY))
-
-
-def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Models whose passes leave nothing."""
-
-    @functools.cache
-    def lean(shape: Shape) -> Shape:
-        nothing = Work(0, (0,) * len(shape.layers), 0, 0)
-        return replace(shape, model=SimpleNamespace(model=shape.model.model, work=lambda *_: nothing))
-
-    return {role: lean(shape) for role, shape in shapes.items()}
-
-
 class StepTimes:
-    """Of the plans of one job."""
+    """Of one job's steps, with these response lengths, whatever else is configured and however fast it is."""
 
-    def __init__(self, job: Job):
-        self._job = job
+    def __init__(self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int):
+        self._shapes, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
+        self._longest, self._mean = int(self._given.max()), float(self._given.mean())
         self._simulated: dict[tuple, Seconds] = {}
+        self._tuned: dict[tuple[Workload, str], Settings] = {}
         self._schedules: dict[tuple, float] = {}
         """How many times as long as without bubbles."""
         self._bounds: dict[Workload, float] = {}
-        self._context = job.prompt_tokens + sum(job.lengths) / len(job.lengths)
 
-    def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
-        """No schedule takes less. `roomy`: whatever the engine's cache, and micro-batches in number."""
-        workload, training = self._workload(config, memory, roomy, schedule=False)
+    @property
+    def context(self) -> float:
+        """Tokens of a sample with its prompt, in the mean."""
+        return self._prompt_tokens + self._mean
+
+    def bound(self, config: Config, costs: Costs, speeds: Sequence[float] = (), roomy: bool = False) -> float:
+        """No schedule takes less, whatever the engine's cache. `roomy`: and however many micro-batches there are."""
+        costs = replace(costs, kv_tokens=AMPLE)
+        workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
         if workload not in self._bounds:
             self._bounds[workload] = lower_bound(workload).seconds
         return self._bounds[workload] + training
 
-    def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
-        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on, where simulating is quick."""
+    def sketched(self, config: Config, costs: Costs, speeds: Sequence[float] = ()) -> float:
+        """A lower bound at a glance: of `bound` that part which all slots' passes and training take."""
+        engines, lengths = self._some(config)
+        few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
+        scoring, training = few.scoring, few.training
+        token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
+        if config.training.pipeline_parallel_size > 1:
+            training_s = self._pipeline_s(config, of_slowest(costs, speeds), schedule=False, roomy=True)
+        else:
+            token_s += training.epochs * len(training.models) / training.tokens_per_s
+        tokens = sum(lengths) + len(lengths) * self._prompt_tokens
+        return tokens * token_s / (sum(some_of(engine_speeds(config, speeds), engines)) or engines) + training_s
+
+    def simulated(
+        self, config: Config, costs: Costs, speeds: Sequence[float] = (), policy: str | None = None, tuned: bool = False
+    ) -> Seconds:
+        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on. `speeds`: as `workload`."""
         policy = policy or config.fusion.policy
-        workload, training = self._workload(config, memory)
+        workload, training = self.workload(config, costs, speeds)
         key = (workload, training, policy, tuned)
         if key not in self._simulated:
-            settings = tune(workload, policy) if tuned and workload.samples <= MOST_SAMPLES else None
-            result = simulate(workload, policy, settings).result
-            scored = result.generation_and_scoring_s
-            self._simulated[key] = Seconds(
-                result.generation_s, scored - result.generation_s, result.step_s - scored + training
-            )
+            settings = self.tuned(workload, policy) if tuned else Settings()
+            self._simulated[key] = seconds_of(workload, training, policy, settings)
         return self._simulated[key]
 
-    def _workload(
-        self, config: Config, memory: Memory, roomy: bool = False, schedule: bool = True
+    def tuned(self, workload: Workload, policy: str) -> Settings:
+        """The policy's, as a run of such steps tunes them, where simulating is quick."""
+        if workload.samples > MOST_SAMPLES:
+            return Settings()
+        if (workload, policy) not in self._tuned:
+            self._tuned[workload, policy] = tune(workload, policy)
+        return self._tuned[workload, policy]
+
+    def workload(
+        self,
+        config: Config,
+        costs: Costs,
+        speeds: Sequence[float] = (),
+        roomy: bool = False,
+        schedule: bool = True,
     ) -> tuple[Workload, float]:
-        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least."""
-        job = self._job
-        costs = hypothetical.costs(config, job.shapes, job.hardware, self._context, memory.moved)
-        if not roomy:
-            costs = with_idle_stages(hypothetical.as_one(config), costs, job.lengths, job.prompt_tokens)
-        ample = config.rollout.max_num_seqs * (job.prompt_tokens + max(job.lengths))
-        tokens = ample if roomy else max(1, min(memory.kv_tokens, ample))
-        workload = self._some_engines(config, replace(costs, kv_tokens=tokens))
+        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least.
+
+        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for.
+        """
+        ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
+        tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
+        some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
+        workload = self._some_engines(config, some, speeds)
         training = 0.0
         if config.training.pipeline_parallel_size > 1:
-            training = self._pipeline_s(config, workload, costs, schedule, roomy)
+            training = self._pipeline_s(config, of_slowest(costs, speeds), schedule, roomy)
             free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
             workload = replace(workload, training=free)
         return workload, training
 
-    def _pipeline_s(self, config: Config, workload: Workload, costs: Costs, schedule: bool, roomy: bool) -> float:
+    def _pipeline_s(self, config: Config, costs: Costs, schedule: bool, roomy: bool) -> float:
         """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
 
         `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes. One model whose
-        backward is whole has 1F1B: its fullest stage works all the time but while the first and last micro-batch are
-        in the others.
+        backward is whole has 1F1B, where a device holds one stage: its fullest works all the time but while the first
+        and last micro-batch are in the others. Where it holds several, it waits at least until the first forward has
+        come to the first of them, and is done with the last backward that much before the end.
         """
-        job, stages = self._job, config.training.pipeline_parallel_size
-        tensor = hypothetical.of(config).tensor_parallel_size
-        group = of_slowest(costs, job.cluster.speeds(config.trainer.nnodes))
-        group = replace(group, train_tokens_per_s=group.train_tokens_per_s * tensor)
-        planner, counts, forward = planned(
-            hypothetical.as_one(config), job.shapes, group, job.lengths, job.prompt_tokens
-        )
+        stages, chunks = config.training.pipeline_parallel_size, config.training.virtual_pipeline_model_parallel_size
+        counts, forward = self.mini_batch(config, costs)
         seconds = 3 * forward * sum(counts.values()) / stages
-        alone = len(counts) == 1 and not config.training.split_backward
+        whole = len(counts) == 1 and not config.training.split_backward
+        alone = whole and chunks == 1
+        shared = head_share(config, self._shapes["actor"])
         if schedule:
-            key = (stages, config.fusion.training, tuple(counts.items()))
+            key = (config.fusion.training, *astuple(config.training), *counts.items(), share_with_logits(config.data))
             if key not in self._schedules:
-                took = serial_1f1b(planner.problem(counts)) if alone else planner.plan(counts).seconds
-                self._schedules[key] = took / seconds
+                planner = self.planner(config, counts, 1.0)
+                took = serial_1f1b(planner.problem(counts)) if alone and not shared else planner.plan(counts).seconds
+                self._schedules[key] = took / (3 * sum(counts.values()) / stages)
             seconds *= self._schedules[key]
         elif alone and not roomy:
-            fullest = max(stage_shares(job.shapes["actor"], stages))
-            seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1)
-        steps, models = workload.training.mini_batches * workload.training.epochs, len(workload.training.models)
-        return steps * (seconds + models * costs.optimizer_s)
+            fullest = max(stage_shares(config, self._shapes["actor"]))
+            seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1 - (stages - 1) * shared)
+        elif whole and not roomy:
+            shares, pipelines = stage_shares(config, self._shapes["actor"]), pipelines_of(config, "actor")
+            held = [pipelines.stages_on(position) for position in range(stages)]
+            busy = [counts["actor"] * sum(shares[i] for i in mine) + sum(shares[: min(mine)]) for mine in held]
+            seconds = 3 * forward * max(each - min(mine) * shared for each, mine in zip(busy, held, strict=True))
+        steps = mini_batches_of(config) * config.actor.ppo_epochs
+        return steps * (seconds + len(counts) * costs.optimizer_s)
 
-    def _some_engines(self, config: Config, costs: Costs) -> Workload:
+    def mini_batch(self, config: Config, costs: Costs) -> tuple[dict[str, int], float]:
+        """Micro-batches of each model in a pipeline, and the seconds of one's forward pass through all stages."""
+        rate = costs.train_tokens_per_s / config.rollout.tensor_model_parallel_size
+        prompts = config.actor.ppo_mini_batch_size
+        count = micro_batches(config, prompts, self.context)
+        tokens = prompts * config.rollout.n * self.context / (config.slots // config.training.pipeline_parallel_size)
+        models = ("actor", "critic") if config.uses_critic else ("actor",)
+        return dict.fromkeys(models, count), tokens / count / rate / 3
+
+    def planner(self, config: Config, counts: Mapping[str, int], forward: float) -> Planner:
+        """That knows each operation's duration."""
+        planner = planner_of(config)
+        kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if planner.split else {"F": 1, "B": 2}
+        for role in counts:
+            head = head_share(config, self._shapes[role], role)
+            for stage, share in enumerate(stage_shares(config, self._shapes[role], role)):
+                own = share - (head if stage < planner.stages else 0.0)
+                for kind, times in kinds.items():
+                    planner.learn(Operation(role, 0, stage, 0, kind), forward * times * own)
+                if head:
+                    planner.learn(Operation(role, 0, stage, 0, "H"), 3 * forward * head)
+        return planner
+
+    def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[float]) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
-        width, rows = config.rollout.tensor_model_parallel_size, config.rollout.n
-        batch, mini_batch = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-        mini_batches = -(-batch // mini_batch)
-        engines, prompts = cut(config.slots // width, mini_batch, mini_batches, rows)
-        lengths = self._lengths(rows, prompts * mini_batches)
-        workload = without_schedule(workload_of(config, costs, engines, lengths, self._job.prompt_tokens))
-        some = some_of(engine_speeds(config, self._job.cluster.speeds(config.trainer.nnodes)), engines)
-        return replace(workload, training=replace(workload.training, mini_batches=mini_batches), slot_speed=some)
+        engines, lengths = self._some(config)
+        workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
+        scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
+        training = replace(workload.training, bubbles=None, mini_batches=mini_batches_of(config))
+        some = some_of(engine_speeds(config, speeds), engines)
+        return replace(workload, scoring=scoring, training=training, slot_speed=some)
+
+    def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
+        """How many engines, and the lengths of their samples."""
+        all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
+        mini_batches = mini_batches_of(config)
+        engines, prompts = cut(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
+        return engines, self._lengths(rows, prompts * mini_batches)
 
     @functools.cache  # noqa: B019, as long as the search
     def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
-        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many."""
-        groups = np.array(self._job.lengths).reshape(-1, group)
+        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many.
+
+        All stay in their order.
+        """
+        groups = self._given.reshape(-1, group)
+        if prompts == len(groups):
+            return tuple(self._given.tolist())
         spread = np.linspace(len(groups) - 1, 0, prompts).round().astype(int)
         some = groups[np.argsort(groups.max(axis=1), kind="stable")[spread]]
         return tuple(np.random.default_rng(1).permutation(some).ravel().tolist())
 
 
+def mini_batches_of(config: Config) -> int:
+    """Of a step."""
+    return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+
+
+def seconds_of(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
+    """Simulated; `training_s`: of training beside what is simulated."""
+    result = simulate(workload, policy, settings).result
+    scored = result.generation_and_scoring_s
+    return Seconds(result.generation_s, scored - result.generation_s, result.step_s - scored + training_s)
+
+
+def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
+    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch.
+
+    `context`: as of `StepTimes`.
+    """
+    if (stages := config.training.pipeline_parallel_size) == 1:
+        return costs
+    count = micro_batches(config, config.data.train_batch_size, context)
+    return replace(costs, score_tokens_per_s=costs.score_tokens_per_s * count / (count + stages - 1))
+
+
+def engine_speeds(config: Config, nodes: Sequence[float]) -> tuple[float, ...]:
+    """Of each engine, by its slowest device; empty where `nodes` has no speeds, as all are alike."""
+    width = config.rollout.tensor_model_parallel_size
+    devices = [speed for speed in nodes for _ in range(config.trainer.n_gpus_per_node)]
+    return tuple(min(devices[at : at + width]) for at in range(0, len(devices), width))
+
+
+def of_slowest(costs: Costs, nodes: Sequence[float]) -> Costs:
+    """Of pipelines, which wait for each other in every mini-batch."""
+    return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * min(nodes, default=1.0))
+
+
+def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[float]:
+    """Of a forward pass, of each stage."""
+    found = stage_parts(config, shape, role)
+    sizes, sharers = [len(part.layers) for part in found], sum(part.head is not None for part in found)
+    costs = stage_costs(sizes, *layer_costs(shape, share_with_logits(config.data)), sharers)
+    return [cost / sum(costs) for cost in costs]
+
+
+@functools.cache
 def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
     """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
 

@@ -15,7 +15,8 @@ from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
-from rlfuse.planning.activations import micro_batch_tokens
+from rlfuse.engines.pipeline.partition import share_with_logits
+from rlfuse.planning.activations import layer_costs, micro_batch_tokens
 from rlfuse.planning.memory import GIB, Memory
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.placing import placements
@@ -56,8 +57,23 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
     rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
     table.caption = f"beside them: the driver and {rewards} reward processes"
+    if config.training.pipeline_parallel_size > 1:
+        table.caption += f"; {stages_told(config, shapes['actor'])}"
     table.caption_justify = "left"
     return table
+
+
+def stages_told(config: Config, shape: Shape) -> str:
+    """By what layers are shared out over stages."""
+    share = share_with_logits(config.data)
+    layers, _, head = layer_costs(shape, share)
+    if config.training.vocabulary_parallel:
+        return "stages of as many layers, which share the actor's head"
+    worth = head * len(layers) / sum(layers)
+    return (
+        f"stages of equal cost: the actor's head counts as {worth:.1f} layers, as {share:.0%} of positions have "
+        "logits; from a checkpoint on as measured, where that is 5 % sooner done"
+    )
 
 
 def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:

@@ -11,6 +11,7 @@ of one kind two are run, and the last of the stack; the others leave what the se
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from rlfuse.engines.trainer.attention import Segment, attends_by_layout
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs
+from rlfuse.engines.trainer.tensor_parallel import OnPaper, cut
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Row
 
@@ -43,7 +45,9 @@ _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
 """What objectives read of a row."""
-_FOUND: dict[tuple[type, str], dict[tuple, Work]] = {}
+HEAP = 32 << 20
+"""Blocks of fewer bytes lie in the heap of a CPU host's rank (`rank_group.HOST_MEMORY`), larger ones are mapped."""
+_FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}
 """What equal models were found to need: one process may plan several jobs of a model."""
 
 
@@ -61,6 +65,12 @@ class Texts:
     shared: bool = False
     """Whether equal prompts are there once."""
 
+    @property
+    def prompts(self) -> int:
+        """Tokens of all prompts that are there."""
+        found = [prompt for prompt, _ in self.lengths]
+        return found[0] if self.shared else sum(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -74,6 +84,8 @@ class Work:
     """When the loss is known: all that the backward pass needs."""
     peak: int
     """At the most, at any time of forward and backward pass."""
+    small: int
+    """Likewise, of blocks below HEAP alone."""
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -82,15 +94,27 @@ def _settings(model: PreTrainedModel) -> str:
 
 
 class MetaModel:
-    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers."""
+    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers.
 
-    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList):
+    `width`: ranks that share them, of which this is the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, width: int = 1):
         self.model, self.stack = model, stack
+        self._shares: dict[int, MetaModel] = {width: self}
         self.packs = attends_by_layout(model) or "position_ids" in model.forward.__annotations__
-        self._found = _FOUND.setdefault((type(model), _settings(model)), {})
+        self._found = _FOUND.setdefault((type(model), _settings(model), width), {})
         for parameter in model.parameters():
             if parameter.requires_grad:  # as DeepSpeed, which adds it to a sum
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+
+    def share(self, width: int) -> MetaModel:
+        """What each of `width` ranks holds of it. EngineError where they can't share its layers."""
+        if width not in self._shares:
+            whole = next(name for name, module in self.model.named_modules() if module is self.stack)
+            model = cut(copy.deepcopy(self.model), OnPaper(width))
+            self._shares[width] = MetaModel(model, model.get_submodule(whole), width)
+        return self._shares[width]
 
     def work(self, config: Config, role: str, texts: Texts, device: str) -> Work:
         """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass.
@@ -128,7 +152,7 @@ class MetaModel:
             stack.ends(held)
             if learns:
                 kept[0].backward()
-        return Work(stack.starts[0], tuple(stack.added), held, live.peak)
+        return Work(stack.starts[0], tuple(stack.added), held, live.peak, live.small_peak)
 
     def _batch(self, config: Config, texts: Texts, device: str) -> Batch:
         packed = config.model.use_remove_padding and self.packs
@@ -148,7 +172,7 @@ class _Live(TorchDispatchMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.small = self.small_peak = 0
         self._known = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -166,13 +190,17 @@ class _Live(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._known:
             self._known.add(key)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
+            self._count(storage.nbytes())
+            self.peak, self.small_peak = max(self.peak, self.now), max(self.small_peak, self.small)
             weakref.finalize(storage, self._gone, key, storage.nbytes())
 
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.now -= size
+        self._count(size, -1)
+
+    def _count(self, size: int, sign: int = 1) -> None:
+        self.now += sign * size
+        self.small += sign * size * (size < HEAP)
 
 
 @contextmanager
@@ -258,18 +286,19 @@ class _Kernels(TorchFunctionMode):
 
 
 class _Again(torch.autograd.Function):
-    """A layer that leaves so many bytes."""
+    """A layer that leaves so many bytes, and so many in small blocks."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(hidden.new_empty(size, dtype=torch.uint8))
+    def forward(ctx, hidden: Tensor, large: int, small: int) -> Tensor:
+        pieces = [large, *[HEAP // 2] * (small // (HEAP // 2)), small % (HEAP // 2)]
+        ctx.save_for_backward(*[hidden.new_empty(size, dtype=torch.uint8) for size in pieces])
         return torch.empty_like(hidden)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.saved_tensors  # noqa: B018, freed from here on
-        return torch.empty_like(gradient), None
+        return torch.empty_like(gradient), None, None
 
 
 class _Stack:
@@ -278,6 +307,7 @@ class _Stack:
     def __init__(self, layers: nn.ModuleList, live: _Live, kernels: _Kernels):
         self._layers, self._live, self._kernels, self._recording = layers, live, kernels, True
         self.starts: list[int] = []
+        self._small: list[int] = []
         self.added: list[int] = []
         self._like = _models([_kind(layer) for layer in layers])
         self._tuples: dict[int, int] = {}
@@ -299,20 +329,25 @@ class _Stack:
         self.added = [b - a for a, b in pairwise(self.starts)]
         self.added.append(self.added[-1] if self.added else held - self.starts[0])
 
+    def _added(self, starts: list[int], layer: int) -> int:
+        return starts[layer + 1] - starts[layer] if torch.is_grad_enabled() else 0
+
     def _wrapped(self, number: int, forward: Callable) -> Callable:
         like = self._like[number]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recording:
                 self.starts.append(self._live.now)
+                self._small.append(self._live.small)
             if like == number:
                 with self._kernels:  # here, because a recomputation leaves such modes
                     result = forward(*args, **kwargs)
                 self._tuples[number] = len(result) if isinstance(result, tuple) else 0
                 return result
             hidden = args[0] if args else kwargs["hidden_states"]
-            left = self.starts[like + 1] - self.starts[like] if torch.is_grad_enabled() else 0
-            result = _Again.apply(hidden, left)
+            left, small = (self._added(each, like) for each in (self.starts, self._small))
+            small = max(0, min(small, left))
+            result = _Again.apply(hidden, left - small, small)
             return (result, *[None] * (self._tuples[like] - 1)) if self._tuples[like] else result
 
         return run

@@ -139,7 +139,7 @@ def _examined(run: RunFolder) -> tuple[RunSlowdown | None, list[Answer]]:
 def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int, Alert]]:
     """What the run told, or would have."""
     rollout, data = run.config["rollout"], run.config["fusion"]["data"]
-    drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0))
+    drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0), rollout.get("quantization"))
     bound = bound_in_steps(run.config["model"]["dtype"], *drawn)
     alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), rollout.get("n", 1), bound)
     return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rlfuse.config.changes import unfolded
 from rlfuse.observe.idle import CAUSES
 from rlfuse.report.charts import COLOURS
 from rlfuse.report.gather import Gathered
@@ -176,7 +177,7 @@ def _settings(run: Gathered) -> dict[str, str]:
     told: dict[str, str] = {}
     before: dict[str, str] = {}
     for start, config in phases:
-        now = {key: _value(value) for key, value in _flat(config).items()}
+        now = {key: _value(value) for key, value in unfolded(config).items()}
         for key, value in now.items():
             if key not in told:
                 told[key] = value
@@ -184,13 +185,6 @@ def _settings(run: Gathered) -> dict[str, str]:
                 told[key] += f", from step {start} on {value}"
         before = now
     return told
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return found
 
 
 def _value(value: Any) -> str:

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -96,9 +97,7 @@ def application(
     """
     loaded = load_function(function, kwargs)
     restore_child_signals()
-    source = pack(loaded)
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPool(workers, initializer=_begin, initargs=(source, memory_mb), context=context)
+    processes = _Processes(pack(loaded), workers, memory_mb)
     state = {"under way": 0}
 
     async def score(request: web.Request) -> web.Response:
@@ -107,7 +106,7 @@ def application(
         state["under way"] += 1
         try:
             items = _items(await request.json())
-            return _answer(await _outcomes(pool, source, items, timeout_s))
+            return _answer(await processes.outcomes(items, timeout_s))
         except web.HTTPRequestEntityTooLarge:
             return _refusal(413, f"the request has more than {MOST_BYTES >> 20} MiB; send fewer samples")
         except (PayloadError, ValueError) as error:  # ValueError: no JSON
@@ -119,8 +118,7 @@ def application(
         return web.json_response({"function": loaded.name, "shape": loaded.shape})
 
     async def stop(_: web.Application) -> None:
-        pool.stop()
-        await asyncio.to_thread(pool.join, 10)
+        await asyncio.to_thread(_end, processes.pool)
 
     app = web.Application(client_max_size=MOST_BYTES)
     app.add_routes([web.post("/{path:.*}", score), web.get("/{path:.*}", show)])
@@ -152,17 +150,49 @@ def _items(payload: Any) -> list[Item]:
     return items
 
 
-async def _outcomes(pool: ProcessPool, source: Source, items: list[Item], timeout_s: float) -> list[Outcome]:
-    """Score the samples in a worker process."""
-    try:
-        return await asyncio.wrap_future(pool.schedule(_score, (items, timeout_s), timeout=timeout_s))
-    except TimeoutError:
-        failure = timed_out(source.name, timeout_s)
-    except ProcessExpired as error:
-        failure = RewardFailure(source.name, f"the process of {source.name} ended (exit code {error.exitcode})")
-    except (RuntimeError, BrokenProcessPool) as error:  # the function could not be loaded again: its file was changed
-        failure = RewardFailure(source.name, f"{source.name} can't be run any more ({headline(error)}): start again")
-    return [failure] * len(items)
+class _Processes:
+    """The processes that run the function.
+
+    A process that ends while the pool knows of no task that it runs, idle or before the pool has read that it took
+    one, is to pebble one that can't start, and the pool is closed for good: then another is begun, and asked once.
+    """
+
+    def __init__(self, source: Source, workers: int, memory_mb: int | None):
+        self.source = source
+        self._start = partial(
+            ProcessPool,
+            workers,
+            initializer=_begin,
+            initargs=(source, memory_mb),
+            context=multiprocessing.get_context("spawn"),
+        )
+        self.pool = self._start()
+
+    async def outcomes(self, items: list[Item], timeout_s: float) -> list[Outcome]:
+        """Score the samples in a process."""
+        name = self.source.name
+        for last in (False, True):
+            pool = self.pool
+            try:
+                return await asyncio.wrap_future(pool.schedule(_score, (items, timeout_s), timeout=timeout_s))
+            except TimeoutError:
+                failure = timed_out(name, timeout_s)
+                break
+            except ProcessExpired as error:
+                failure = RewardFailure(name, f"the process of {name} ended (exit code {error.exitcode})")
+                break
+            except (RuntimeError, BrokenProcessPool) as error:
+                if pool is self.pool:  # the first of several requests that were under way in it
+                    self.pool = self._start()
+                    await asyncio.to_thread(_end, pool)
+                if last:  # the function could not be loaded again: its file was changed
+                    failure = RewardFailure(name, f"{name} can't be run ({headline(error)}); was its file changed?")
+        return [failure] * len(items)
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join(10)
 
 
 def _answer(outcomes: list[Outcome]) -> web.Response:

@@ -1,6 +1,6 @@
-"""Rewards on a plain table of samples, with no cluster: how they are written, composed and tried in a notebook.
+"""Rewards with no cluster: how they are written, composed and tried in a notebook.
 
-Role: called by notebooks and tests, in their process and without a time limit. It uses the same loading, calling and
+Role: called by notebooks, in their process and without a time limit. It uses the same loading, calling and
 composing as a run, so what it shows is what a run would train on; only running normalisation, which needs a run's
 earlier steps, is left out.
 """
@@ -14,26 +14,9 @@ from rlfuse.config.rewards import Given
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.combine import Outcomes, compose, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
-from rlfuse.rewards.api.items import Item, item_of_row
+from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.samples import Reward, RewardFailure
-
-
-def score_table(
-    functions: Given | RewardFunction | Sequence[Given | RewardFunction],
-    rows: Sequence[dict[str, Any]],
-    weights: Sequence[float] = (),
-    model_path: str | None = None,
-) -> list[dict[str, Any]]:
-    """The rows with `reward`, its parts as `{fn}` and `{fn}/{extra}`, `gate`, `note`, `failure` and `traceback` added.
-
-    `functions`, `weights` and `model_path` are as in the configuration; a function may also be given itself. A row has
-    `prompt` (string or messages) and `response`, and whatever else the functions ask for. `reward` is None where
-    `failure` is not.
-    """
-    items = [item_of_row(row, number) for number, row in enumerate(rows)]
-    rewards = score_items(functions, items, weights, model_path)
-    return [{**row, **as_columns(reward)} for row, reward in zip(rows, rewards, strict=True)]
 
 
 def score_items(
@@ -43,8 +26,9 @@ def score_items(
     model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Reward | RewardFailure]:
-    """One result for each item, in order; the other arguments are as of `score_table`.
+    """One result for each item, in order.
 
+    `functions`, `weights` and `model_path` are as in the configuration; a function may also be given itself.
     `trust_remote_code`: run modelling code that ships with the model.
     """
     several = functions if isinstance(functions, list | tuple) else [functions]
@@ -63,7 +47,7 @@ def score_items(
     return [compose(entries, item.data_source, outcomes) for item, outcomes in zip(items, known, strict=True)]
 
 
-def as_columns(reward: Reward | RewardFailure, prefix: str = "") -> dict[str, Any]:
+def as_columns(reward: Reward | RewardFailure, prefix: str) -> dict[str, Any]:
     """A result as columns of a table, those of its parts with `prefix` in front."""
     if isinstance(reward, RewardFailure):
         failure = f"{reward.function}: {reward.message}"

@@ -25,8 +25,7 @@ from typing import Any
 import yaml
 
 from rlfuse.config.changes import Change, Effect, differences
-from rlfuse.config.own_functions import absolute, with_functions_at
-from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.own_functions import absolute, replaced, with_functions_at, with_models_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError, UserError
@@ -125,14 +124,15 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
         return config
 
     def called(name: str) -> Config:
-        return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, experiment_name=name))
+        return replaced(config, {"trainer.experiment_name": name})
 
     project = called("-").run_folder.parent
     if config.trainer.resume_mode == "auto":
         wanted = _resolved(with_local_paths(config))
         for folder, before in _newest_first(project):
             if all(change.effect is Effect.BESIDE for change in differences(before, wanted)):
-                if _runs_elsewhere(folder) or (_has_rows(folder) and not _goes_on(folder)):
+                can_go_on = _finished(folder) or checkpoints.complete(folder) or not _has_rows(folder)
+                if not can_go_on or _runs_elsewhere(folder):
                     break
                 return called(folder.name)
     estimator = config.algorithm.adv_estimator
@@ -199,10 +199,6 @@ def _finished(folder: Path) -> bool:
     return state.state == "finished" if state else (folder / "summary.json").exists()
 
 
-def _goes_on(folder: Path) -> bool:
-    return _finished(folder) or bool(checkpoints.complete(folder))
-
-
 def _has_rows(folder: Path) -> bool:
     rows = folder / "metrics.jsonl"
     return rows.exists() and rows.stat().st_size > 0
@@ -237,18 +233,7 @@ def with_local_paths(config: Config) -> Config:
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
-    config = with_functions_at(config, absolute)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=local(config.model.path)),
-        critic=dataclasses.replace(config.critic, path=local(config.critic.path)),
-        ref=dataclasses.replace(config.ref, path=local(config.ref.path)),
-        reward=dataclasses.replace(
-            config.reward,
-            model_path=local(config.reward.model_path),
-            functions=with_judges_at(config.reward.functions, local),
-        ),
-    )
+    return with_models_at(with_functions_at(config, absolute), local)
 
 
 def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[Change], unnamed: bool) -> None:

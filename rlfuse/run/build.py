@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,23 +37,12 @@ from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
-from rlfuse.run.health import looked_after
-from rlfuse.run.inference import (
-    VideoParts,
-    clip_reader,
-    reward_pool,
-    rollout_handles,
-    start_engine,
-    starting_costs,
-    video_model_of,
-    video_parts,
-    with_served_models,
-    with_transfer,
-)
-from rlfuse.run.job import Job
+from rlfuse.run import inference
+from rlfuse.run.inference import VideoParts
+from rlfuse.run.job import Job, looked_after
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import Start, start_parts
+from rlfuse.run.starting import Start, end_all, start_parts, within
 from rlfuse.run.wiring import Loaded, updates, wired
 from rlfuse.samples import Prompt
 from rlfuse.step.controller import Controller
@@ -79,9 +67,9 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
     with mistakes.noted():
         OwnMetrics(config, print)  # executes their files, which the run's log then finds executed
     with mistakes.noted():
-        reward = reward_pool(config)
+        reward = inference.reward_pool(config)
     with mistakes.noted(), part("data", quiet="console" not in trainer.logger):
-        video_model = video_model_of(config)
+        video_model = inference.video_model_of(config)
         if problems := [*untrainable(config), *unserved(config)]:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model)
@@ -92,7 +80,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
     log = job.begin(total)
     log.say(report)
     loaded = Loaded(
-        config=config if video_model is None else with_served_models(config, job.folder),
+        config=config if video_model is None else inference.with_served_models(config, job.folder),
         tokenizer=tokenizer,
         reward=reward,
         prompts=prompts,
@@ -109,9 +97,9 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
     with log.part("Ray"):
         slots = await placement.start(loaded.config, again=job.restart is not None, without=job.without)
     log.say(slots.told)
-    config = with_transfer(loaded.config, slots.device)
-    rollouts = rollout_handles(config, slots, log.journal.recorder, log.say)
-    video = video_parts(config, loaded.video_model, slots, log.say) if loaded.video_model else None
+    config = inference.with_transfer(loaded.config, slots.device)
+    rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
+    video = inference.video_parts(config, loaded.video_model, slots, log.say) if loaded.video_model else None
     health = looked_after(config, slots, log)
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
@@ -123,12 +111,9 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
                 start_parts(
                     slots.device,
                     trainer=_trainer_start(config, slots, updates(job, loaded.total_steps), video, log),
-                    engines=[
-                        _told(log, f"engine {i + 1} of {len(rollouts)}", start_engine, handle, config, slots, i)
-                        for i, handle in enumerate(rollouts)
-                    ],
-                    towers=[_told(log, "encoder ranks", video.clips.start)] if video else [],
-                    rewards=[_told(log, "rewards", loaded.reward.start, slots)],
+                    engines=inference.engine_starts(rollouts, config, slots, log.part),
+                    towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
+                    rewards=[within(log.part("rewards"), loaded.reward.start, slots)],
                 ),
                 occupants,
             )
@@ -145,7 +130,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             job,
             log,
             engines=Engines(rollouts, loaded.reward, started.trainer, weights, video.clips if video else NoClips()),
-            costs=starting_costs(config, started.engine_facts, slots),
+            costs=inference.starting_costs(config, started.engine_facts, slots),
             facts=started.trainer_facts,
             health=health,
         )
@@ -154,7 +139,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
     finally:
         health.close()
         encoders = [video.clips.close()] if video else []
-        await _quietly([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
+        await end_all([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
 
 
 def _trainer_start(
@@ -163,9 +148,9 @@ def _trainer_start(
     """Of whole models on every rank, or of stages of them."""
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
-        return _told(log, name, PipelineTrainer.start, config, slots, optimizer_steps, slots.cores)
+        return within(log.part(name), PipelineTrainer.start, config, slots, optimizer_steps, slots.cores)
     tower = video.towers if video else None
-    return _told(log, name, TrainerGroup.start, config, slots, optimizer_steps, slots.cores, tower)
+    return within(log.part(name), TrainerGroup.start, config, slots, optimizer_steps, slots.cores, tower)
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:
@@ -175,21 +160,11 @@ def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None,
     return TowerPush(trainer, video.clips.encoder, log.folder)
 
 
-def _told(log: RunLog, name: str, start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
-    """`start` with these arguments; the person sees that it is under way, and how long it took."""
-
-    async def started() -> Any:
-        with log.part(name):
-            return await start(*arguments)
-
-    return started
-
-
 def _load_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, model: VideoModel | None
 ) -> tuple[PromptSource, list[Prompt], str]:
     data = config.data
-    clips = clip_reader(config, tokenizer, model)
+    clips = inference.clip_reader(config, tokenizer, model)
     rows, report = load_prompts(list(data.train_files), tokenizer, data, clips)
     lines = [str(report)]
     held_out: list[Prompt] = []
@@ -197,8 +172,3 @@ def _load_data(
         held_out, report = load_prompts(list(data.val_files), tokenizer, data, clips)
         lines.append(str(report))
     return PromptSource(rows, data.train_batch_size, data.shuffle, data.seed), held_out, "\n".join(lines)
-
-
-async def _quietly(ends: Sequence[Awaitable[Any]]) -> None:
-    """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
-    await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)

@@ -1,13 +1,12 @@
 """What a job answers with: engines, rewards and clips, made from its configuration.
 
-Role: `rlfuse.run.build` has them beside its trainer, `rlfuse.evaluation` without one. Nothing is started here but by
-`start_engine`, which waits for one engine.
+Role: `rlfuse.run.build` has them beside its trainer, `rlfuse.evaluation` without one. Nothing is started here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import ray
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.cluster import cuda, placement
+from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
@@ -28,6 +28,7 @@ from rlfuse.errors import ConfigError, VideoError
 from rlfuse.events import Recorder
 from rlfuse.fusion.costs import Costs
 from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.starting import Start, within
 from rlfuse.simulate.learning import CALL_S
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
@@ -38,12 +39,15 @@ from rlfuse.video.step_clips import StepClips
 from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
 
+IMAGES = ".images"
+"""Where they are kept that rows bring as bytes: beside all runs."""
+
 
 def with_transfer(config: Config, device: str) -> Config:
     """With the one way that weights take in this run, for both ends of it."""
     stages = config.training.pipeline_parallel_size
     transfer = resolve_transfer(config.rollout.weight_transfer, device, stages)
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, weight_transfer=transfer))
+    return replaced(config, {"rollout.weight_transfer": transfer})
 
 
 def rollout_handles(
@@ -74,12 +78,20 @@ def rollout_handles(
     ]
 
 
-async def start_engine(handle: RolloutHandle, config: Config, slots: placement.Slots, index: int) -> dict[str, Any]:
-    """The engine with this number stands when this returns; its facts, as `RolloutHandle.start` returns them."""
+def engine_starts(
+    handles: Sequence[RolloutHandle],
+    config: Config,
+    slots: placement.Slots,
+    part: Callable[[str], AbstractContextManager[None]],
+) -> list[Start]:
+    """What starts each engine, as a `part` of the job; it returns the facts of `RolloutHandle.start`."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    core = slots.cores[index] if slots.cores else None
-    speculation = config.fusion.tail_speculation
-    return await handle.start(config.model, config.rollout, longest, slots.device, speculation, core)
+    cores = slots.cores or [None] * len(handles)
+    what = (config.model, config.rollout, longest, slots.device, config.fusion.tail_speculation)
+    return [
+        within(part(f"engine {number} of {len(handles)}"), handle.start, *what, core)
+        for number, (handle, core) in enumerate(zip(handles, cores, strict=False), 1)
+    ]
 
 
 def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: placement.Slots) -> Costs:
@@ -105,12 +117,7 @@ def _link_speed(config: Config, device: str) -> float:
 
 def reward_pool(config: Config) -> RewardPool:
     """The job's rewards; none of their processes runs yet."""
-    return RewardPool.of(
-        config.reward,
-        config.model.trust_remote_code,
-        engine_timeout_s=config.cluster.timeout_s,
-        prompt_key=config.data.prompt_key,
-    )
+    return RewardPool(config.reward, config.model.trust_remote_code, config.cluster.timeout_s, config.data.prompt_key)
 
 
 def video_model_of(config: Config) -> VideoModel | None:
@@ -123,30 +130,27 @@ def video_model_of(config: Config) -> VideoModel | None:
     if model is None and not config.video.freeze_tower:
         raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
     if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":
-        why = f"{config.model.path} has times in its positions, and all tokens of a clip in one piece"
+        why = f"vLLM writes clips of {config.model.path} into the prompt itself, as the model's own processor does"
         raise ConfigError([f"video.timestamps=seed_vl: {why}; set it to family"])
     return model
 
 
 def clip_reader(config: Config, tokenizer: PreTrainedTokenizerBase, model: VideoModel | None) -> ClipReader | None:
     """What plans the clips of rows; None for a model of text."""
-    workers = config.video.decode_workers * config.slots
-    return model and ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers)
+    if model is None:
+        return None
+    workers, images = config.video.decode_workers * config.slots, Path(config.trainer.default_local_dir) / IMAGES
+    return ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers, images.absolute())
 
 
 def with_served_models(config: Config, folder: Path) -> Config:
     """Paths of what engines and trainers load of video models: where it stands alone, the text part."""
 
-    def served(path: str | None, name: str) -> str | None:
-        whole = VideoModel.at(path) if path else None
-        return whole.served(folder / "text_parts" / name) if whole else path
-
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=served(config.model.path, "model")),
-        critic=dataclasses.replace(config.critic, path=served(config.critic.path, "critic")),
-        ref=dataclasses.replace(config.ref, path=served(config.ref.path, "ref")),
-    )
+    for group in ("model", "critic", "ref"):
+        path = getattr(config, group).path
+        if path and (whole := VideoModel.at(path)):
+            config = replaced(config, {f"{group}.path": whole.served(folder / "text_parts" / group)})
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +184,5 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         placement.worker_environment(slots.device) if cpu else {},
         [node.id for node in slots.nodes],
     )
-    return VideoParts(TowerSettings(settings, pool), StepClips(encoder, video.max_failure_rate, say))
+    clips = StepClips(encoder, video.max_failure_rate, say, video.encode_ahead)
+    return VideoParts(TowerSettings(settings, pool), clips)

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlfuse.config.changes import Change, Effect, rule
-from rlfuse.config.facts import reward_file
-from rlfuse.config.rewards import names_code, read_entries
+from rlfuse.config.facts import reward_file, reward_functions
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import functions_named_by
 from rlfuse.files import RowFile, read_rows
@@ -45,10 +44,7 @@ def digests(config: Config) -> dict[str, str]:
 
 def _files(config: Config) -> dict[str, str]:
     """Each file of a user's functions, as named, and the first key that names one of it."""
-    entries, _ = read_entries(config.reward.functions)
-    named = [
-        ("reward.functions", each.path) for each in entries if isinstance(each.path, str) and names_code(each.path)
-    ]
+    named = [("reward.functions", function) for function in reward_functions(config)]
     found = dict[str, str]()
     for key, function in [*named, *functions_named_by(config)]:
         if file := reward_file(function):

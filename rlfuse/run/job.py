@@ -27,14 +27,17 @@ from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
-from rlfuse.errors import NodeLeft, WorkerLost
+from rlfuse.errors import NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
+from rlfuse.health.agent import agents
+from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
 from rlfuse.run import inputs
 from rlfuse.run.acceptance import NothingToDo, accept, refuse_running
 from rlfuse.run.refusals import long_enough
 from rlfuse.run_folder import checkpoints, status
+from rlfuse.step.protocols import NoHealth
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Job:
             with watching(self.folder, log.journal.recorder, log.say):
                 asyncio.run(log.stopping.listen_during(work))
         except BaseException as caught:
-            error = _one(caught)
+            error = first_of(caught)
             raise error from error.__cause__
         finally:
             ended = _state(error)
@@ -179,11 +182,13 @@ def open_job(config: Config) -> Job:
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 
 
-def _one(error: BaseException) -> BaseException:
-    """The first error of a group: the others are its echo in workers that waited for the same thing."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def looked_after(config: Config, slots: placement.Slots, log: RunLog) -> Monitor | NoHealth:
+    """To be closed; nobody, where alerts.slow_worker_s is null."""
+    continuity = config.alerts.slow_worker_s
+    if continuity is None:
+        return NoHealth()
+    width = config.rollout.tensor_model_parallel_size
+    return Monitor(log.folder, agents(slots), continuity, width, log.loggers.alert, log.say)
 
 
 def how_to_resume(job: Job) -> str:

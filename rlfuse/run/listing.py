@@ -278,7 +278,7 @@ def _add_sizes(run: Run, path: Path) -> None:
 
 
 def _print(runs: Sequence[Run]) -> None:
-    """At a terminal as a table, else as lines of columns that nothing cuts off."""
+    """At a terminal as a table, else as aligned lines."""
     console = Console()
     columns = [*zip(COLUMNS, *map(_cells, runs), strict=True)]
     columns = [column for column in columns if any(cell != "-" for cell in column[1:])]
@@ -292,9 +292,13 @@ def _print(runs: Sequence[Run]) -> None:
             table.add_row(*map(escape, row))
         console.print(table, highlight=False)
         return
-    widths = [max(map(cell_len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        print("  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(aligned([*zip(*columns, strict=True)]))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each row, whose columns nothing cuts off."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(set_cell_size, row, widths)).rstrip() for row in rows)
 
 
 def _cells(run: Run) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlfuse.config.changes import Change, Effect, abbreviated
+from rlfuse.config.changes import Change, Effect, abbreviated, unfolded
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.foreign import renamed
 from rlfuse.config.schema import Config
@@ -164,11 +164,11 @@ def _preset_of(before: Mapping[str, Any]) -> str | None:
     """
     from rlfuse.config.compose import conf_folder
 
-    typed, found = {_key(word) for word in _typed()}, dict[str, int]()
+    typed, had, found = {_key(word) for word in _typed()}, unfolded(before), dict[str, int]()
     for path in sorted((conf_folder() / GROUP).glob("*.yaml")):
-        settings = dict(_leaves(_preset(path)))
-        agree = [_at(before, key) == value for key, value in settings.items() if key not in typed or key == ESTIMATOR]
-        if settings.get(ESTIMATOR) == _at(before, ESTIMATOR) and 2 * sum(agree) > len(agree):
+        settings = unfolded(_preset(path))
+        agree = [had.get(key) == value for key, value in settings.items() if key not in typed or key == ESTIMATOR]
+        if settings.get(ESTIMATOR) == had.get(ESTIMATOR) and 2 * sum(agree) > len(agree):
             found[path.stem] = 2 * sum(agree) - len(agree)
     return max(found, key=found.__getitem__) if found else None
 
@@ -177,21 +177,6 @@ def _preset(path: Path) -> Any:
     """What a preset sets, from the top of a configuration."""
     own = OmegaConf.to_container(OmegaConf.load(path))
     return own if "@package _global_" in path.read_text().partition("\n")[0] else {path.parent.name: own}
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _name(name: str) -> str:

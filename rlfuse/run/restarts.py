@@ -49,7 +49,8 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
             job = again(job, left)
             print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
         except WorkerLost as error:
-            reached.append(_last_step(job.folder))
+            rows = read_metrics(job.folder / "metrics.jsonl")
+            reached.append(max((row["step"] for row in rows), default=0))
             if why := futile(reached, job.config.cluster.max_restarts):
                 print(how_to_resume(job), flush=True)
                 raise EngineError(f"{error}\n{why}") from error
@@ -91,7 +92,3 @@ def again(job: Job, error: WorkerLost) -> Job:
     restart = Span("hand_over" if left else "restart", "driver", time.time(), cause=str(error))
     where = {"restart": restart, "without": job.without.union(left)}
     return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)
-
-
-def _last_step(folder: Path) -> int:
-    return max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)

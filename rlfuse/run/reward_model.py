@@ -21,19 +21,19 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
+from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.trainer.reward_model import MODEL, RewardModelTrainer
+from rlfuse.engines.trainer.reward_model import RewardModelTrainer
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
 from rlfuse.rewards.api.labels import head_labels
 from rlfuse.run.checkpointing import Checkpointing
-from rlfuse.run.health import looked_after
-from rlfuse.run.job import Job
+from rlfuse.run.job import Job, looked_after
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.step.protocols import Health
 
@@ -77,7 +77,7 @@ async def _run(
 
     async def save(folder: Path) -> None:
         await trainer.save(folder)
-        tokenizer.save_pretrained(folder / MODEL / "huggingface")
+        tokenizer.save_pretrained(folder / MODEL_PART / "huggingface")
 
     log.attach([trainer], facts, lambda: source.epoch)
     checkpointing = Checkpointing(
@@ -155,11 +155,11 @@ class Training:
         gaps = scores[:, 0].astype(float) - scores[:, 1]
         found = calibrate(gaps)
         log.metrics.draw(step, PICTURE, log.folder / PICTURE, "rlfuse.observe.pairs:draw_calibration", found, gaps)
-        values = {f"val-core/{MODEL}/acc": found.accuracy, f"val-aux/{MODEL}/ece": found.ece}
-        values |= {f"val-aux/{MODEL}/loss": found.loss, f"val-aux/{MODEL}/margin": float(gaps.mean())}
+        values = {f"val-core/{MODEL_PART}/acc": found.accuracy, f"val-aux/{MODEL_PART}/ece": found.ece}
+        values |= {f"val-aux/{MODEL_PART}/loss": found.loss, f"val-aux/{MODEL_PART}/margin": float(gaps.mean())}
         for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):
             own = gaps[[pair.dimension == dimension for pair in pairs]]
-            values[f"val-aux/{MODEL}/acc/{dimension}"] = calibrate(own).accuracy
+            values[f"val-aux/{MODEL_PART}/acc/{dimension}"] = calibrate(own).accuracy
         told = "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
         log.say(f"held-out pairs  {told}")
         return values

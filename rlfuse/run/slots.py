@@ -14,7 +14,7 @@ from pathlib import Path
 from rlfuse.errors import RunError
 from rlfuse.observe.terminal import FILE
 from rlfuse.observe.watch import read_view
-from rlfuse.run.listing import find
+from rlfuse.run.listing import aligned, find
 from rlfuse.run_folder import slots as disk
 from rlfuse.run_folder import status
 
@@ -82,5 +82,4 @@ def table(states: Sequence[disk.SlotState], does: Sequence[tuple[str, int]]) -> 
         what, samples = does[each.index] if each.index < len(does) else ("-", 0)
         told = f"{what}, {samples} samples" if samples else what
         rows.append((str(each.index), each.node, each.device, f"{each.rate:.2f}", each.state, told))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return aligned(rows)

@@ -7,22 +7,26 @@ vLLM takes a share of the device, refuses where less is free and fails where som
 on GPUs ranks have loaded and left before an engine starts, and models of rewards share what engines leave:
 
     trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
+
+Ranks measure what plans go by when they have their cores or devices to themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 
-class Leaver(Protocol):
-    """Trainer ranks, which give devices up."""
+class Ranks(Protocol):
+    """Of a trainer."""
+
+    async def measure(self) -> None: ...
 
     async def leave_device(self, slot: int) -> None: ...
 
 
-Ranks = TypeVar("Ranks", bound=Leaver)
 Facts = dict[str, Any]
 Start = Callable[[], Awaitable[Any]]
 """Begins to start something that is ready when what it returns has been awaited."""
@@ -48,12 +52,29 @@ async def start_parts(
     if device == "cpu":
         # Engines take longest, and the driver stands still when it starts ranks: it imports DeepSpeed.
         *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
+        await ranks.measure()
         return Started(ranks, facts, found[: len(engines)])
     (ranks, facts), *_ = await _together(trainer, *towers)
+    await ranks.measure()
     await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
     engine_facts = await _together(*engines)
     await _together(*rewards)
     return Started(ranks, facts, engine_facts)
+
+
+def within(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
+    """`start` with these arguments; by `part` the person sees that it is under way, and how long it took."""
+
+    async def started() -> Any:
+        with part:
+            return await start(*arguments)
+
+    return started
+
+
+async def end_all(ends: Iterable[Awaitable[Any]]) -> None:
+    """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
+    await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
 
 
 async def _together(*starts: Start) -> list[Any]:

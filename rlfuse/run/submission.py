@@ -266,8 +266,11 @@ async def _tail(client: Any, job: str, log: _Log) -> None:
 
 
 async def _ended(client: Any, job: str) -> bool:
-    call = lambda: _bounded(lambda: client.get_job_status(job), f"ask for {job}")  # noqa: E731
-    return (await asyncio.to_thread(call)).value in ENDED
+    return await asyncio.to_thread(_state, client, job) in ENDED
+
+
+def _state(client: Any, job: str) -> str:
+    return _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
 
 
 # Status, logs, stop --------------------------------------------------------------------------------------------------
@@ -290,14 +293,13 @@ def _status(client: Any, job: str | None) -> None:
 
 
 def _logs(client: Any, job: str) -> None:
-    _bounded(lambda: client.get_job_status(job), f"ask for {job}")  # an unknown job is an error at once
+    _state(client, job)  # an unknown job is an error at once
     _follow(client, job)
 
 
 def _stop(client: Any, job: str) -> None:
     """Ask, and wait until it has ended."""
-    status = _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
-    if status in ENDED:
+    if (status := _state(client, job)) in ENDED:
         print(f"{job} has ended already: {status.lower()}")
         return
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
@@ -309,8 +311,6 @@ def _stop(client: Any, job: str) -> None:
         if time.monotonic() > until:
             raise SubmitError(f"{job} has not stopped in {limit:g} s; ask again, or look at the dashboard")
         time.sleep(0.5)
-    status = _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
     name = (info.metadata or {}).get(KEY, "").rpartition("/")[2]
-    print(
-        f"{job} {status.lower()}; `rlfuse submit ... trainer.experiment_name={name}` goes on from its last checkpoint"
-    )
+    after = _state(client, job).lower()
+    print(f"{job} {after}; `rlfuse submit ... trainer.experiment_name={name}` goes on from its last checkpoint")

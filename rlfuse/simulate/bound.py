@@ -3,18 +3,20 @@
 Role: `lower_bound` says how far a policy is from the best possible, and what stands in the way. Pure.
 
 What is assumed of a schedule: it is on-policy (every sample is generated with the step's weights); a slot has one role
-at a time and starts as an engine; an optimizer step is taken by all slots together, all of them trainers, so not before
-generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one before;
-a sample is trained on only after every kind of scoring. Costs are those of `fusion.costs`. Nothing else: no policy, no
-order, no limit on moving samples, no memory limit. So the bound holds for every policy, also for ranks that work
-together only, which can do no more than free ones, and where samples are re-prefilled, pre-empted or generated again
-after a failure, all of which only add work.
+at a time, and starts and ends as an engine; an optimizer step is taken by all slots together, all of them trainers, so
+not before generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one
+before; a sample is trained on only after every kind of scoring that it needs. Costs are those of `fusion.costs`.
+Nothing else: no policy, no order, no limit on moving samples, no memory limit. So the bound holds for every policy,
+also for ranks that work together only, which can do no more than free ones, and where samples are re-prefilled,
+pre-empted or generated again after a failure, all of which only add work.
 
-Proof. Let v_s(t) be the slots' speeds, which may change at any time: a second of a slot does v_s seconds of cost. Let v
-be the largest that any slot ever has, V(t) their sum, V its largest value, and u the sum of each slot's smallest. By
-time t all slots can have done C(t), the integral of V(t), which grows; so w seconds of cost that begin at s are done at
-D(s, w) = C^-1(C(s) + w) at the earliest, which grows with s and w. A second of every slot in which it does no such work
-is at least u less that is done, as if there were so much more to do. (Where speeds don't change C(t) = V * t, u = V.)
+Proof. Let T be the time when the last optimizer step is over; after it every slot becomes an engine again, which takes
+`switch_s`, and the step `step_s` more. Let v_s(t) be the slots' speeds, which may change at any time: a second of a
+slot does v_s seconds of cost. Let v be the largest that any slot ever has, V(t) their sum, V its largest value, and u
+the sum of each slot's smallest. By time t all slots can have done C(t), the integral of V(t), which grows; so w seconds
+of cost that begin at s are done at D(s, w) = C^-1(C(s) + w) at the earliest, which grows with s and w. A second of
+every slot in which it does no such work is at least u less that is done, as if there were so much more to do. (Where
+speeds don't change C(t) = V * t, u = V.)
 Let G be the time when the last sample is whole. Let sample i have L_i response tokens, and let
 
     p_i = its prompt / prefill rate,    c_i = step_per_context_token_s * (sum of its own context over its L_i steps).
@@ -38,9 +40,13 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
 5. All work has to fit: T >= D(0, W(G) + all scoring + all training + u * (`switch_s` + all optimizer steps)).
 6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own; and, if every sample is
    scored before the first step, T >= e_i + a pass over it + all other mini-batches + all optimizer steps.
-The bound is the least over G >= max e_i of the largest of 3 + 4, 5 and 6: some terms grow with G, the others fall, so
-the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences cheaper by
-`speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it stands.
+7. Samples that end together. Of the work in 3 that is not generation, what belongs to samples with e_i >= t follows t,
+   for every t: S >= D(t, that work of samples with e_i >= t), and what 4 says comes after S. It is more than 6 where
+   many responses end last, as long as they may be.
+The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6 and 7: some terms grow with G, the others
+fall, so the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences
+cheaper by `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it
+stands.
 """
 
 from __future__ import annotations
@@ -51,10 +57,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.fusion.decisions import PASS_BEFORE_STEP
-from rlfuse.simulate.speed import together
+from rlfuse.simulate.speed import Speed, together
 from rlfuse.simulate.workload import Workload
 
-HALVINGS = 60
+NEAR = 1e-8
+"""Share of the bound by which it may be below the crossing that it is searched by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +94,34 @@ def lower_bound(workload: Workload) -> Bound:
         return max(first, total.end(0.0, cost + rest.work + steps))
 
     end = _crossing(earliest, rising, falling)
-    seconds, chain = rising(end), float((generation.ends + rest.chains).max())
+    together_s = _following(generation.ends, rest.before_first, total) + rest.optimizer_s + after_s
+    seconds, chain = rising(end), max(together_s, float((generation.ends + rest.chains).max()))
     generated = _crossing(earliest, lambda end: end, lambda end: total.end(0.0, generation.work(end)))
     turned = rest.scoring_work + bool(workload.scoring.kinds) * switch_s * min(speed.least for speed in speeds)
     passed = float(rest.passes.min())
     scored = _crossing(earliest, lambda end: end + passed, lambda end: total.end(0.0, generation.work(end) + turned))
     return Bound(
-        max(seconds, chain) + workload.step_s,
+        max(seconds, chain) + switch_s + workload.step_s,
         "longest sample" if chain > seconds else _binding(earliest, end, generation.work(end), rest),
         generated,
         max(scored + passed, float((generation.ends + rest.passes).max())),
     )
 
 
+def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
+    """Point 7: when all that work can be done, if each sample's begins no sooner than its end."""
+    order = np.argsort(-ends)
+    following = np.cumsum(work[order])
+    last = np.flatnonzero(np.append(np.diff(ends[order]) < 0, True))  # of those with equal ends
+    return max(map(total.end, ends[order][last].tolist(), following[last].tolist()))
+
+
 def _crossing(earliest: float, rising: Callable[[float], float], falling: Callable[[float], float]) -> float:
     """Where the larger of the two is least over G >= earliest, rounded down."""
     low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
-    for _ in range(HALVINGS if falling(low) > rising(low) else 0):
+    if falling(low) <= rising(low):
+        return low
+    while high - low > NEAR * high:
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > rising(middle) else (low, middle)
     return low
@@ -119,11 +137,11 @@ def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -
 
 
 class _Generation:
-    """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1."""
+    """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1; samples of one length are counted once."""
 
     def __init__(self, workload: Workload):
         costs, speculation = workload.costs(), workload.tail_speculation
-        self.lengths = workload.lengths().astype(np.float64)
+        self.lengths, self.alike = np.unique(workload.lengths().astype(np.float64), return_counts=True)
         self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
@@ -134,14 +152,15 @@ class _Generation:
         steps = costs.step_base_s + costs.step_per_sequence_s * np.maximum(0, batches - costs.flat_batch)
         if speculation:
             steps[batches <= speculation.batch] /= speedup
-        self.ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
+        ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
+        self.ends = ends[np.searchsorted(self.lengths, workload.lengths())]
         self.hull = _falling_hull(steps, steps / batches)
 
     def work(self, end: float) -> float:
         """W(G): least cost of all generation when it is over after `end` seconds."""
         mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
         charges = self.lengths * np.interp(mean_step, *self.hull)
-        return self.prompts * self.prefill + float((charges + self.context).sum())
+        return self.prompts * self.prefill + float(self.alike @ (charges + self.context))
 
 
 def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -166,22 +185,23 @@ class _Rest:
 
     def __init__(self, workload: Workload):
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
+        costs = workload.costs()
         fastest, power = max(speed.most for speed in speeds), together(speeds).most
         tokens = workload.lengths() + float(workload.prompt_tokens)
         part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
-        one_pass, one_training = tokens / scoring.tokens_per_s, tokens / training.tokens_per_s
-        models, kinds, steps = len(training.models), len(scoring.kinds), training.epochs * (int(part[-1]) + 1)
-        self.scoring_work = kinds * float(one_pass.sum())
+        one_pass, one_training = tokens / costs.score_tokens_per_s, tokens / costs.train_tokens_per_s
+        models, steps = len(training.models), training.epochs * (int(part[-1]) + 1)
+        kinds = sum((workload.passes(kind).astype(int) for kind in scoring.kinds), np.zeros(workload.samples, int))
+        self.scoring_work = float((kinds * one_pass).sum())
         self.training_work = models * training.epochs * float(one_training.sum())
         self.work = self.scoring_work + self.training_work
         self.optimizer_s = models * steps * training.optimizer_s
         call_s = 0.0 if scoring.deferred else scoring.call_s  # a pass in a schedule's bubbles is no call of its own
-        self.passes = min(1, kinds) * (one_pass / fastest + call_s)
-        needed = kinds if models == 1 else min(1, kinds)  # which of several kinds a model reads is its own affair
-        self.first_work = float((needed * one_pass + one_training)[part == 0].sum())
+        self.passes = np.minimum(1, kinds) * (one_pass / fastest + call_s)
+        needed = kinds if models == 1 else np.minimum(1, kinds)  # which kinds a model reads is its own affair
         all_scored_first = all(PASS_BEFORE_STEP[model] in scoring.kinds for model in training.models)
-        if all_scored_first:
-            self.first_work += float(one_pass[part > 0].sum())
+        self.before_first = np.where(part == 0, needed * one_pass + one_training, all_scored_first * one_pass)
+        self.first_work = float(self.before_first.sum())
 
         sums, longest = np.bincount(part, one_training), np.zeros(int(part[-1]) + 1)
         np.maximum.at(longest, part, one_training)

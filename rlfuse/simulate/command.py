@@ -23,6 +23,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.registry import traits_of
+from rlfuse.simulate.explaining import sources, terms_table
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, simulate
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> None:
         then = 'name it as "$schema" in a workload' if arguments.schema else "rlfuse simulate {path}"
         publish(data, arguments.schema or arguments.example, then, WorkloadError)
         return
+    if arguments.explain:
+        return _explain(arguments)
     if sum(each is not None for each in (arguments.workload, arguments.run, arguments.stress)) != 1:
         raise WorkloadError(
             "rlfuse simulate needs a WORKLOAD.json, --from RUN_DIR or --stress FOLDER, one of them; --example shows one"
@@ -81,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="list the cost terms of other systems, and what each makes of the step"
+    )
     parser.add_argument("--example", nargs="?", const="-", metavar="FILE", help="print a workload, or write it there")
     parser.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="the same with the JSON schema of one")
     return parser
@@ -101,6 +107,21 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
 def _write(path: Path | None, objects: list[dict[str, Any]]) -> None:
     if path is not None:
         path.write_text(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    """Of the workload that is given, under one policy; else of none."""
+    others = {"--from": arguments.run, "--stress": arguments.stress, "--out": arguments.out}
+    others |= {"--picture": arguments.picture, "--threshold": arguments.threshold}
+    if wrong := [option for option, value in others.items() if value is not None]:
+        raise WorkloadError(f"--explain goes with a WORKLOAD.json and a --policy, not with {', '.join(wrong)}")
+    policies = arguments.policy or [Config().fusion.policy]
+    if len(policies) > 1:
+        raise WorkloadError(f"--explain simulates one policy; --policy gives {len(policies)}: {', '.join(policies)}")
+    load_policy(policies[0], f"--policy {policies[0]}")
+    print(sources())
+    if arguments.workload is not None:
+        print("\n" + terms_table(read_workload(arguments.workload), policies[0]))
 
 
 # A workload ----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ class SimulatedTrainer:
     `scored` and `trained` count how often each sample was, per kind and model.
     """
 
+    optimizers_away: Mapping[int, float] = {}
+    """None is ever: what they cost is in the costs of a switch and of a step."""
+
     def __init__(
         self,
         devices: Sequence[Device],
@@ -39,8 +42,10 @@ class SimulatedTrainer:
         zeros: Zeros,
         lockstep: bool = False,
         lockstep_backward: bool = False,
+        by_update: bool = False,
     ):
-        self.devices, self.costs, self._zeros = list(devices), costs, zeros
+        """`by_update`: the actor's first update gives its rows' old log-probs."""
+        self.devices, self.costs, self._zeros, self._by_update = list(devices), costs, zeros, by_update
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)
         self.trained: dict[str, Counter[str]] = defaultdict(Counter)
@@ -63,13 +68,18 @@ class SimulatedTrainer:
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """The time of a forward and a backward pass over the rows; nothing is gained."""
+        """The time of a forward and a backward pass over the rows."""
         self._check_alone("backward", slot, self.lockstep_backward)
         async with self._at_work("backward", rows, slot, model) as devices:
             await asyncio.sleep(self.costs.train_call_s)
             await _work(devices, self._tokens(rows, slot) / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
-        return []
+        return self._gained(model, rows)
+
+    def _gained(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Old log-probs, by the actor's first update."""
+        first = self._by_update and model == "actor" and not self.trained[model]
+        return [self._zeros.take(len(row.response_ids))[1] for row in rows] if first else []
 
     def _check_alone(self, kind: str, slot: int | None, lockstep: bool) -> None:
         if lockstep and slot is not None:
@@ -125,6 +135,9 @@ class SimulatedTrainer:
         now = asyncio.get_running_loop().time()
         return [device.speed.done(now, now + 1) for device in self.devices]
 
+    async def fetch_optimizers(self, slot: int) -> None:
+        """There is nothing to fetch."""
+
     async def take_device(self, slot: int) -> None:
         await self._switch(self.devices[slot], "rollout", "trainer")
 
@@ -163,8 +176,8 @@ class SimulatedTrainer:
 class SimulatedStages(SimulatedTrainer):
     """Ranks that hold stages of pipelines. `bubbles`: their idle time in a schedule, over that of their work."""
 
-    def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros, bubbles: float):
-        super().__init__(devices, costs, zeros, lockstep=True, lockstep_backward=True)
+    def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros, bubbles: float, by_update: bool):
+        super().__init__(devices, costs, zeros, lockstep=True, lockstep_backward=True, by_update=by_update)
         self._bubbles = bubbles
 
     async def train(
@@ -182,7 +195,7 @@ class SimulatedStages(SimulatedTrainer):
         for model, each in scored.items():
             self.scored[PASS_OF[model]].update(row.id for row in each)
         scores = {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
-        return {}, scores, []
+        return {}, scores, self._gained("actor", rows.get("actor", ()))
 
 
 async def _work(devices: Sequence[Device], cost: float) -> None:

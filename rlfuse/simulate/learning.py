@@ -2,7 +2,8 @@
 
 Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
 steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
-whenever lengths have drifted: their mean or their longest changed by a fifth since then, which is some steps ago.
+whenever lengths have drifted, some steps after: their mean or their longest changed by a fifth, or prompts' lengths are
+known by now from an earlier epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Learning:
     def __init__(self, config: Config, engines: int, say: Callable[[str], object]):
         self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
-        self._tuned_for: tuple[float, float] | None = None
+        self._tuned_for: tuple[bool, float, float] | None = None
         self._since = 0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
@@ -50,10 +51,9 @@ class Learning:
         self._spans.append(spans)
         tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
         lengths = tuning.lengths.recorded
-        shape = (float(np.mean(lengths)), float(np.max(lengths)))
+        shape = (_known(tuning), float(np.mean(lengths)), float(np.max(lengths)))
         before, self._since = self._tuned_for, self._since + 1
-        drifted = before and any(abs(new / old - 1) > DRIFT for new, old in zip(shape, before, strict=True))
-        if before is None or (drifted and self._since >= PAUSE):
+        if before is None or (_drifted(before, shape) and self._since >= PAUSE):
             self._tuned_for, self._since = shape, 0
             tuning.fixed = tuned(tuning, self._config.fusion.policy, self._engines, self._config, spans)
             self._disaggregate(tuning, spans)
@@ -68,6 +68,16 @@ class Learning:
         found = find(workload, config.fusion.policy, tuning.fixed, mode, error)
         tuning.fixed = replace(tuning.fixed, prefill_share=found.share)
         self._say(f"rollout.disaggregate={mode}: {found.why}")
+
+
+def _drifted(before: tuple[bool, float, float], now: tuple[bool, float, float]) -> bool:
+    """Whether lengths have become known, or others: (known, mean, longest)."""
+    return before[0] != now[0] or any(abs(new / old - 1) > DRIFT for new, old in zip(now[1:], before[1:], strict=True))
+
+
+def _known(tuning: Tuning) -> bool:
+    """Whether most prompts' lengths were known before the last step."""
+    return tuning.lengths.known_share > 0.5
 
 
 def measured(spans: Sequence[Span], before: Costs) -> Costs:
@@ -88,5 +98,5 @@ def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span
     step = next(span for span in spans if span.kind == "step")
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
     lengths, prompt_tokens = whole_samples(spans_within(spans, step))
-    history = HISTORY if tuning.lengths.known_share > 0.5 else None
+    history = HISTORY if _known(tuning) else None
     return workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)

@@ -40,6 +40,7 @@ KINDS = {
     "values": "scoring",
     "forward": "training",
     "backward": "training",
+    "head": "training",
     "weight_gradients": "training",
     "optimizer": "optimizer",
     "update_weights": "weights",

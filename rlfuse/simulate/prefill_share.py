@@ -44,7 +44,7 @@ def find(workload: Workload, policy: str, settings: Settings, mode: str, error: 
         return Found(0.0, f"prefill and decoding stay together: {unknown}")
     draws = draws_of(workload)
     together = fmean(_seconds(draw, policy, whole) for draw in draws)
-    reading = workload.prompts * workload.prompt_tokens / workload.engine.prefill_tokens_per_s / workload.slots
+    reading = workload.prompts * workload.prompt_tokens / workload.costs().prefill_tokens_per_s / workload.slots
     if mode == "auto" and reading <= error * together:
         told = f"reading prompts is {reading / together:.1%} of a step of {together:.3g} s"
         return Found(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")

@@ -106,9 +106,9 @@ def workload_of(
         early=experience.early("actor"),
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
-    scoring = Scoring(
-        kinds=tuple(kind for kind in experience.kinds if kind in PASSES), deferred=bool(experience.deferred)
-    )
+    kinds = tuple(kind for kind in experience.kinds if kind in PASSES)
+    own = any(kind in kinds for kind in experience.by_update)
+    scoring = Scoring(kinds=kinds, deferred=bool(experience.deferred), by_update=own)
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
     return of_costs(
         replace(costs, kv_tokens=limit),
@@ -125,19 +125,19 @@ def workload_of(
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:
-    """Those of 1F1B over its work, as `Training.bubbles`; fused models share them."""
+    """Those of 1F1B over its work, as `Training.bubbles`; fused models share them, chunks divide them."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return None
     fused = config.uses_critic and config.fusion.training == "fused"
-    count = micro_batches(config, config.actor.ppo_mini_batch_size, lengths, prompt_tokens)
-    return (stages - 1) / count / (2 if fused else 1)
+    count = micro_batches(config, config.actor.ppo_mini_batch_size, sum(lengths) / len(lengths) + prompt_tokens)
+    return (stages - 1) / count / config.training.virtual_pipeline_model_parallel_size / (2 if fused else 1)
 
 
-def micro_batches(config: Config, prompts: int, lengths: Sequence[int], prompt_tokens: int) -> int:
-    """Of so many prompts' rows in each pipeline, as the trainer cuts them."""
+def micro_batches(config: Config, prompts: int, context: float) -> int:
+    """Of so many prompts' rows in each pipeline, as the trainer cuts them; `context`: tokens of a row in the mean."""
     stages, rows = config.training.pipeline_parallel_size, prompts * config.rollout.n
     copies = config.slots // stages
-    tokens = rows * (sum(lengths) / len(lengths) + prompt_tokens) / copies
+    tokens = rows * context / copies
     return int(max(-(-tokens // config.actor.ppo_max_token_len_per_gpu), min(2 * stages, -(-rows // copies))))
 
 

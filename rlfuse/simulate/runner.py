@@ -173,10 +173,10 @@ class Machine:
         self.engines = Engines(self.rollouts, self.reward, self.trainer, weights)
 
     def _trainer(self, devices: Sequence[Device], zeros: Zeros) -> SimulatedTrainer:
+        by_update, lockstep = self.workload.scoring.by_update, self.workload.lockstep
         if (bubbles := self.workload.training.bubbles) is not None:
-            return SimulatedStages(devices, self.costs, zeros, bubbles)
-        lockstep = self.workload.lockstep
-        return SimulatedTrainer(devices, self.costs, zeros, lockstep == "all", lockstep != "none")
+            return SimulatedStages(devices, self.costs, zeros, bubbles, by_update)
+        return SimulatedTrainer(devices, self.costs, zeros, lockstep == "all", lockstep != "none", by_update)
 
     def _length_of(self, sample: Sample) -> int:
         return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
@@ -184,8 +184,8 @@ class Machine:
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
-        for failure in self.workload.failures:  # the step starts when the first weights are out
-            loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
+        for slot, at_s in self.workload.losses():  # the step starts when the first weights are out
+            loop.call_at(self.workload.step_s + at_s, self.rollouts[slot].fail)
         prompts = _Prompts(self.workload)
         groups = GroupSource(
             config=config,
@@ -243,16 +243,18 @@ class Machine:
         self._audit("generated", generated, 1)
         self._audit("rewarded", self.reward.scored, 1)
         for kind in self.workload.scoring.kinds:
-            self._audit(f"scored ({kind})", self.trainer.scored[kind], 1)
+            passes = int(self.workload.passes(kind).sum())
+            self._audit(f"scored ({kind})", self.trainer.scored[kind], 1, passes)
         for model in self.workload.training.models:
             self._audit(f"trained on ({model})", self.trainer.trained[model], self.workload.training.epochs)
 
-    def _audit(self, what: str, counts: Counter[str], times: int) -> None:
-        wrong = [name for name, count in counts.items() if count != times]
-        if wrong or len(counts) != self.workload.samples:
+    def _audit(self, what: str, counts: Counter[str], times: int, samples: int | None = None) -> None:
+        wrong, all_ = [name for name, count in counts.items() if count != times], self.workload.samples
+        if wrong or len(counts) != (all_ if samples is None else samples):
             example = f", {wrong[0]} {counts[wrong[0]]} times" if wrong else ""
             raise SimulationError(
-                f"{len(counts)} of {self.workload.samples} samples were {what}{example}; each should be {times} times"
+                f"{len(counts)} of {all_} samples were {what}{example}; each should be {times} times"
+                + ("" if samples is None else f", but for the {all_ - samples} that need it not")
             )
 
 
@@ -327,7 +329,7 @@ class _Experience:
         self.actor_tensors: tuple[str, ...] = ()
         deferred = workload.scoring.kinds if workload.scoring.deferred else ()
         self.deferred = tuple(kind for kind in deferred if kind != "values")
-        self.by_update: tuple[str, ...] = ()
+        self.by_update = ("old_log_prob",) if workload.scoring.by_update else ()
         self._training = workload.training
 
     def early(self, model: str) -> bool:

@@ -47,6 +47,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "scoring.call_s": (0.0, 0.05, 0.5),
     "scoring.kinds": (["old_log_prob"], [], ["old_log_prob", "ref"], ["old_log_prob", "ref", "values"]),
     "scoring.deferred": (False, True),
+    "scoring.by_update": (False, True),
     "training.tokens_per_s": (8_000.0, 300.0, 1_000.0, 3_000.0),
     "training.mini_batches": (1, 2, 4),
     "training.call_s": (0.0, 0.05, 0.5),
@@ -88,9 +89,10 @@ def tolerance(workload: Workload) -> float:
     """
     if not workload.failures:
         return workload.switch_s
-    tokens, scoring, training = workload.longest + workload.prompt_tokens, workload.scoring, workload.training
-    again = workload.longest * workload.engine.step_base_s / min(speed.least for speed in workload.speeds())
-    later = tokens / scoring.tokens_per_s + scoring.call_s + tokens / training.tokens_per_s + training.call_s
+    tokens, costs = workload.longest + workload.prompt_tokens, workload.costs()
+    again = workload.longest * costs.step_base_s / min(speed.least for speed in workload.speeds())
+    later = tokens / costs.score_tokens_per_s + tokens / costs.train_tokens_per_s
+    later += costs.score_call_s + costs.train_call_s
     return workload.switch_s + workload.move_s + again + later
 
 
@@ -172,6 +174,7 @@ def _agreeing(found: Json) -> Json:
         found["scoring"]["deferred"] = False
     if "critic" not in found["training"]["models"]:
         found["scoring"]["kinds"] = [kind for kind in found["scoring"]["kinds"] if kind != "values"]
+    found["scoring"]["by_update"] &= "old_log_prob" in found["scoring"]["kinds"]
     return found
 
 

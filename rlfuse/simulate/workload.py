@@ -33,6 +33,7 @@ from rlfuse.config.input_files import (
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
+from rlfuse.simulate.terms import Parts, Terms
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
@@ -70,6 +71,8 @@ class Scoring:
     kinds: tuple[Annotated[str, one_of("old_log_prob", "ref", "values")], ...] = ("old_log_prob",)
     deferred: Annotated[bool, FLAG] = False
     """Whether log-probs wait for their mini-batch, and until then fill the bubbles of pipelines."""
+    by_update: Annotated[bool, FLAG] = False
+    """Whether the first mini-batch's `old_log_prob` is that of its own update, without a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,8 @@ class Workload:
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
     tail_speculation: TailSpeculation | None = None
+    parts: Parts = field(default_factory=Parts)
+    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -197,6 +202,11 @@ class Workload:
             yield f"lockstep={self.lockstep!r}: stages of pipelines (training.bubbles) need 'all'"
         if self.scoring.deferred and self.training.bubbles is None:
             yield "scoring.deferred=true: only pipelines have bubbles to fill; give training.bubbles, or leave it out"
+        if self.scoring.by_update and ("old_log_prob" not in self.scoring.kinds or "actor" not in self.training.models):
+            yield (
+                "scoring.by_update=true: of the passes it saves the first mini-batch old_log_prob, for the actor; give "
+                "both in scoring.kinds and training.models, or leave it out"
+            )
         for where, names in (("scoring.kinds", self.scoring.kinds), ("training.models", self.training.models)):
             if len(set(names)) < len(names):
                 yield f"{where}={list(names)}: names each only once"
@@ -216,8 +226,9 @@ class Workload:
                 yield f"slowdowns[{i}].slot={slowdown.slot}: slots={self.slots} are numbered from 0"
             if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
                 yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: has to be after from_s={slowdown.from_s:g}"
+        yield from self.terms.problems(self.parts)
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
-        if longest > self.engine.kv_tokens:
+        if longest > self.terms.room(self.engine.kv_tokens):
             yield (
                 f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
                 "raise kv_tokens, or lower response_tokens (cap)"
@@ -248,13 +259,23 @@ class Workload:
         """Prompts of each mini-batch but, perhaps, the last."""
         return -(-self.prompts // self.training.mini_batches)
 
+    def passes(self, kind: str) -> np.ndarray:
+        """bool [samples]: which need this kind of scoring."""
+        first = np.arange(self.samples) < self.mini_batch_prompts * self.group
+        return ~(first & (self.scoring.by_update and kind == "old_log_prob"))
+
     def speeds(self) -> tuple[Speed, ...]:
         """Of each slot, from the step's start."""
         of_slot = defaultdict[int, list[Slowdown]](list)
         for slowdown in self.slowdowns:
             of_slot[slowdown.slot].append(slowdown)
-        given = self.slot_speed or (1.0,) * self.slots
-        return tuple(_speed(speed, of_slot.get(slot, ())) for slot, speed in enumerate(given))
+        given, all_of_them = self.slot_speed or (1.0,) * self.slots, self.terms.speed()
+        return tuple(_speed(speed * all_of_them, of_slot.get(slot, ())) for slot, speed in enumerate(given))
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(slot, seconds) of every engine that is lost: those of `failures`, and what goes with them."""
+        lost = ((slot, each.at_s) for each in self.failures for slot in self.terms.domain(each.slot, self.slots))
+        return list(dict.fromkeys(lost))
 
     def lengths(self) -> np.ndarray:
         """int64 [samples]: response tokens."""
@@ -283,7 +304,7 @@ class Workload:
     def costs(self) -> Costs:
         """As the policies and the simulated engines see it."""
         engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
-        return Costs(
+        costs = Costs(
             **engine,
             max_tokens=self.most_tokens,
             score_tokens_per_s=self.scoring.tokens_per_s,
@@ -293,6 +314,7 @@ class Workload:
             optimizer_s=self.training.optimizer_s,
             **{name: getattr(self, name) for name in OF_MACHINE},
         )
+        return self.terms.costs(costs, self.parts)
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:

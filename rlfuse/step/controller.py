@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
 from rlfuse.config.schema import Config
+from rlfuse.engines.agreement import TOKENS, compare
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
@@ -24,7 +25,6 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.progress import due, timed
 from rlfuse.protocols import Engines, Sampling
 from rlfuse.step.advantages import Advantages
-from rlfuse.step.comparison import compare_first_weights
 from rlfuse.step.draining import Draining
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.step.groups import GroupSource
@@ -55,10 +55,25 @@ class Controller:
         """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
         with timed("first weights to the engines", self.say):
             await self.update_weights(step)
-        await compare_first_weights(self.groups, self.metrics, step)
+        await self.compare_first_weights(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
         await self.train(step)
+
+    async def compare_first_weights(self, step: int) -> None:
+        """Do the engines compute the model that is trained? EngineError where they don't agree, or metrics take note.
+
+        Engines have the devices; `step`: the version of the weights.
+        """
+        rollout, longest = self.config.rollout, self.config.data.max_response_length
+        drawn = Sampling(rollout.temperature, 1.0, -1, min(TOKENS, longest))
+        with self.groups.recorder.span("testing", step=step, cause="weights"):
+            while (group := await self.groups.comparison(step)) is not None:
+                if (agreement := await compare(self.engines, group, drawn)) is not None:
+                    self.metrics.log_agreement(step, agreement)
+                    break
+                await self.engines.weights.push(version=step)  # all engines were lost: others take their places
+        await self.engines.clips.release("testing")
 
     async def train(self, step: int) -> None:
         """The steps after this one; the engines have its weights."""
@@ -98,6 +113,7 @@ class Controller:
             lengths=self.tuning.lengths,
             draw=draw,
             deferred=experience.deferred,
+            by_update=experience.by_update,
             now=self.clock(),
         )
         await self.execute(board, step, sampling.training(self.config), self.advantages.scored)

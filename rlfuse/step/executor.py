@@ -28,7 +28,19 @@ from rlfuse.engines.scoring import PASSES, keep, model_of, score
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.decisions import Accumulate, Decision, Generate, Move, OptimizerStep, Policy, Score, Switch, Train
+from rlfuse.fusion.decisions import (
+    Accumulate,
+    Decision,
+    Generate,
+    Move,
+    OptimizerStep,
+    Policy,
+    Score,
+    Snapshot,
+    Switch,
+    Train,
+)
+from rlfuse.fusion.prefetching import due, seconds_to_step
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Row, Sample
@@ -86,12 +98,21 @@ class Executor:
                 for slot, names, carry in self.board.slot_table.leave_drained(self.clock()):
                     self._tasks.create_task(self._leave(slot, names, carry))
                 self._ask_silent()
-                decisions = self.policy(self.board.snapshot(self.clock()))
+                view = self.board.snapshot(self.clock())
+                self._fetch_optimizers(view)
+                decisions = self.policy(view)
                 for decision in decisions:
                     self._start(decision)
                 if not decisions and self.board.idle:
                     raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
                 await self._change()
+
+    def _fetch_optimizers(self, view: Snapshot) -> None:
+        """In time for the first step, where there is one."""
+        models = self.board.mini_batches.values()
+        if models and (away := self.engines.trainer.optimizers_away):
+            for slot in due(away, seconds_to_step(view, models)):
+                self._tasks.create_task(self.engines.trainer.fetch_optimizers(slot))
 
     async def _change(self) -> None:
         """Something happened, or the pulse."""

@@ -5,7 +5,8 @@ here bounds time: a file that never answers (a dead mount, a pipe) is ended with
 Invariants:
 - a frame is the one on the screen at its time, the last that starts no later, at constant and variable rates alike;
 - decoding starts at the last keyframe before a named frame, unless what was decoded for the one before is nearer;
-- nothing is shown that was decoded behind a seek before the first keyframe: it may lack what it refers to;
+- nothing is shown that was decoded before the first keyframe, of the clip or behind a seek: it may lack what it refers
+  to, and some decoders show it by halves where others fail;
 - frames come as `display` says, in the plan's size, whatever the file has;
 - a file that can't give every frame of the plan is a `VideoError` that names it: no frame is made up.
 """
@@ -24,9 +25,11 @@ from av.video.reformatter import VideoReformatter
 from rlfuse.errors import VideoError
 from rlfuse.video import display
 from rlfuse.video.plan import ROUNDING_S, STILL_S, ClipFacts, VideoPlan
-from rlfuse.video.timeline import FETCH_AGAIN, REWRITE, timeline_of
+from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, timeline_of
 
 REPLACE = "Replace the file, or drop the row"
+MOST_SQUEEZED = 0.02
+"""Share by which the shape of frames may differ from the first's: a plan has one size for all."""
 Neighbours = tuple[av.VideoFrame | None, av.VideoFrame, av.VideoFrame | None]
 
 
@@ -75,16 +78,23 @@ class _Video:
     def frames(self) -> Iterator[av.VideoFrame]:
         """All frames from the present position on, in order of presentation."""
         self._at_start = False
-        presented: Iterator[int] | None = None
+        counted = iter(self.timeline.ticks)
         for frame in self._container.decode(self.stream):
+            if self.timeline.ticks:
+                frame.pts = next(counted, self.timeline.last)
+            elif self._container.format.name == AVI:
+                frame.pts = frame.dts
             if frame.pts is None:
-                raise VideoError("has frames without time stamps", "Put the stream into a container, such as mp4")
+                raise VideoError("has frames without time stamps", STAMPLESS)
+            if frame.pts < self.timeline.start:
+                continue
             if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
                 problem = "stores each field as a picture of its own, of half the height (H.265)"
                 raise VideoError(problem, "Deinterlace it, or drop the row")
-            if ticks := self.timeline.ticks:
-                presented = presented or iter(ticks[bisect.bisect_left(ticks, frame.pts) :])
-                frame.pts = next(presented, self.timeline.last)
+            width, height = self._size
+            if abs(frame.width * height - width * frame.height) > MOST_SQUEEZED * width * frame.height:
+                shapes = f"{width} x {height} pixels to {frame.width} x {frame.height}"
+                raise VideoError(f"changes its shape on the way, from {shapes}", "Cut it there, or drop the row")
             if (at := self._seconds(frame.pts)) > self.timeline.duration_s + 1 + self._frame_s:
                 header = f"its header says {self.timeline.duration_s:g} s"
                 raise VideoError(f"has a frame stamped {at:g} s, and {header}: one of them is damaged", REWRITE)
@@ -95,6 +105,9 @@ class _Video:
         before = held = ahead = None
         for time in times:
             tick = self._tick(time)
+            for begin, end in self.timeline.damaged:
+                if begin <= tick < end:
+                    raise VideoError(f"lost packets between its keyframes around {time:g} s", FETCH_AGAIN)
             start = self._keyframe_before(tick)
             if held is None or (ahead is not None and start > 0 and self.timeline.keyframes[start] > ahead.pts):
                 before = held = None
@@ -126,17 +139,23 @@ class _Video:
                 self._container = av.open(self._path, metadata_errors="ignore")
                 self._prepare()
             frames = self.frames()
-            ahead = self._next(frames, self._seconds(tick))
-            while start and ahead is not None and not ahead.key_frame and ahead.pts <= tick:
-                ahead = self._next(frames, self._seconds(tick))
+            ahead = self._arrival(frames, tick) if start else self._next(frames, self._seconds(tick))
             if start == 0 or (ahead is not None and ahead.key_frame and ahead.pts <= tick):
                 return frames, ahead
             start, step = max(0, start - step), 2 * step
+
+    def _arrival(self, frames: Iterator[av.VideoFrame], tick: int) -> av.VideoFrame | None:
+        """Their first keyframe, or what is behind `tick` before it; None where they can't be decoded."""
+        try:
+            return next((frame for frame in frames if frame.key_frame or frame.pts > tick), None)
+        except av.FFmpegError:
+            return None
 
     def _prepare(self) -> None:
         self.stream = self._container.streams[self.timeline.stream]
         # The pool has a process for each core: threads within one would only wait for each other.
         self.stream.codec_context.thread_count = 1
+        self._size = self.stream.codec_context.width, self.stream.codec_context.height
         self._at_start = True
 
     def _after(self, frame: av.VideoFrame, frames: Iterator[av.VideoFrame], time: float) -> av.VideoFrame | None:

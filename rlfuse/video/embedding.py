@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BF16 = 2
 """Bytes of a number."""
-DECODING = 2
+DECODING = 3
 """Raised whenever a file and a plan come to give other pixels, as what is on disk was made of those before."""
 
 

@@ -79,7 +79,7 @@ class Frames:
         return (self.last - self.first) * self.plan.height * self.plan.width * 3
 
     def __str__(self) -> str:
-        return f"frames {self.first} to {self.last} of clip {self.clip} ({self.path})"
+        return f"frames {self.first} to {self.last} of {self.clip} ({self.path})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ class EncoderRank:
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
         self.garbage = GarbageCollector(self.recorder)
+        self.garbage.keep()
         watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: dict[tuple, _Ahead] = {}

@@ -11,6 +11,8 @@ Role: what a step calls before it rolls out and trains. It moves no pixel and no
     prefetch(clips) -- what the next batch will probably be: keys, those in no cache, sharded as above
       encoder/0: block, block, ... decoded while nothing is encoded, until `prefetch_bytes` are waiting
 
+    encode_ahead(clips, holder) -- the same, encoded by as few ranks as are done in time, a few clips after the other
+
 A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there. Whoever reads it, on
 whichever slot its samples come to run, finds it in the memory of its own node.
 Invariants:
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -37,7 +39,7 @@ from rlfuse.samples import Embedding, FramePlan
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
-from rlfuse.video.sharding import Load, Run, cost, shard
+from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
 from rlfuse.video.store import CacheSettings, EmbeddingStore
 
 READERS = 4
@@ -89,6 +91,9 @@ class _Tally:
     failed: int = 0
     executed: int = 0
     prefetched: int = 0
+    ahead: int = 0
+    """Tokens."""
+    pool: int = 0
     unique: dict[str, int] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
     heaviest: int = 0
@@ -120,6 +125,7 @@ class SequenceParallelEncoder:
         self._one_batch = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._tally = _Tally()
+        self._token_s = 0.0  # that a rank takes for a token, as last told in `metrics`
 
     async def start(self) -> None:
         """Ranks with their towers, all the same, and the caches; or EngineError."""
@@ -131,17 +137,12 @@ class SequenceParallelEncoder:
     async def encode(self, clips: Sequence[Clip], holder: str) -> list[Embedding | ClipFailure]:
         """A handle or a failure for each clip, in order. Handles are held for `holder` until it is released."""
         async with self._one_batch:
-            jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
-            unique = {job.key: job for job in jobs if isinstance(job, _Job)}
+            jobs, unique = await self._jobs(clips)
             await asyncio.gather(*(self._look_up(job, holder) for job in unique.values()))
             missing = [job for job in unique.values() if job.outcome is None]
             self._tally.hits += len(unique) - len(missing)
             self._tally.misses += len(missing)
-            try:
-                await self._encode(missing, holder)
-            finally:
-                left_over = [entry for job in missing for entry in job.reserved]
-                await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
+            await self._encode(missing, self.ranks, holder)
             await asyncio.gather(*(self._spread(job, holder) for job in unique.values()))
             results = [job if isinstance(job, ClipFailure) else _named(unique[job.key], job.clip) for job in jobs]
             self._tally.failed += sum(isinstance(result, ClipFailure) for result in results)
@@ -153,13 +154,37 @@ class SequenceParallelEncoder:
         Frames that are not asked for are dropped with the next call.
         """
         async with self._one_batch:
-            jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
-            unique = {job.key: job for job in jobs if isinstance(job, _Job)}
+            _, unique = await self._jobs(clips)
             known = await asyncio.gather(*map(self.store.has, unique))
             missing = [job for job, found in zip(unique.values(), known, strict=True) if not found]
             shards = shard([self._load(job.clip.plan) for job in missing], len(self.ranks), self.shape.step)
             wanted = [[self._frames(run, missing[run.clip]) for run in runs] for runs in shards]
             await asyncio.gather(*(rank.prefetch(each) for rank, each in zip(self.ranks, wanted, strict=True)))
+
+    async def encode_ahead(
+        self, clips: Sequence[Clip], holder: str, within_s: float, called_off: Callable[[], bool]
+    ) -> None:
+        """Have clips in the caches, held for `holder`, before they are asked for, by as few ranks as are done in time.
+
+        `within_s`: 0 where it is not known how long that is; `called_off`: no other clip is begun. EngineError as
+        `encode`, with what was done until then held; a clip that fails is tried again by who asks for it.
+        """
+        async with self._one_batch:
+            _, unique = await self._jobs(clips)
+            for job in unique.values():  # one after the other: nothing goes on where one finds no room
+                await self._look_up(job, holder)
+            missing = [job for job in unique.values() if job.outcome is None]
+            tokens = sum(job.tokens for job in missing)
+            size = pool_size(tokens * self._token_s, within_s, len(self.ranks))
+            pool = [self.ranks[number * len(self.ranks) // size] for number in range(size)]
+            for few in (missing[first : first + size] for first in range(0, len(missing), size)):
+                if called_off():
+                    return
+                self._tally.pool = size
+                await self._encode(few, pool, holder)
+                for job in few:
+                    await self._spread(job, holder)
+                self._tally.ahead += sum(job.tokens for job in few if isinstance(job.outcome, Embedding))
 
     async def release(self, holder: str) -> None:
         """`holder` is done: what only it held may be evicted."""
@@ -183,10 +208,14 @@ class SequenceParallelEncoder:
         tally, self._tally = self._tally, _Tally()
         unique, asked = sum(tally.unique.values()), tally.hits + tally.misses
         counts = await self.store.counters()
+        if tally.executed:
+            self._token_s = (tally.seconds["encode_s"] + tally.seconds["decode_wait_s"]) / tally.executed
         return {
             "video/encode_once_factor": tally.executed / unique if unique else 1.0,
             "video/encoded_tokens": float(tally.executed),
             "video/prefetched_frames": float(tally.prefetched),
+            "video/tokens_ahead": float(tally.ahead),
+            "video/encoder_pool": float(tally.pool),
             "video/failed_clips": float(tally.failed),
             "video/shard_balance": tally.heaviest / tally.mean if tally.mean else 1.0,
             **{f"video/{name}": tally.seconds[name] for name in ("decode_s", "decode_wait_s", "encode_s")},
@@ -208,21 +237,26 @@ class SequenceParallelEncoder:
             raise EngineError(f"{', '.join(wrong)} loaded another tower than {first.name}: give all nodes one model")
         self.version = first.version
 
+    async def _jobs(self, clips: Sequence[Clip]) -> tuple[list[_Job | ClipFailure], dict[str, _Job]]:
+        """Of each clip, and those that differ by their keys."""
+        jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
+        return jobs, {job.key: job for job in jobs if isinstance(job, _Job)}
+
     async def _job(self, clip: Clip) -> _Job | ClipFailure:
         """The clip's key and token count; a failure if its file can't be read or the plan doesn't fit the tower."""
-        plan, shape = clip.plan, self.shape
+        plan, shape, what = clip.plan, self.shape, f"{clip.id} ({clip.path})"
         try:
             async with self._reading:
                 content = await asyncio.wait_for(asyncio.to_thread(content_hash, clip.path), self.timeout_s)
             tokens = shape.units(len(plan.times)) * shape.unit_tokens(plan)
         except TimeoutError:
-            return ClipFailure(clip.id, f"clip {clip.id}: {clip.path} could not be read within {self.timeout_s:g} s")
+            return ClipFailure(clip.id, f"{what}: could not be read within {self.timeout_s:g} s")
         except (OSError, ValueError) as error:
-            return ClipFailure(clip.id, f"clip {clip.id} ({clip.path}): {error}")
+            return ClipFailure(clip.id, f"{what}: {error}")
         if not tokens or (plan.tokens, plan.temporal_patch) != (tokens, shape.temporal_patch):
             return ClipFailure(
                 clip.id,
-                f"clip {clip.id} ({clip.path}): the plan expects {plan.tokens} tokens with temporal_patch="
+                f"{what}: the plan expects {plan.tokens} tokens with temporal_patch="
                 f"{plan.temporal_patch}, the tower gives {tokens} with {shape.temporal_patch} for {len(plan.times)} "
                 f"frames of {plan.height}x{plan.width}: plan for this tower",
             )
@@ -235,34 +269,34 @@ class SequenceParallelEncoder:
         if isinstance(job.outcome, Embedding):
             job.outcome = await self.store.spread(job.key, job.tokens, self.shape.hidden, holder)
 
-    async def _encode(self, jobs: list[_Job], holder: str) -> None:
-        """All jobs over all ranks; each has an outcome then."""
+    async def _encode(self, jobs: list[_Job], ranks: Sequence[EncoderHandle], holder: str) -> None:
+        """All jobs over these ranks; each has an outcome then."""
         loads = [self._load(job.clip.plan) for job in jobs]
-        shards = shard(loads, len(self.ranks), self.shape.step)
+        shards = shard(loads, len(ranks), self.shape.step)
         costs = [cost(runs, loads) for runs in shards]
         self._tally.heaviest += max(costs)
         self._tally.mean += sum(costs) / len(costs)
-        self._choose_homes(jobs, shards)
-        for job in jobs:
-            job.target = await self._reserve(job, job.home, job.key, job.tokens, holder)
-        work = [
-            asyncio.create_task(self._serve(rank, runs, jobs, holder))
-            for rank, runs in zip(self.ranks, shards, strict=True)
-        ]
+        shares, work = list(zip(ranks, shards, strict=True)), list[asyncio.Task[None]]()
+        self._choose_homes(jobs, shares)
         try:
+            for job in jobs:
+                job.target = await self._reserve(job, job.home, job.key, job.tokens, holder)
+            work += [asyncio.create_task(self._serve(rank, runs, jobs, holder)) for rank, runs in shares]
             await asyncio.gather(*work)
         finally:
             for task in work:
                 task.cancel()  # of no effect unless one failed
             await asyncio.gather(*work, return_exceptions=True)
+            left_over = [entry for job in jobs for entry in job.reserved]
+            await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
 
     def _load(self, plan: FramePlan) -> Load:
         patches = self.shape.unit_patches(plan.height, plan.width, plan.merge)
         return Load(self.shape.units(len(plan.times)), self.shape.cost.unit(patches))
 
-    def _choose_homes(self, jobs: list[_Job], shards: list[list[Run]]) -> None:
+    def _choose_homes(self, jobs: list[_Job], shares: list[tuple[EncoderHandle, list[Run]]]) -> None:
         units: list[Counter[str]] = [Counter() for _ in jobs]
-        for rank, runs in zip(self.ranks, shards, strict=True):
+        for rank, runs in shares:
             for run in runs:
                 units[run.clip][rank.memory] += run.units
                 jobs[run.clip].left += 1
@@ -317,9 +351,8 @@ class SequenceParallelEncoder:
         return Frames(clip.id, clip.path, job.content, clip.plan, run.first * size, last)
 
     async def _reserve(self, job: _Job, memory: str, key: str, tokens: int, holder: str) -> str:
-        target = await self.store.reserve(memory, key, tokens, self.shape.hidden, holder)
-        job.reserved.add((memory, key))
-        return target
+        job.reserved.add((memory, key))  # before: a call that is no longer waited for is carried out all the same
+        return await self.store.reserve(memory, key, tokens, self.shape.hidden, holder)
 
 
 def _named(job: _Job, clip: Clip) -> Embedding | ClipFailure:

@@ -21,10 +21,6 @@ class Refusal:
     reason: str
 
 
-IN_LAYERS = ("qwen3_vl", "qwen3_vl_moe")
-"""Video models whose towers feed several layers of the text part: no family can be made of them."""
-
-
 def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route | Refusal:
     """The route of clips of this plan into a vLLM engine of this model; without a plan, of any.
 
@@ -42,13 +38,12 @@ def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route 
         return Refusal(unknown(kind))
     if family.route is Route.PROMPT_EMBEDS:
         return Refusal(f"vLLM is to serve the text part of a {kind} model: export it and give its folder as model.path")
-    if plan and plan.timestamps:
-        return Refusal(f"vLLM puts all placeholders of a clip where {kind} has one: plan the clip without timestamps")
+    if plan and not plan.still and plan.timestamps != family.timestamps:
+        how = "with the family's timestamps" if family.timestamps else "without timestamps"
+        return Refusal(f"vLLM writes a clip of a {kind} into the prompt itself: plan the clip {how}")
     return family.route
 
 
 def unknown(kind: str) -> str:
     """Why models of a type that is no family's can't be shown clips."""
-    if kind in IN_LAYERS:
-        return f"the tower of {kind} feeds several layers of the text part, an embedding in the cache feeds one"
     return f"{kind} is no family of video models that is known here; known are {known_families()}"

@@ -24,9 +24,12 @@ def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 
 def exclude(model: PreTrainedModel) -> None:
     """From now on the model's logits of its placeholders are -inf, and their gradient is zero."""
-    ids = placeholder_ids(model.config)
-    if not ids or not isinstance(head := model.get_output_embeddings(), torch.nn.Linear):
-        return  # a model of text, a value model, or a pipeline's stage without this layer
+    if not isinstance(head := model.get_output_embeddings(), torch.nn.Linear):
+        return  # a value model, or a pipeline's stage without this layer
+    first = getattr(head, "first_id", 0)  # of a share of the head
+    ids = [id - first for id in placeholder_ids(model.config) if first <= id < first + head.out_features]
+    if not ids:
+        return
 
     def fill(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
         return logits.index_fill_(-1, torch.tensor(ids, device=logits.device), -torch.inf)

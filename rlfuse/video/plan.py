@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -29,6 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rlfuse.errors import VideoError
+from rlfuse.video.timestamps import SEED_TIMES, Timestamps
 
 # Durations come from time stamps of finite resolution: 128.0000001 s at 1 frame a second are 128 frames.
 _FRAME_SLACK = 1e-6
@@ -228,24 +228,6 @@ class FixedSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Timestamps:
-    """How a prompt says the time of a frame, before its tokens."""
-
-    template: str
-    """Of the time in seconds."""
-    between: str = ""
-    """Before every time but the first."""
-
-    def texts(self, seconds: Sequence[float]) -> list[str]:
-        """What stands before the tokens of each of these times."""
-        return [(self.between if i else "") + self.template.format(each) for i, each in enumerate(seconds)]
-
-
-SEED_TIMES = Timestamps("[{:.1f} second]")
-"""Seed1.5-VL's."""
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
     """A stretch of the prompt: text, then so many visual tokens."""
 
@@ -258,7 +240,7 @@ class VideoPlan:
     """The frames of one clip, or the one of an image, as a model sees them."""
 
     times: tuple[float, ...]
-    """Seconds, to the microsecond. A time names the frame that is on the screen then."""
+    """Seconds. A time names the frame that is on the screen then."""
     height: int
     width: int
     """Pixels that every frame is resized to; multiples of `geometry.cell`."""
@@ -268,7 +250,7 @@ class VideoPlan:
     """Tokens per frame that the sampling allowed."""
     geometry: Geometry = field(default_factory=Geometry)
     timestamps: Timestamps | None = SEED_TIMES
-    """How the prompt says the time before every frame; None for models with time in their positions."""
+    """How the prompt says the time before every frame; None where it does not."""
 
     still: bool = False
     """Of an image, whose frame is repeated to fill a temporal patch."""
@@ -320,19 +302,29 @@ class VideoPlan:
         """Qwen2.5-VL's `second_per_grid_ts`."""
         return self.temporal_patch / self.fps
 
+    @property
+    def patch_times(self) -> list[float]:
+        """Of every temporal patch, the mean of its frames' times."""
+        size = self.temporal_patch
+        return [math.fsum(self.times[start : start + size]) / size for start in range(0, self.frames, size)]
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The prompt's part for this clip: before the tokens of every temporal patch the mean of its frames' times; one
-        wordless piece without timestamps."""
+        """The prompt's part for this clip: before the tokens of every temporal patch its time; one wordless piece
+        without timestamps."""
         if self.timestamps is None:
             return (Piece("", self.tokens),)
-        size = self.temporal_patch
-        seconds = [math.fsum(self.times[start : start + size]) / size for start in range(0, self.frames, size)]
-        return tuple(Piece(text, self.tokens_per_frame) for text in self.timestamps.texts(seconds))
+        return tuple(Piece(text, self.tokens_per_frame) for text in self.timestamps.texts(self.patch_times))
+
+    @property
+    def behind(self) -> str:
+        """The prompt's part behind the last piece."""
+        return self.timestamps.behind if self.timestamps else ""
 
     @cached_property
     def hash(self) -> str:
-        """32 hexadecimal digits over what the tower's output depends on: times, size, geometry, and how it is read."""
+        """32 hexadecimal digits over what the tower's output depends on: times, to the microsecond, size, geometry, and
+        how it is read."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
         seen = (microseconds, shape, "still") if self.still else (microseconds, shape)

@@ -2,11 +2,12 @@
 
 Role: pure; the trainer's batches take from here the positions that vLLM gives the same prompt. Models of 1-D positions
 never come here: their family has no `rope`.
-Invariants, those of Qwen2-VL and Qwen2.5-VL and of vLLM's `get_mrope_input_positions`: text counts its tokens on all
-three axes; a clip begins where its first token would as text, time in whole steps of its seconds; what follows begins
-one behind the largest position so far, on whichever axis. transformers 5 lets the text behind a clip begin behind the
-clip's height and width instead, whatever its time (its `get_rope_index`): the same for short clips, another model than
-vLLM's for longer ones, so that positions are always given to it and never left to it.
+Invariants, those of Qwen's models and of vLLM's `get_mrope_input_positions`: text counts its tokens on all three axes;
+a clip begins where its first token would as text, time in whole steps of its seconds; what follows begins one behind
+the largest position so far, on whichever axis. Where timestamps stand in a clip (Qwen3-VL), each temporal patch counts
+as a clip. transformers 5 lets the text behind a clip begin behind the clip's height and width instead, whatever its
+time (its `get_rope_index`): the same for short clips, another model than vLLM's for longer ones, so that positions are
+always given to it and never left to it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.samples import Visual
+from rlfuse.video.plan import VideoPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class MRope:
     merge: int
     """Patches of a visual token's side."""
     steps_per_second: float | None
-    """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch (Qwen2-VL)."""
+    """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch."""
 
     def positions(self, size: int, clips: Sequence[Visual]) -> np.ndarray:
         """int64 [3, size] of a prompt of so many tokens, its clips in order. ValueError if one does not fit its grid.
@@ -36,22 +38,25 @@ class MRope:
         """
         parts, start, after = [], 0, 0
         for clip in clips:
-            first = int(clip.positions[0])
-            parts += [_text(after, first - start), self._clip(clip) + after + first - start]
-            start, after = first + len(clip.positions), int(parts[-1].max()) + 1
+            pieces = clip.plan.temporal_patches if clip.plan.timestamps else 1
+            for places in np.array_split(clip.positions, pieces):
+                first = int(places[0])
+                parts += [_text(after, first - start), self._cells(clip.plan, pieces, places) + after + first - start]
+                start, after = first + len(places), int(parts[-1].max()) + 1
         return np.concatenate([*parts, _text(after, size - start)], axis=1)
 
-    def _clip(self, clip: Visual) -> np.ndarray:
-        patches, height, width = clip.plan.grid
-        cells = np.indices((patches, height // self.merge, width // self.merge)).reshape(3, -1)
-        first, last, count = int(clip.positions[0]), int(clip.positions[-1]), len(clip.positions)
-        if not cells.shape[1] == count == last - first + 1:
+    def _cells(self, plan: VideoPlan, pieces: int, places: np.ndarray) -> np.ndarray:
+        patches, height, width = plan.grid
+        cells = np.indices((patches // pieces, height // self.merge, width // self.merge)).reshape(3, -1)
+        first, last = int(places[0]), int(places[-1])
+        if not cells.shape[1] == len(places) == last - first + 1:
+            what = "clip" if pieces == 1 else "temporal patch"
             raise ValueError(
-                f"a clip of grid {clip.plan.grid} is {cells.shape[1]} tokens in one piece, got {count} of them at "
-                f"places {first} to {last}: plan it without timestamps and in the geometry of this model"
+                f"a {what} of grid {plan.grid} is {cells.shape[1]} tokens in one piece, got {len(places)} of them at "
+                f"places {first} to {last}: plan it with the timestamps and in the geometry of this model"
             )
         if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
-            cells[0] = (cells[0] * (clip.plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)
+            cells[0] = (cells[0] * (plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)
         return cells
 
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-import torch
-
 from rlfuse.errors import VideoError
 from rlfuse.video.plan import Choice, ClipFacts, Geometry, TaskKind
 
@@ -50,28 +48,41 @@ class ProcessorSampling(PixelBounds):
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
         """Whatever the task. Pictures that vary in length are spread as `ClipFacts.spread` says."""
-        total, size = clip.distinct_frames, geometry.temporal_patch
-        most = min(self.max_frames, total) // size * size
-        count = math.floor(min(max(total / clip.fps * self.fps, self.min_frames), most) / size) * size or total
+        total = clip.distinct_frames
+        frames = self.frames(total, clip.fps, geometry.temporal_patch)
         if clip.stills:
-            times, fps = clip.spread(count, count / clip.duration_s)
+            times, fps = clip.spread(len(frames), len(frames) / clip.duration_s)
         else:
-            frames = torch.arange(0, total, total / count).int().tolist()
-            times, fps = [round(frame / clip.fps, 6) for frame in frames], len(frames) / total * clip.fps
-        height, width = within(clip.height, clip.width, geometry.cell, self.min_pixels, self.most_pixels(len(times)))
+            times, fps = [frame / clip.fps for frame in frames], len(frames) / total * clip.fps
+        height, width = self.size(clip.height, clip.width, len(times), geometry)
         return Choice(times, fps, height * width // geometry.cell**2, height, width)
 
+    def frames(self, total: int, fps: float, unit: int) -> list[int]:
+        """Which frames of a clip that has so many, `fps` a second; as many as fill units where it has as many."""
+        import torch  # not above: processes that decode import this file, too, and compute nothing
 
-def within(height: int, width: int, cell: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size in multiples of `cell` that is nearest to the given one and between the bounds (`smart_resize`)."""
+        most = min(self.max_frames, total) // unit * unit
+        count = math.floor(min(max(total / fps * self.fps, self.min_frames), most) / unit) * unit or total
+        return torch.arange(0, total, total / count).int().tolist()
+
+    def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
+        """Of each frame of a clip of this size that is shown in so many."""
+        return within(height, width, geometry.cell, self.min_pixels, self.most_pixels(frames))
+
+
+def within(
+    height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
+) -> tuple[int, int]:
+    """The size in multiples of `cell` that is nearest to the given one and between the bounds (`smart_resize`), which
+    are those of so many frames together, counted in units."""
     if max(height, width) > THINNEST * min(height, width):
         problem = f"is {width} x {height} pixels; the longer side may be {THINNEST} times the shorter at most"
         raise VideoError(problem, "Crop it, or drop the row")
-    rows, columns = round(height / cell), round(width / cell)
-    if rows * columns * cell**2 > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
+    rows, columns, counted = round(height / cell), round(width / cell), round(frames / unit) * unit
+    if counted * rows * columns * cell**2 > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
         rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
-    elif rows * columns * cell**2 < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
+    elif counted * rows * columns * cell**2 < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
     return rows * cell, columns * cell

@@ -77,7 +77,7 @@ def assemble(
             ids += [placeholders[plan.modality]] * piece.tokens
             before = ""
         positions[index] = np.asarray(places, dtype=np.int32)
-        before = following
+        before = plan.behind + following
     ids += tokenise(tokenizer, before, visual)
     if max_tokens is not None and len(ids) > max_tokens:
         seen = sum(plan.tokens for plan in plans)

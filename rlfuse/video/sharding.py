@@ -12,8 +12,12 @@ allows, and at most total / ranks + the heaviest step; ranks beyond the steps th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+IN_TIME = 0.8
+"""Of the time that there is, in which clips are encoded ahead: clips and steps differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,17 @@ def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
 def cost(runs: Sequence[Run], loads: Sequence[Load]) -> int:
     """Of one shard."""
     return sum(run.units * loads[run.clip].unit_cost for run in runs)
+
+
+def pool_size(work_s: float, within_s: float, ranks: int) -> int:
+    """As few of the ranks as encode ahead in time: the pool follows the rates of encoding and of a step (DistTrain,
+    arXiv 2408.04275), and leaves alone who generates and trains beside the others. All where a rate is not known.
+
+    `work_s`: seconds for one rank. Example: 10 s of work beside steps of 5 s -> 10 s in 4 s, so 3 ranks.
+    """
+    if not work_s or not within_s:
+        return ranks
+    return min(ranks, math.ceil(work_s / (IN_TIME * within_s)))
 
 
 def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:

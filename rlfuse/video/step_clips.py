@@ -2,30 +2,42 @@
 
 Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
 embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step goes
-on, the clips of the next are decoded beside it.
+on, the clips of the next are decoded beside it, or encoded. Whoever asks for clips meanwhile comes first: no other is
+begun then, and what was made ahead gives way where caches are full.
 Waits for the encoder, which bounds every part of a clip in time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
-from rlfuse.samples import Group, Prompt
+from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
+
+AHEAD = "the next step"
+"""Who holds what is encoded before its step begins."""
 
 
 class StepClips:
-    """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped."""
+    """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped.
 
-    def __init__(self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None]):
-        self.encoder, self.max_failure_rate, self.say = encoder, max_failure_rate, say
+    `ahead`: the next step's clips are encoded while this one goes on, which a tower that learns meanwhile forbids.
+    """
+
+    def __init__(
+        self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None], ahead: bool = False
+    ):
+        self.encoder, self.max_failure_rate, self.say, self.ahead = encoder, max_failure_rate, say, ahead
         self._shapes: list[tuple[int, int, int]] = []
         self._dropped = 0
-        self._prefetching: asyncio.Task[None] | None = None
+        self._coming: asyncio.Task[None] | None = None
+        self._began = self._lasted = 0.0  # what is coming; how long the last had
 
     async def start(self) -> None:
         """Encoder ranks and caches stand when this returns."""
@@ -33,12 +45,15 @@ class StepClips:
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
         """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
-        if self._prefetching is not None:
-            await self._prefetching
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self._lasted = time.monotonic() - self._began
+            await coming
+            await self.encoder.release(AHEAD)
         shown = {group.prompt.index: group.prompt.visual for group in groups if group.prompt.visual}
         if not shown:
             return list(groups)
-        clips = [Clip(f"of prompt {index}", each.path, each.plan) for index, visual in shown.items() for each in visual]
+        clips = [_clip(index, each) for index, visual in shown.items() for each in visual]
         found = iter(await self.encoder.encode(clips, holder))
         outcomes = {index: [next(found) for _ in visual] for index, visual in shown.items()}
         self._shapes += [(clip.plan.frames, clip.plan.tokens, clip.plan.level) for clip in clips]
@@ -56,15 +71,26 @@ class StepClips:
         return kept
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
-        """Begin to decode the clips of prompts that come next; what goes wrong with that, the next `encode` raises."""
-        clips = [Clip(f"of prompt {each.index}", seen.path, seen.plan) for each in prompts for seen in each.visual]
-        self._prefetching = asyncio.create_task(self.encoder.prefetch(clips))
+        """Begin with the clips of prompts that come next; what goes wrong with that, the next `encode` raises.
+
+        Nothing where what was begun before is still to come.
+        """
+        clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
+        if clips and self._coming is None:
+            work = self._encode_ahead(clips) if self.ahead else self.encoder.prefetch(clips)
+            self._began, self._coming = time.monotonic(), asyncio.create_task(work)
+
+    async def _encode_ahead(self, clips: Sequence[Clip]) -> None:
+        """As many as there is time and room for; an encoder at fault is so for the next `encode` too, which says it."""
+        with suppress(EngineError):
+            await self.encoder.encode_ahead(clips, AHEAD, self._lasted, lambda: self._coming is None)
 
     def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
         if not failed:
             return
         first = next(iter(failed.values())).message
-        text = f"{len(failed)} of {of} prompts have clips that can't be used and are left out; the first: {first}"
+        unusable = f"{len(failed)} of {of} prompts have clips or images that can't be used"
+        text = f"{unusable} and are left out; the first: {first}"
         self.say(text)
         if len(failed) > self.max_failure_rate * of:
             raise EngineError(
@@ -85,8 +111,12 @@ class StepClips:
         return await self.encoder.drain(collect)
 
     async def close(self) -> None:
-        """End the processes, and with them what was prefetched; empty the caches."""
-        if self._prefetching is not None:
-            self._prefetching.cancel()
-            await asyncio.gather(self._prefetching, return_exceptions=True)
+        """End the processes, and with them what was begun; empty the caches."""
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.gather(self._coming, return_exceptions=True)
         await self.encoder.close()
+
+
+def _clip(prompt: int, seen: Visual) -> Clip:
+    return Clip(f"{'image' if seen.plan.still else 'clip'} of prompt {prompt}", seen.path, seen.plan)

@@ -5,15 +5,18 @@ Invariants:
 - nothing is believed that the packets contradict: a header's rate gives way to theirs, and a clip whose header and time
   stamps disagree about its length, because it is cut or damaged, is a `VideoError` with both figures;
 - the stream is the container's default one, else the longest; a cover picture is none, flagged as such or not;
+- a clip begins with its first keyframe: what stands before it, where a recording was cut, can't be decoded;
+- times that a container leaves open are not guessed: it is a `VideoError` where they matter;
 - MP4 and its relatives at a constant rate are known from their index. All else is read through once, none decoded.
 Waits for the file.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +25,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 from av.container import InputContainer
+from av.format import Flags
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
@@ -36,6 +40,9 @@ STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
 GUESSED_BEHIND_SEEKS = (AVI, "mpeg")
 """Containers that don't say when each picture is shown. From the start they can be counted; from a keyframe FFmpeg
 can't know how many B-frames stored behind it are shown before it."""
+TS = "mpegts"
+LOSSY = (TS, "mpeg")
+"""Containers made for channels that lose packets: a damaged one does not mean that the file was cut."""
 RATE_OFF = 0.01
 """Share by which a header's rate may differ from that of its packets."""
 LONGEST_JUMP_S = 10.0
@@ -43,8 +50,10 @@ LONGEST_JUMP_S = 10.0
 MOST_REORDERED = 32
 """Places between a frame's order of decoding and of showing: 16 frames of two fields in H.264 and H.265."""
 EDITED = "is put together from several parts by its edit list, and FFmpeg misplaces frames between such parts"
+UNDECIDED = "has B-frames and {}, and AVI doesn't say when each picture is shown"
 FETCH_AGAIN = "Fetch it again, or drop the row"
 REWRITE = "Write it again from its source, or drop the row"
+STAMPLESS = "Put the stream into a container, such as mp4"
 SEGMENT = b"\x18\x53\x80\x67"
 """In Matroska and WebM, what stands before the size of all that follows."""
 
@@ -68,28 +77,32 @@ class Timeline:
     keyframes: list[int]
     """Ticks where decoding can start, besides the clip's start; rising."""
     ticks: tuple[int, ...] = ()
-    """Of all pictures in AVI. It stores when they are decoded, and FFmpeg's guess of when they are shown is right for
-    keyframes without B-frames only, and late by a constant."""
+    """Of all pictures in AVI with B-frames. It stores when they are decoded, so that only counting tells which is
+    which."""
+    damaged: tuple[tuple[float, float], ...] = ()
+    """From which tick to before which pictures may lack what they refer to, as packets were lost on the way."""
 
 
 class _Packet(NamedTuple):
     """A picture before it is decoded."""
 
-    presented: int
-    """Tick at which it appears."""
-    stamp: int
-    """As in the file, where it is looked for."""
+    tick: int
+    """At which it appears; in AVI, at which it is decoded."""
     decoded: int
     duration: int
     is_keyframe: bool
+    is_discard: bool
+    is_corrupt: bool
 
 
 def timeline_of(path: str, container: InputContainer) -> Timeline:
     """The stream to show of an open file."""
-    streams = _moving(container)
-    if len(streams) == 1 and streams[0].codec_context.name not in COVERS and (known := _index(container, streams[0])):
+    if container.format.flags & Flags.no_timestamps.value:
+        raise VideoError("is a bare stream, which doesn't say when its pictures are shown", STAMPLESS)
+    streams, facts = _moving(container), os.stat(path)
+    alone = len(streams) == 1 and streams[0].codec_context.name not in COVERS
+    if alone and (known := _index(container, streams[0], facts.st_size)):
         return known
-    facts = os.stat(path)
     return _read_through(path, facts.st_size, facts.st_mtime_ns)
 
 
@@ -99,7 +112,7 @@ def _moving(container: InputContainer) -> list[VideoStream]:
     return [s for s in container.streams if s.type == "video" and s.codec_context and not s.disposition & covers]
 
 
-def _index(container: InputContainer, stream: VideoStream) -> Timeline | None:
+def _index(container: InputContainer, stream: VideoStream, size: int) -> Timeline | None:
     """From the index of MP4 and its relatives, where it is whole and tells of a constant rate, else None.
 
     It has decoding times only, which with B-frames are not those of the pictures.
@@ -110,9 +123,12 @@ def _index(container: InputContainer, stream: VideoStream) -> Timeline | None:
     tick_s, start = float(stream.time_base), stream.start_time or 0
     ticks, is_keyframe = np.array([(entry.timestamp, entry.is_keyframe) for entry in index]).T
     duration, end = stream.duration * tick_s, ticks[0] + stream.duration
+    if (reached := max(entry.pos + entry.size for entry in index)) > size:
+        raise VideoError(f"has {size} bytes, and its index reaches to {reached}: it is truncated", FETCH_AGAIN)
     # The end counts as a picture: where the last stays shorter or longer than others, B-frames may hide more gaps.
     if (
-        (np.diff(ticks) < 0).any()
+        not is_keyframe[0]
+        or (np.diff(ticks) < 0).any()
         or _stills(np.append(ticks, end), end, tick_s)
         or _too_long(np.ptp(ticks) * tick_s, duration)
     ):
@@ -128,20 +144,30 @@ def _index(container: InputContainer, stream: VideoStream) -> Timeline | None:
 def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
     """From every packet; once for all parts of a clip."""
     with av.open(path, metadata_errors="ignore") as container:
-        streams, packets = _moving(container), defaultdict(list)
-        latest = defaultdict(lambda: -math.inf)
+        name, streams, read = container.format.name, _moving(container), defaultdict(list)
+        latest, stampless = defaultdict(lambda: -math.inf), Counter()
         for packet in container.demux(streams) if streams else ():
-            if container.format.name == MP4 and packet.dts is not None:
+            if name == MP4 and packet.dts is not None:
                 if packet.dts < latest[packet.stream_index]:
                     raise VideoError(EDITED, "Write it again with its edits applied, or drop the row")
                 latest[packet.stream_index] = packet.dts
-            if packet.size and packet.pts is not None and not packet.is_discard:
-                decoded = packet.pts if packet.dts is None else packet.dts
-                presented = decoded if container.format.name == AVI else packet.pts
-                packets[packet.stream_index].append(
-                    _Packet(presented, packet.pts, decoded, packet.duration or 0, packet.is_keyframe)
-                )
+            if packet.is_corrupt and name not in LOSSY:
+                raise VideoError("ends within a picture: it is truncated", FETCH_AGAIN)
+            tick = packet.dts if name == AVI else packet.pts
+            if packet.size and tick is not None:
+                decoded = tick if packet.dts is None else packet.dts
+                kinds = packet.is_keyframe, packet.is_discard, packet.is_corrupt
+                read[packet.stream_index].append(_Packet(tick, decoded, packet.duration or 0, *kinds))
+            elif packet.size:
+                stampless[packet.stream_index] += 1
+        packets = defaultdict(list, {index: _decodable(of) for index, of in read.items()})
         stream = _chosen(container, streams, packets)
+        if stampless[stream.index] > len(read[stream.index]):  # second fields have none of their own
+            raise VideoError("has frames without time stamps", STAMPLESS)
+        if _is_counted(container, stream) and not read[stream.index][0].is_keyframe:
+            raise VideoError(UNDECIDED.format("no keyframe at its start"), REWRITE)
+        if name == "gif" and not _has_trailer(path, size):
+            raise VideoError("lacks its last byte: it is truncated", FETCH_AGAIN)
         return _timeline(container, stream, packets[stream.index], _is_cut(path, size))
 
 
@@ -149,7 +175,7 @@ def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict
     """The default one of those with most to show, else the longest."""
 
     def rank(stream: VideoStream) -> tuple[bool, bool, float]:
-        ticks = [packet.presented for packet in packets[stream.index]]
+        ticks = [packet.tick for packet in packets[stream.index]]
         is_default = bool(stream.disposition & Disposition.default)
         return len(ticks) > 1, is_default, (max(ticks) - min(ticks)) * float(stream.time_base)
 
@@ -163,16 +189,18 @@ def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict
         raise VideoError(f"has no video{found and f', only {found}'}", "Give a file with video, or drop the row")
     filled = [stream for stream in streams if packets[stream.index]]
     if not filled:
-        raise VideoError("has no frame, or none with a time stamp", "Put its stream into a container, such as mp4")
+        raise VideoError("has no frame, or none with a time stamp", STAMPLESS)
     return max(filled, key=rank)
 
 
 def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Packet], cut: bool) -> Timeline:
-    tick_s = float(stream.time_base)
-    presented = np.array([packet.presented for packet in packets])
+    tick_s, counted = float(stream.time_base), _is_counted(container, stream)
+    presented = np.array([packet.tick for packet in packets])
     order = np.argsort(presented, kind="stable")
     ticks = presented[order]
     gaps = np.diff(ticks)
+    if counted and len(gaps) and np.ptp(gaps) * tick_s > STILL_S:
+        raise VideoError(UNDECIDED.format("pauses"), REWRITE)
     fps = _rate(stream, gaps.mean() * tick_s if gaps.any() else None)
     # Not every container says how long packets last.
     end = ticks[-1] + (packets[order[-1]].duration or (np.median(gaps) if gaps.any() else 1 / fps / tick_s))
@@ -183,18 +211,54 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     in_mp4 = container.format.name == MP4  # there headers count times of decoding or of showing
     clocks = [ticks, np.array(sorted(packet.decoded for packet in packets))] if in_mp4 else [ticks]
     _check_length(container, stream, clocks, end - ticks[-1], cut)
+    if in_mp4 and (said := ticks[0] + (stream.duration or 0)) > ticks[-1]:
+        end = min(end, said)  # a packet lasts until the next is decoded
     stills = _stills(ticks, end, tick_s)
     if stills and not in_mp4:  # where none lasts as said, nor does the last
         end = max(end, _header_s(container) / tick_s or 2 * ticks[-1] - ticks[-2])
         stills = _stills(ticks, end, tick_s)
     duration = float(end - ticks[0]) * tick_s
-    start = min(packet.stamp for packet in packets)
-    keyframes = sorted(packet.stamp for packet in packets if packet.is_keyframe)
-    stamped = tuple((ticks - ticks[0] + start).tolist())
-    guessed = stamped if container.format.name == AVI else ()
+    keyframes = sorted(packet.tick for packet in packets if packet.is_keyframe)
     if container.format.name in GUESSED_BEHIND_SEEKS and stream.codec_context.has_b_frames:
         keyframes = []
-    return Timeline(stream.index, start, stamped[-1], duration, fps, len(packets), stills, keyframes, guessed)
+    shown = tuple(ticks.tolist())
+    return Timeline(
+        stream.index,
+        shown[0],
+        shown[-1],
+        duration,
+        fps,
+        len(shown),
+        stills,
+        keyframes,
+        ticks=shown if counted else (),
+        damaged=_damaged(packets) if container.format.name == TS else (),
+    )
+
+
+def _decodable(packets: list[_Packet]) -> list[_Packet]:
+    """Those from the first keyframe on, in both orders, that are to be shown; all where none says that it is one."""
+    first = next((place for place, packet in enumerate(packets) if packet.is_keyframe), 0)
+    decoded, begin = packets[first:], packets[first].tick
+    following = [packet for packet in decoded[:MOST_REORDERED] if packet.tick >= begin]
+    return [packet for packet in following + decoded[MOST_REORDERED:] if not packet.is_discard]
+
+
+def _damaged(packets: list[_Packet]) -> tuple[tuple[float, float], ...]:
+    """`Timeline.damaged`, by groups of pictures. FFmpeg marks a packet up to two before the loss; where a group begins
+    there, recordings were joined, or its end was lost."""
+    keys, spans = [place for place, packet in enumerate(packets) if packet.is_keyframe], []
+    for place in (place for place, packet in enumerate(packets) if packet.is_corrupt):
+        group = bisect.bisect_right(keys, place)
+        end = keys[group] if group < len(keys) else len(packets)
+        if group and end > place + 2:
+            spans.append((packets[keys[group - 1]].tick, packets[end].tick if end < len(packets) else math.inf))
+    return tuple(spans)
+
+
+def _is_counted(container: InputContainer, stream: VideoStream) -> bool:
+    """Whether only the order of its pictures tells when they are shown."""
+    return container.format.name == AVI and stream.codec_context.has_b_frames
 
 
 def _rate(stream: VideoStream, apart_s: float | None) -> float:
@@ -203,7 +267,7 @@ def _rate(stream: VideoStream, apart_s: float | None) -> float:
     if apart_s and abs(said * apart_s - 1) > RATE_OFF:
         return float(1 / apart_s)
     if not said:
-        raise VideoError("has one frame, or none with a time stamp", "Put its stream into a container, such as mp4")
+        raise VideoError("has one frame, or none with a time stamp", STAMPLESS)
     return said
 
 
@@ -265,3 +329,10 @@ def _is_cut(path: str, size: int) -> bool:
     unknown = (1 << 7 * digits) - 1
     said = int.from_bytes(head[place : place + digits]) & unknown
     return said != unknown and place + digits + said > size
+
+
+def _has_trailer(path: str, size: int) -> bool:
+    """Whether a GIF ends as all do, padding and line ends aside."""
+    with open(path, "rb") as file:
+        file.seek(max(0, size - 4096))
+        return file.read().rstrip(b"\0\r\n").endswith(b";")

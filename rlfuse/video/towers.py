@@ -1,4 +1,4 @@
-"""The visual part of a video model: frames in, embeddings in the text model's hidden size out.
+"""The visual part of a video model: frames in, embeddings out: features for the text model's input, and for layers.
 
 Role: what encoder ranks run, and what a trainer that also trains the tower runs with gradient. A tower is loaded alone:
 only its tensors are read from the checkpoint.
@@ -9,7 +9,6 @@ Invariants:
   start. A clip cut at multiples of `cut` frames therefore gives the same bits as the whole clip on the same kind of
   device, whoever runs the parts;
 - `version` names the weights, the normalisation and the precision: equal versions, equal embeddings.
-Towers whose features enter at several layers of the text model (Qwen3-VL) are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.errors import VideoError
 from rlfuse.samples import FramePlan
-from rlfuse.video.models.base import VideoFamily, family_of, known_families
+from rlfuse.video.models.base import VideoFamily, embedding_width, family_of, known_families
 from rlfuse.video.sharding import CostModel
 
 WHOLE = "processor_config.json"
@@ -39,7 +38,7 @@ class TowerShape:
     """How a tower cuts and counts frames; all that the driver needs of it."""
 
     hidden: int
-    """Of the text model."""
+    """Features of a token: of the text model's input, and of each layer that the tower feeds besides."""
     patch: int
     """Side in pixels."""
     merge: int
@@ -114,7 +113,7 @@ class Tower:
         patch = config.vision_config.patch_size
         self.device, self.dtype, self.trainable = device, getattr(torch, dtype), trainable
         self.shape = TowerShape(
-            config.text_config.hidden_size, patch, family.merge, family.temporal_patch, step, family.cost(config)
+            embedding_width(config), patch, family.merge, family.temporal_patch, step, family.cost(config)
         )
         self.pixels = Pixels.of(folder)
         self.module = _load(family, config, folder, self.dtype).to(device).requires_grad_(trainable).eval()
@@ -178,10 +177,7 @@ def _family(folder: Path) -> tuple[PreTrainedConfig, type[VideoFamily]]:
         raise FileNotFoundError(f"no model at {folder}: it has no config.json")
     config = AutoConfig.from_pretrained(folder)
     if (family := family_of(config)) is None:
-        raise ValueError(
-            f"{folder} is a {config.model_type} model; towers can be run alone for {known_families()}. Others either "
-            "have no visual part or feed it into several layers of the text model."
-        )
+        raise ValueError(f"{folder} is a {config.model_type} model; towers can be run alone for {known_families()}")
     return config, family
 
 

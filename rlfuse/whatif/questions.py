@@ -68,7 +68,7 @@ def answers(
         return
     asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
         ("without the longest 5 % of responses", _without_longest, simulated.policy),
-        ("one more slot", _one_more_slot, simulated.policy),
+        ("one more slot", lambda workload: replace(workload, slots=workload.slots + 1), simulated.policy),
         *((f"policy={policy}", _as_it_was, policy) for policy in policies),
     ]
     for question, change, policy in asked:
@@ -126,7 +126,3 @@ def _without_longest(workload: Workload) -> Workload:
     lengths = workload.lengths()
     cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
     return replace(workload, response_tokens=tuple(cut.tolist()))
-
-
-def _one_more_slot(workload: Workload) -> Workload:
-    return replace(workload, slots=workload.slots + 1)

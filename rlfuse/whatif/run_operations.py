@@ -33,7 +33,7 @@ CONTROLLER, REWARD, DRIVER = "controller", "reward", "driver"
 ROLES = ("slot", "reward", "encoder", DRIVER)
 KINDS = (
     *("data", "encode", "prefill", "decode", "move", "switch", REWARD, *PASSES),
-    *("adv", "forward", "backward", "optimizer", "update_weights", CONTROLLER),
+    *("adv", "forward", "head", "backward", "optimizer", "update_weights", CONTROLLER),
 )
 COMMUNICATION = ("move", "update_weights")
 FAILED = ("lost", "restart", "restart_engine")
@@ -243,10 +243,11 @@ class _Step:
             return span.kind == "encode"
         if call.span.kind == "update_weights":
             return span.kind == "update_weights"
-        return span.kind not in ("switch", "plan", "schedule", "start", "gc") and self._slot(span) in call.slots
+        beside = ("switch", "optimizer_wait", "plan", "schedule", "start", "gc")
+        return span.kind not in beside and self._slot(span) in call.slots
 
     def _lock(self, call: Call) -> None:
-        """Ranks that can only work together: an optimizer step, a row cut over ranks, ZeRO's gathers."""
+        """Ranks that can only work together: an optimizer step, a row or a head cut over ranks, ZeRO's gathers."""
         members: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         counted: dict[tuple[str, str], int] = defaultdict(int)
         for piece in call.work:
@@ -254,7 +255,7 @@ class _Step:
             together = self.zero_stage >= (2 if piece.kind == "backward" else 3)
             if piece.kind == "optimizer" or (together and "pipeline" not in piece.span.attributes and piece.rank >= 0):
                 members[piece.kind, number].append(piece)
-            elif piece.span.attributes.get("degree", 1) > 1:
+            elif piece.kind == "head" or piece.span.attributes.get("degree", 1) > 1:
                 members[piece.kind, number, piece.span.samples].append(piece)
         for each in members.values():
             if len(each) > 1:

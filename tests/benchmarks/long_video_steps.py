@@ -147,6 +147,7 @@ class Bench:
         config.actor.use_kl_loss, config.actor.optim.lr = True, 0.0
         slots = replace(slots, count=ranks, cores=slots.cores and slots.cores[:ranks])
         self.group, _ = await Forced.start(config, slots, 1, slots.cores)
+        await self.group.measure()
 
     async def step(self, way: str, frames: int) -> dict[str, Any]:
         """One step: its seconds, by part too, and what was sent, run and drawn."""

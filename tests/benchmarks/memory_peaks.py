@@ -72,6 +72,7 @@ CASES = {
     "two ranks, ZeRO 1": Case("qwen2", PPO, 2, {"actor.zero_stage": 1} | BF16),
     "two ranks, ZeRO 2": Case("llama", PPO, 2, {"actor.zero_stage": 2}),
     "two ranks, ZeRO 3": Case("llama", ALL, 2, {"actor.zero_stage": 3, "algorithm.use_kl_in_reward": True}),
+    "two ranks, shared layers": Case("qwen2", PPO, 2, {"training.tensor_model_parallel_size": 2}),
     "engine": Case("qwen2", ("engine",)),
     "engine, own head": Case("llama", ("engine",), settings=BF16),
     "engine, experts": Case("qwen3_moe", ("engine",)),
@@ -95,10 +96,10 @@ def main() -> None:
             print(f"    {size:8.0f} {what}", flush=True)
 
 
-def config_of(case: Case, folder: Path) -> Config:
-    """The case as a job, its model with random weights in `folder`."""
+def config_of(case: Case, folder: Path, widths: dict[str, Any] | None = None) -> Config:
+    """The case as a job, its model with random weights in `folder`; `widths`: other than those of all cases."""
     kind, sizes = MODELS[case.model]
-    given = getattr(transformers, kind)(**(WIDTHS | sizes))
+    given = getattr(transformers, kind)(**(WIDTHS | sizes | (widths or {})))
     AutoModelForCausalLM.from_config(given).save_pretrained(folder)
     config = Config()
     config.model.path, config.model.dtype, config.cluster.device = str(folder), "float32", "cpu"
@@ -174,16 +175,18 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
 
 
 def _step(rank: Any, passed: list[MicroBatch], learned: list[MicroBatch]) -> None:
-    """All that a step asks a rank for."""
+    """All that a step asks a rank for; a rank whose share of the critic is done may go on with the actor before either
+    takes its step."""
     for name in ("actor", "ref"):
         if passed and name in rank.engines:
             rank.log_probs(name, passed)
     if passed and "critic" in rank.engines:
         rank.values(passed)
-    for name in ("critic", "actor"):
-        if name in rank.engines:
-            rank.accumulate(name, learned)
-            rank.step(name, 1.0)
+    trained = [name for name in ("critic", "actor") if name in rank.engines]
+    for name in trained:
+        rank.accumulate(name, learned)
+    for name in trained:
+        rank.step(name, 1.0)
 
 
 def _micro_batch(texts: Texts) -> MicroBatch:

@@ -1,14 +1,15 @@
 """Passes over a few long rows among many short ones: a degree for each row, against one degree for all.
 
-    python tests/benchmarks/mixed_lengths.py [--ranks 2 4] [--long 4096] [--short 32 192] [--repeats 5] [--out FILE]
+    python tests/benchmarks/mixed_lengths.py [--ranks 2 4] [--mixtures 1+64 2+64 ...] [--long 4096] [--short 32 192]
+        [--repeats 5] [--out FILE]
 
 The random Qwen2 of `sequence_parallel.py` on so many ranks, each bound to a core if there are enough. Log-probs and
-gradients of each mixture take turns within each repetition: at every fixed degree, as the planner has it, and what the
-bound is made of.
+gradients of each mixture take turns within each repetition, another one first each time: at every fixed degree, as the
+planner has it, and what the bound is made of.
 That is the larger of all work shared out evenly (every rank runs the whole batch by itself, at the same time as the
 others, divided by ranks: so it knows what ranks take from each other on shared cores) and of the longest row alone at
 its best degree. `over bound` and `over fixed` (the better of the fixed degrees) are medians of ratios within a
-repetition, with their range; `planned` is what the planner itself expects of the former. The first repetition warms up.
+repetition, with their range; `planned` is what the planner itself expects of the former. What comes first warms up.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlfuse.engines.trainer.degrees import degrees_up_to
 from rlfuse.observe.metrics import balance_metrics
 from rlfuse.samples import Row
 
-MIXTURES = ((1, 64), (2, 64), (1, 16), (3, 16), (1, 0), (0, 64))
+MIXTURES = ["1+64", "2+64", "1+16", "0+64"]
 """Long and short rows of a batch."""
 CHOSEN, EVEN = "chosen", "even"
 
@@ -59,13 +60,14 @@ async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) 
     """Way -> seconds of each repetition; `bound` among them."""
     degrees, longest = degrees_up_to(len(group.ranks)), max(rows, key=lambda each: each.tokens)
     found: dict[str, list[float]] = {str(way): [] for way in (*degrees, CHOSEN, "bound")}
-    for repetition in range(repeats + 1):
-        taken = {way: await seconds(group, run, rows, way) for way in (*degrees, CHOSEN, EVEN)}
+    ways: list[int | str] = [*degrees, CHOSEN, EVEN]
+    for _ in range(repeats):
+        ways = [*ways[1:], ways[0]]
+        taken = {way: await seconds(group, run, rows, way) for way in ways}
         alone = [await seconds(group, run, [longest], degree) for degree in degrees]
         taken["bound"] = max(taken[EVEN], min(alone))
         for way, times in found.items():
-            if repetition:
-                times.append(taken[int(way) if way.isdigit() else way])
+            times.append(taken[int(way) if way.isdigit() else way])
     return found
 
 
@@ -86,13 +88,17 @@ async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         config.model.path = model_folder(folder, options.long)
         group, _ = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
+        await group.measure()
         degrees = list(map(str, degrees_up_to(ranks)))
         print(f"\n{ranks} ranks on {slots.device}, {group.costs}\n")
         titles = ["long", "short", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "bound, s"]
         titles += ["over bound", "over fixed", "planned"]
         print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|", flush=True)
         passes = {"log-probs": partial(group.log_probs, "actor"), "gradients": partial(group.accumulate, "actor")}
-        for long, short in MIXTURES:
+        mixtures = [tuple(map(int, each.split("+"))) for each in options.mixtures]
+        for run in passes.values():
+            await measured(group, run, mixture(*mixtures[0], options), 1)
+        for long, short in mixtures:
             rows = mixture(long, short, options)
             for name, run in passes.items():
                 found = await measured(group, run, rows, options.repeats)
@@ -113,6 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--long", type=int, default=4096, help="tokens of a long row")
     parser.add_argument("--short", type=int, nargs=2, default=[32, 192], help="tokens of short rows, from and to")
+    parser.add_argument("--mixtures", nargs="+", default=MIXTURES, help="long and short rows of a batch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="measurements as JSON")
     chosen, everything = parser.parse_args(), []

@@ -67,7 +67,8 @@ def optimum(workload: Workload, seconds: float, workers: int = 2) -> Optimum:
     packing, later = _Packing(workload), _later(workload, seconds, workers)
     packing.model.minimize(packing.end)
     least, found = _solved(packing.model, seconds, workers)
-    return Optimum((least + later[0]) / TICKS + workload.step_s, (found + later[1]) / TICKS + workload.step_s)
+    after = workload.switch_s + workload.step_s  # every slot becomes an engine again
+    return Optimum((least + later[0]) / TICKS + after, (found + later[1]) / TICKS + after)
 
 
 def _solved(model: cp_model.CpModel, seconds: float, workers: int) -> tuple[float, float]:

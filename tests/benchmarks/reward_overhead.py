@@ -18,7 +18,9 @@ import time
 
 import numpy as np
 
-from rlfuse.rewards.table import score_table
+from rlfuse.config.rewards import RewardConfig
+from rlfuse.rewards.api.items import item_of_row
+from rlfuse.rewards.table import score_items
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, Sample
 
@@ -48,7 +50,7 @@ def made(count: int, tokens: int) -> list[Sample]:
 
 async def timed(samples: list[Sample], repetitions: int) -> tuple[list[float], list[list[Reward]]]:
     """(milliseconds for each sample, rewards), of each repetition; every other one in reverse order."""
-    pool = RewardPool([share_of_vowels])
+    pool = RewardPool(RewardConfig([share_of_vowels]))
     await pool.start()
     times, found = [], []
     try:
@@ -78,7 +80,7 @@ def main() -> None:
     samples = made(arguments.samples, arguments.tokens)
     rows = [{"prompt": "What is it?", "response": sample.response.text} for sample in samples]
     start = time.perf_counter()
-    alone = score_table(share_of_vowels, rows)
+    alone = score_items(share_of_vowels, [item_of_row(row, number) for number, row in enumerate(rows)])
     in_process = 1000 * (time.perf_counter() - start) / len(samples)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
     try:
@@ -86,7 +88,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     for rewards in found:
-        assert [reward.value for reward in rewards] == [row["reward"] for row in alone], "the pool changed a reward"
+        assert [reward.value for reward in rewards] == [reward.value for reward in alone], "the pool changed a reward"
         assert rewards == found[0], "the order changed a reward"
     shown = "  ".join(f"{value:.3f}" for value in times)
     print(f"{len(samples)} samples of {arguments.tokens} tokens, ms for each: {shown}")

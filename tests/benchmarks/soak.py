@@ -38,9 +38,10 @@ ROLES = (
     "RewardWorker",
     "DashboardAgent",
     "RuntimeEnvAgent",
-    "log_monitor",
+    "raylet",
+    "gcs_server",
+    "wandb-core",
 )
-ROLES += ("dashboard", "monitor", "raylet", "gcs_server", "wandb-core")
 """Looked for in this order in a process's title and command line."""
 SHOWN = ("process", "MiB at the end", "MiB a 1,000 steps", "+-", "files open")
 

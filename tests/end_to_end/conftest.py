@@ -1,4 +1,5 @@
-"""Shared by the tests that run real engines: one Ray cluster, one tiny model, one process of jobs for the session."""
+"""Shared by the tests that run real engines: one Ray cluster, tiny models, processes of jobs and of ranks for the
+session."""
 
 import asyncio
 import json
@@ -6,19 +7,23 @@ import shutil
 from pathlib import Path
 
 import pytest
+import ray
 from driven_job import driver
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
 
+SHARED = ("driven", "four", "four_whole")
+"""Fixtures that files share: what they start costs more than a file's tests."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at them
 def pytest_collection_modifyitems(items):
-    """All tests of a file run in one process of pytest, and so do all files that share the process of jobs."""
+    """All tests of a file run in one process of pytest, and so do all files that share what is in `SHARED`."""
     own = [item for item in items if item.path.parent == Path(__file__).parent]
-    sharing = {item.path for item in own if "driven" in item.fixturenames}
+    sharing = {item.path: name for item in own for name in SHARED if name in item.fixturenames}
     for item in own:
-        item.add_marker(pytest.mark.xdist_group("driven" if item.path in sharing else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(sharing.get(item.path, item.path.stem)))
 
 
 @pytest.fixture(scope="session")
@@ -81,3 +86,35 @@ def driven(ending_model, tmp_path_factory):
     """What runs one job after the other in a process, see `driven_job.driver`."""
     with driver(ending_model, tmp_path_factory.mktemp("driven") / "log") as drive:
         yield drive
+
+
+@pytest.fixture(scope="session")
+def pipeline_models(tmp_path_factory):
+    """See `single_process.write_models`."""
+    from single_process import write_models
+
+    return write_models(tmp_path_factory.mktemp("pipeline_models"))
+
+
+@pytest.fixture(scope="session")
+async def four(pipeline_models, slots):
+    """Four ranks that take one pipelines' layout after the other."""
+    from probing import TWO_CRITICS, started
+
+    async for group in started(pipeline_models, 4, TWO_CRITICS):
+        yield group
+
+
+@pytest.fixture(scope="session")
+async def four_whole(slots):
+    """Four ranks of whole models, or shares of them, that take one configuration after the other (`Probe.of`)."""
+    from pipelines import Anywhere
+    from trainer_probe import settings
+
+    from rlfuse.engines.trainer.rank_group import start_ranks
+    from rlfuse.engines.trainer.trainer_rank import TrainerRank
+
+    ranks = await start_ranks(TrainerRank, settings(""), Anywhere(slots.group, 4, "cpu"), None)
+    yield ranks
+    for rank in ranks:
+        ray.kill(rank)

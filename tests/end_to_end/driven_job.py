@@ -18,7 +18,8 @@ def settings_of(folder: Path, model: Path) -> dict:
     """The job's settings; its data and reward are written to `folder`."""
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "x"} for i in range(64)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, some in (("train", rows), ("val", rows[:6])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     return {
         "algorithm": "grpo",
         "model.path": model,

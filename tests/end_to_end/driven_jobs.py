@@ -11,15 +11,16 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-import kept_engines
-from ray import cloudpickle
-
-from rlfuse.files import write_whole
-from rlfuse.run import build as running
-
 
 def main():
     """Until the input ends."""
+    # Not above: each worker that decodes clips imports this file anew, as multiprocessing spawns it.
+    import kept_engines
+    from ray import cloudpickle
+
+    from rlfuse.files import write_whole
+    from rlfuse.run import build as running
+
     cloudpickle.register_pickle_by_value(kept_engines)  # workers need not import it with all that it imports
     with kept_engines.kept() as engines:
         for line in sys.stdin:

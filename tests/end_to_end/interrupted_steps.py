@@ -17,11 +17,10 @@ import psutil
 from rlfuse.cluster.watchdog import _current as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
-from rlfuse.errors import EngineError
+from rlfuse.errors import EngineError, first_of
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import build as running
-from rlfuse.run.job import _one as first
 from rlfuse.run.job import open_job
 from rlfuse.run_folder import checkpoints
 
@@ -75,7 +74,7 @@ class Steps:
         try:
             await controller.run(step)
         except BaseException as error:
-            if not isinstance(first(error), Killed):
+            if not isinstance(first_of(error), Killed):
                 raise
             return False
         finally:
@@ -157,7 +156,7 @@ class Steps:
         victim = next(psutil.Process(each.pid) for each in watchdog._processes() if each.where == "trainer/0")
         victim.suspend()
         try:
-            await controller.engines.trainer.bucket_plan()
+            await controller.engines.trainer.probe()
         except EngineError as error:
             said.append(str(error))
         finally:

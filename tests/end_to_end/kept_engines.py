@@ -1,15 +1,16 @@
-"""Engines that outlive their job: the next job of this process takes them over, as their start is most of a job's cost.
+"""Engines and ranks that outlive their job: the next job of this process takes them over, as their start is most of a
+job's cost.
 
-Within `kept` the end of a job leaves Ray and its engines alone, and the next job finds them, if its engines are of the
-same model and as wide. All else is its own: ranks, rewards, controller, run folder. What a job starts in a second
-attempt is new.
+Within `kept` the end of a job leaves Ray, its engines and its ranks alone, and the next job finds them: engines if its
+own are of the same model and as wide, the processes of ranks if it has as many of the same kind, for models of its own.
+All else is its own: rewards, controller, run folder. What a job starts in a second attempt is new.
 """
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,8 @@ from unittest import mock
 import ray
 
 from rlfuse.cluster import placement, process_logs, watchdog
+from rlfuse.engines.pipeline import pipeline_group
+from rlfuse.engines.trainer import rank_group, trainer_group
 from rlfuse.run import build as running
 from rlfuse.run import inference
 
@@ -42,6 +45,19 @@ class KeptWorker(inference.RolloutWorker):
 
     async def end(self):
         await super().stop()
+
+
+def begin_anew(rank, config, core):
+    """What a rank's new process does once it has imported what it needs, and before it meets the others."""
+    rank.garbage.close()
+    rank.__init__(config, rank.rank, rank.world, rank.device, core)
+    rank.progress.calls_come_here()
+
+
+def fit(trainer, config, count):
+    """Whether its ranks can be those of a job of this configuration: so many, with whole models, met as that has it."""
+    before, now = ((each.training, each.trainer.deterministic) for each in (trainer.config, config))
+    return type(trainer) is trainer_group.TrainerGroup and len(trainer.ranks) == count and before == now
 
 
 class Kept:
@@ -72,14 +88,23 @@ class Kept:
         return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
 
     def stop(self, logs=None):
-        """In place of `placement.stop`: ranks leave the slots."""
-        for trainer in self.trainers:
+        """In place of `placement.stop`."""
+
+    async def start_ranks(self, kind, config, slots, cores):
+        """In place of the trainers' own: the last job's, where they fit."""
+        last, self.trainers = self.trainers, []
+        for trainer in last:
+            if kind.__name__ == "TrainerRank" and fit(trainer, config, slots.count):
+                anew = zip(trainer.ranks, cores or [None] * slots.count, strict=True)
+                with suppress(ray.exceptions.RayError):  # some have died
+                    ray.get([rank.__ray_call__.remote(begin_anew, config, core) for rank, core in anew], timeout=60)
+                    return trainer.ranks
             for rank in trainer.ranks:
                 ray.kill(rank)
-        self.trainers.clear()
+        return await start_ranks(kind, config, slots, cores)
 
     async def wired(self, *given, engines, **named):
-        """In place of the run's own: remembers the ranks."""
+        """In place of the run's own: remembers the trainer."""
         self.trainers.append(engines.trainer)
         return await wired(*given, engines=engines, **named)
 
@@ -121,7 +146,7 @@ class Kept:
         return KeptHandle
 
 
-start, stop, wired = placement.start, placement.stop, running.wired
+start, stop, wired, start_ranks = placement.start, placement.stop, running.wired, rank_group.start_ranks
 
 
 @contextmanager
@@ -132,6 +157,8 @@ def kept() -> Iterator[Kept]:
         (placement, "start"): all_of_them.start,
         (placement, "stop"): all_of_them.stop,
         (running, "wired"): all_of_them.wired,
+        (trainer_group, "start_ranks"): all_of_them.start_ranks,
+        (pipeline_group, "start_ranks"): all_of_them.start_ranks,
         (inference, "RolloutHandle"): all_of_them.handle(),
         (inference, "RolloutWorker"): KeptWorker,
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.fusion.schedules import shared_heads
 from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import timed
@@ -17,7 +18,7 @@ def problem(layout, counts, seconds, split=False):
 
     def model(pipelines):
         def each(kind):
-            return tuple(seconds(pipelines.model, stage, kind) for stage in range(pipelines.stages))
+            return tuple(seconds(pipelines.model, stage, kind) for stage in range(pipelines.depth))
 
         whole = tuple(map(sum, zip(each("B"), each("W"), strict=True))) if split else each("B")
         return Model(
@@ -32,13 +33,20 @@ def problem(layout, counts, seconds, split=False):
             chunks_per_device=pipelines.chunks,
         )
 
-    return Problem(layout[0].devices, tuple(map(model, layout)), split_backward=split)
+    return Problem(layout[0].devices, tuple(map(model, layout)), split_backward=split, placement=layout[0].placement)
 
 
 def serial(layout, counts, split=False):
     """Each model's 1F1B, one after the other; W, if any, right after its B. One chunk only."""
+    of = problem(layout, counts, lambda *_: 1.0, split)
     rows = serial_1f1b_rows(problem(layout, counts, lambda *_: 1.0))
-    return tuple(tuple(part for each in row for part in _parts(each.operation, split)) for row in rows)
+    rows = tuple(tuple(part for each in row for part in _parts(each.operation, split)) for row in rows)
+    return shared_heads.with_heads(of, rows, heads(layout, lambda *_: 1.0))
+
+
+def heads(layout, seconds):
+    """Of the models whose head devices share, as `seconds` has them."""
+    return {each.model: seconds(each.model, 0, "H") for each in layout if each.vocabulary}
 
 
 def _parts(operation, split):
@@ -47,12 +55,15 @@ def _parts(operation, split):
 
 def fused(layout, counts, seconds, split=False):
     """The best list schedule."""
-    return search(problem(layout, counts, seconds, split), method="list", cached=False).operations
+    of, shared = problem(layout, counts, seconds, split), heads(layout, seconds)
+    rows = search(of, method="list", cached=False).operations
+    return shared_heads.best(of, rows, shared) if shared else rows
 
 
 def makespan(rows, layout, counts, seconds, split=False):
     """Simulated, without communication; an error if the rows can't be run."""
-    return max(row[-1].end for row in timed(problem(layout, counts, seconds, split), rows))
+    of = problem(layout, counts, seconds, split)
+    return max(row[-1].end for row in timed(of, rows, shared_heads.duration(of, heads(layout, seconds))))
 
 
 class Sleeping:
@@ -62,6 +73,9 @@ class Sleeping:
 
     def __init__(self, pipelines, stage, seconds):
         self.pipelines, self.stage, self.seconds = pipelines, stage, seconds
+        self.before_head, self.behind_head = {}, {}
+
+    head_shape = lambda self, micro_batch: self.shape(micro_batch)  # noqa: E731
 
     def shape(self, micro_batch):
         return (2, micro_batch + 1)
@@ -69,11 +83,21 @@ class Sleeping:
     def forward(self, micro_batch, received, training):
         assert received is None or float(received.sum()) == (2 * micro_batch + 2) * self.stage
         time.sleep(self.seconds["F"])
-        last = self.stage == self.pipelines.depth - 1
-        return None if last else torch.full(self.shape(micro_batch), self.stage + 1.0)
+        last, passed = self.stage == self.pipelines.depth - 1, torch.full(self.shape(micro_batch), self.stage + 1.0)
+        if last:
+            self.before_head[micro_batch] = passed
+        return None if last else passed
+
+    def head(self, micro_batch, hidden, training, gather, answers):
+        assert float(hidden[0, 0]) == self.pipelines.depth
+        gather(hidden)
+        time.sleep(self.seconds["H"])
+        return torch.ones(self.shape(micro_batch)) if training else None
 
     def backward(self, micro_batch, gradient, whole):
         assert gradient is None or float(gradient[0, 0]) == -self.stage - 1.0
+        if self.pipelines.vocabulary and self.stage == self.pipelines.depth - 1:
+            assert float(self.behind_head.pop(micro_batch)[0, 0]) == self.pipelines.stages
         time.sleep(self.seconds["B"] + (self.seconds["W"] if whole else 0))
         return None if self.stage == 0 else torch.full(self.shape(micro_batch), -float(self.stage))
 

@@ -2,10 +2,11 @@
 
 import asyncio
 
+import ray
 import torch
-from pipelines import fused, serial
+from pipelines import Anywhere, fused, serial
 from safetensors.torch import load_file
-from single_process import BATCHES, lengths
+from single_process import BATCHES, lengths, settings
 from transformers import AutoConfig
 
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -13,12 +14,15 @@ from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 
 COUNTS = {"actor": 4, "critic": 4}
 """Micro-batches of a pipeline."""
+WAYS = {"actor": "down", "critic": "up"}
 OPPOSITE = (Pipelines("actor", 2), Pipelines("critic", 2, direction="up"))
 TWO_CRITICS = (Pipelines("actor", 4), Pipelines("critic", 2, 2, "up"))
 LAYOUTS = {
     "4 and 4": (Pipelines("actor", 4), Pipelines("critic", 4, direction="up")),
     "dp 2": OPPOSITE,  # two blocks of two devices
     "V, dp 2": (Pipelines("actor", 2, chunks=2), Pipelines("critic", 2, direction="up")),
+    "both in a V": tuple(Pipelines(name, 2, direction=way, chunks=2) for name, way in WAYS.items()),
+    "interleaved": (Pipelines("actor", 2, chunks=2, placement="interleaved"), Pipelines("critic", 2, direction="up")),
     "unequal, side by side": (Pipelines("actor", 2, 2, layers=(3, 1)), Pipelines("critic", 4, layers=(1, 1, 2, 0))),
     "whole models": (Pipelines("actor", 1, 2), Pipelines("critic", 2)),
 }
@@ -27,7 +31,7 @@ LAYOUTS = {
 def schedule(order, layout, split):
     if order == "serial" and all(pipelines.chunks == 1 for pipelines in layout):
         return serial(layout, COUNTS, split)
-    seconds = {"F": 5, "B": 5 if split else 10, "W": 5}
+    seconds = {"F": 5, "B": 5 if split else 10, "W": 5, "H": 4}
     return fused(layout, COUNTS, lambda model, stage, kind: seconds[kind], split)
 
 
@@ -55,10 +59,11 @@ class Probe(PipelineGroup):
         """{name: tensor} over all stages: `grad` summed over data parallel ranks and undivided, or `data`."""
 
         def read(rank, model, field):
-            whole = {}
+            whole, shares = {}, rank.executor.shares.get(model)
             for name, parameter in rank.engines[model].module.named_parameters():
-                tensor = getattr(parameter, field)
-                whole[name.split(".", 1)[1]] = torch.zeros_like(parameter) if tensor is None else tensor.detach()
+                tensor, name = getattr(parameter, field), name.split(".", 1)[1]
+                name += f"/{shares.index}" if name == "lm_head.weight" and shares else ""
+                whole[name] = torch.zeros_like(parameter) if tensor is None else tensor.detach()
             return whole
 
         parts = await asyncio.gather(*(rank.__ray_call__.remote(read, model, field) for rank in self.ranks))
@@ -66,11 +71,21 @@ class Probe(PipelineGroup):
         for part in parts if field == "grad" else parts[: self.layout[model].stages]:
             for name, tensor in part.items():
                 total[name] = total[name] + tensor if name in total else tensor
+        if shares := sorted(name for name in total if name.startswith("lm_head.weight/")):
+            total["lm_head.weight"] = torch.cat([total.pop(name) for name in shares])
         if "lm_head.weight" in total and model == "actor" and self.tied:
             head = total.pop("lm_head.weight")
             if field == "grad":
                 total["model.embed_tokens.weight"] = total["model.embed_tokens.weight"] + head
         return total
+
+
+async def started(folders, count, layout):
+    """Ranks that are ready to take layouts, for as long as a fixture lives."""
+    group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout, 10)
+    yield group
+    for rank in group.ranks:
+        ray.kill(rank)
 
 
 async def three_steps(group, config, layout, order, split):
@@ -101,11 +116,12 @@ def distance(found, expected):
     return float((one - other).norm() / other.norm())
 
 
-def state(folder):
+def state(folder, tied=True):
     """{model/field/parameter: tensor} of a checkpoint; the copies of a tied head are one."""
     found = {}
     for file in sorted(folder.glob("*/pipeline/rank_*.safetensors")):
         for key, tensor in load_file(file).items():
-            name = f"{file.parts[-3]}/{key}".replace("lm_head.weight", "model.embed_tokens.weight")
+            name = f"{file.parts[-3]}/{key}"
+            name = name.replace("lm_head.weight", "model.embed_tokens.weight") if tied else name
             assert torch.equal(found.setdefault(name, tensor), tensor)
     return found

@@ -28,6 +28,21 @@ FAMILIES = {
 }
 
 
+def write_models(folder):
+    """{(family, layers): its folder}: random models of four layers, and smaller ones of two for critics."""
+    torch.manual_seed(0)
+    made = {}
+    small = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=128, initializer_range=0.05,
+    )  # fmt: skip
+    for family, (config, model, more) in FAMILIES.items():
+        for layers in (4, 2):
+            made[family, layers] = str(folder / f"{family}_{layers}")
+            model(config(**small, **more, num_hidden_layers=layers)).save_pretrained(made[family, layers])
+    return made
+
+
 def settings(folders, family="qwen2", critic_layers=2, clip=0.0, dtype="float32"):
     config = Config()
     config.model.path, config.model.dtype = folders[family, 4], dtype

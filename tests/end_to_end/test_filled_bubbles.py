@@ -34,5 +34,6 @@ def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):
 def test_every_mini_batch_is_scored_in_the_schedule_before_its_own(found):
     parts = BATCH // MINI_BATCH
     for serial, fused in zip(found["serial"], found["fused"], strict=True):
-        assert serial["scored"] == [{}] * parts and serial["alone"] == fused["alone"] == {"old_log_prob": 1, "ref": 1}
+        assert serial["scored"] == [{}] * parts and serial["alone"] == {"old_log_prob": 1, "ref": 1}
+        assert fused["alone"] == {"old_log_prob": 0, "ref": 1}, "the first has its own from its update"
         assert [sorted(each) for each in fused["scored"]] == [["actor", "ref"], *[["ref"]] * (parts - 2), []]

@@ -22,7 +22,7 @@ def found(driven, disk):
     """What interrupted_steps.py found."""
     settings = {
         "algorithm": "ppo",
-        "data.val_files": f"[{disk}/train.jsonl]",
+        "data.val_files": f"[{disk}/val.jsonl]",
         "data.max_response_length": 32,
         "data.train_batch_size": 8,
         "actor.ppo_mini_batch_size": 4,
@@ -75,8 +75,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
 def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(found):
     early, error, asked = found["told of a stopped rank"]
     for text in (early, error):
-        assert "trainer/0: last event: " in text and "list its weights" in text and "/stacks/" in text
-    assert "stopped" in early and "did not list its weights within 3 s" in error and "SIGUSR1" in asked
+        assert "trainer/0: last event: " in text and "time fixed work" in text and "/stacks/" in text
+    assert "stopped" in early and "did not time fixed work within 3 s" in error and "SIGUSR1" in asked
     hung, _, whole = "".join(found["stacks"]).partition("asked by SIGUSR1")
     assert hung.index("== trainer/0") < hung.index("== driver") and "no answer" in hung
     for where in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "reward/0", "driver"):

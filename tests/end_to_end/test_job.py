@@ -39,8 +39,6 @@ def job(ending_model, tmp_path_factory):
     """(folder, settings) of a small PPO job with critic, reference, KL in the reward, two slots and checkpoints."""
     folder = tmp_path_factory.mktemp("job")
     settings = settings_of(folder, ending_model)
-    rows = (folder / "train.jsonl").read_text().splitlines()
-    (folder / "val.jsonl").write_text("\n".join(rows[:6]))
     return folder, settings | {
         "algorithm": "ppo",
         "data.val_files": f"[{folder}/val.jsonl]",
@@ -238,10 +236,11 @@ def found_rows(run):
 
 @pytest.fixture(scope="module")
 def resumed(job, command, temporary):
-    """A longer adaptive job that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals send it, then
-    SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
+    """A longer adaptive job, on one slot, that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals
+    send it, then SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
     folder, _ = job
-    run, more = folder / "runs" / "rlfuse" / "adaptive", ("fusion=adaptive", "trainer.total_training_steps=500")
+    more = ("fusion=adaptive", "trainer.total_training_steps=500", "trainer.n_gpus_per_node=1")
+    run = folder / "runs" / "rlfuse" / "adaptive"
     process = start(command, "adaptive", *more, TMPDIR=str(temporary))
     wait_for_step(run, 1, process)
     everybody = descendants(process)
@@ -251,7 +250,7 @@ def resumed(job, command, temporary):
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
     wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
     process.kill()
-    assert len(workers) > 8 and not all_gone(workers, timeout=30), "nothing outlives a driver that is killed"
+    assert len(workers) > 6 and not all_gone(workers, timeout=30), "nothing outlives a driver that is killed"
     for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
         with (run / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "x')
@@ -268,7 +267,7 @@ def resumed(job, command, temporary):
     text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute
     assert not all_gone(workers)
     assert not all_gone(everybody, timeout=60), "nor do those of Ray that stay for a minute"
-    assert semaphores and not any(path.exists() for path in semaphores)
+    assert not any(path.exists() for path in semaphores)  # engines that are forks have none by name
     return run, text
 
 
@@ -301,8 +300,9 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
 
 
 def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(train, serial):
+    """Where stages share the actor's head; engines get it whole."""
     pipelines = {"training.pipeline_parallel_size": 2, "training.split_backward": "true"}
-    run, status, text = train("pipelines", **pipelines)
+    run, status, text = train("pipelines", **pipelines, **{"training.vocabulary_parallel": "true"})
     assert status == 0 and "training wait for all responses: training.pipeline_parallel_size=2" in text, text
     assert_same_curves(serial[0], run, range(STEPS + 1))
     spans = read_events(run / "events.jsonl")
@@ -313,6 +313,8 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
         ("trainer/1", "critic", 0),
         ("trainer/0", "critic", 1),
     }
+    heads = {(s.where, s.attributes["model"], s.attributes["stage"]) for s in last if s.kind == "head"}
+    assert heads == {(f"trainer/{rank}", *one) for rank in (0, 1) for one in (("actor", rank), ("ref", 1 - rank))}
     assert all(s.attributes["planned"][0] < s.attributes["planned"][1] for s in last if s.kind == "weight_gradients")
     made = read_metrics(run / "metrics.jsonl")[-1]
     assert 0 < made["fusion/train_makespan_planned"] <= made["fusion/train_makespan_serial"]

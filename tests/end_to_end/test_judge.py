@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
+from rlfuse.config.rewards import RewardConfig
 from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.workers.pool import RewardPool
@@ -62,9 +63,8 @@ def probabilities(folder, first, second):
 
 async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_asks_together(ray_cluster, models):
     judge, classifier = models
-    pool = RewardPool(
-        [entry(judge)], [1.0, 0.0], str(classifier), batch_age_s=0.2, backend="vllm", engine_timeout_s=300
-    )
+    settings = RewardConfig([entry(judge)], [1.0, 0.0], str(classifier), model_backend="vllm", batch_age_s=0.2)
+    pool = RewardPool(settings, engine_timeout_s=300)
     batch = [sample(number, row) for number, row in enumerate(ROWS)]
     lacking, longest = sample(90, ROWS[0], columns={}), sample(91, ROWS[0], columns={"reference": "7 - 7 = 0 , " * 200})
     await pool.start()

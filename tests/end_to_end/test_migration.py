@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from rollouts import collect, drained, model_config, new_handle, pid_of, sample, settings
+from rollouts import children, collect, drained, model_config, new_handle, pid_of, sample, settings
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.facts import nixl_installed
@@ -325,6 +325,19 @@ async def test_an_engine_keeps_to_its_core(engines, tiny_model):
     with pytest.raises(EngineError, match=r"core=999: this host has cores 0 to"):
         await other.start(model_config(tiny_model), settings(), 64, "cpu", core=999)
     ray.kill(other.actor)
+
+
+@through("shm")
+async def test_an_engine_s_process_has_no_connection_and_no_file_of_its_actor_s(engines):
+    """It is a fork of it: who waits for the actor's end would wait for both."""
+    for handle in engines:
+        actor = await pid_of(handle)
+        [core] = children(actor)
+        assert psutil.Process(core).cmdline()[0] == "VLLM::EngineCore"
+        ours, theirs = ({os.readlink(file) for file in Path(f"/proc/{pid}/fd").glob("*")} for pid in (actor, core))
+        streams = {os.readlink(f"/proc/{actor}/fd/{number}") for number in range(3)}
+        assert len([file for file in ours if file.startswith("socket:")]) > 4
+        assert {file.partition(":")[0] for file in ours & theirs - streams} <= {"/dev/null", "pipe", "anon_inode"}
 
 
 @through(NIXL)

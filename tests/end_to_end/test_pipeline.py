@@ -12,10 +12,10 @@ import ppo_steps
 import pytest
 import ray
 import torch
-from pipelines import Anywhere, Sleeping, fused, serial
-from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, Probe, distance, fourth_step, schedule, state, three_steps
+from pipelines import Sleeping, fused, serial
+from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, distance, fourth_step, schedule, started, state, three_steps
 from safetensors.torch import load_file
-from single_process import BATCHES, FAMILIES, VOCABULARY, ThreeSteps, lengths, make_rows, settings
+from single_process import BATCHES, FAMILIES, ThreeSteps, lengths, make_rows, settings
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
@@ -31,20 +31,8 @@ ORDERS = [(order, split) for order in ("serial", "fused") for split in (False, T
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Random models of four layers, and a smaller one of two for the critic."""
-    torch.manual_seed(0)
-    made = {}
-    small = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=128, initializer_range=0.05,
-    )  # fmt: skip
-    for family, (config, model, more) in FAMILIES.items():
-        for layers in (4, 2):
-            folder = tmp_path_factory.mktemp(family)
-            model(config(**small, **more, num_hidden_layers=layers)).save_pretrained(folder)
-            made[family, layers] = str(folder)
-    return made
+def folders(pipeline_models):
+    return pipeline_models
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +49,9 @@ def one_process(folders):
     return get
 
 
-async def started(folders, count, layout):
-    """Ranks that are ready to take layouts, for as long as a fixture lives."""
-    group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout, 10)
-    yield group
-    for rank in group.ranks:
-        ray.kill(rank)
-
-
 @pytest.fixture(scope="module")
 async def two(folders, slots):
     async for group in started(folders, 2, OPPOSITE):
-        yield group
-
-
-@pytest.fixture(scope="module")
-async def four(folders, slots):
-    async for group in started(folders, 4, TWO_CRITICS):
         yield group
 
 
@@ -108,7 +82,7 @@ async def test_every_order_trains_as_one_process(four, folders, one_process, fam
     assert_like_one_process(config, one_process, *await three_steps(four, config, TWO_CRITICS, order, split))
 
 
-@pytest.mark.parametrize("name, split", [*((name, True) for name in LAYOUTS), ("dp 2", False), ("V, dp 2", False)])
+@pytest.mark.parametrize("name, split", [*((name, True) for name in LAYOUTS), ("dp 2", False), ("interleaved", False)])
 async def test_every_layout_trains_as_one_process(four, folders, one_process, name, split):
     config = settings(folders, critic_layers=4, clip=0.1)
     assert_like_one_process(config, one_process, *await three_steps(four, config, LAYOUTS[name], "fused", split))
@@ -191,7 +165,7 @@ async def test_scores_come_in_the_order_of_rows(four, folders):
     batch = collate(rows, packed=False)
     with torch.no_grad():
         want = batch.split(log_probs(config, policy, batch)[0])
-    for layout in ((*TWO_CRITICS, Pipelines("ref", 2, 2)), LAYOUTS["V, dp 2"]):
+    for layout in ((*TWO_CRITICS, Pipelines("ref", 2, 2)), LAYOUTS["V, dp 2"], LAYOUTS["interleaved"]):
         await four.take(config, layout)
         for model in ("actor", "ref")[: len(layout) - 1]:
             for have, expected in zip(await four.log_probs(model, rows), want, strict=True):
@@ -262,11 +236,12 @@ async def test_every_stage_is_clipped_by_the_norm_over_all_of_them(trained, fold
 
 
 async def test_training_resumes_exactly_in_another_layout(trained, four, two, tmp_path):
-    """In the same stages, in two ranks, and in a V with tied weights on one device: what these save again is the same
-    to the last bit. So is the next step in the same stages; in others rows are in other micro-batches."""
+    """In the same stages, in two ranks, in a V with tied weights on one device, interleaved: what these save again is
+    the same to the last bit. So is the next step in the same stages; in others rows are in other micro-batches."""
     saved, (metrics, parameters) = state(trained.folder), trained.fourth
     tolerance = {"float32": 1e-5, "bfloat16": 0.02}[trained.dtype]
-    for i, (group, layout) in enumerate([(four, TWO_CRITICS), (two, OPPOSITE), (four, LAYOUTS["V, dp 2"])]):
+    layouts = (TWO_CRITICS, OPPOSITE, LAYOUTS["V, dp 2"], LAYOUTS["interleaved"])
+    for i, (group, layout) in enumerate(zip((four, two, four, two), layouts, strict=True)):
         await group.take(trained.config, layout)
         await group.load(trained.folder)
         await group.save(tmp_path / str(i))

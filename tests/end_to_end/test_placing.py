@@ -15,8 +15,12 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlfuse.cluster.placement import worker_environment
 from rlfuse.cluster.remote import call
+from rlfuse.engines.weights.staging import WeightStaging
 from rlfuse.errors import WorkerLost
+from rlfuse.rewards.workers.reward_worker import RewardWorker
+from rlfuse.video.cache import EmbeddingCache
 
 
 def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
@@ -39,6 +43,17 @@ def test_a_run_s_own_ray_has_no_process_that_nobody_asks(ray_cluster):
     commands = [" ".join(each.cmdline()) for each in living]
     assert any("/raylet " in command for command in commands), commands
     assert not [each for each in commands if re.search(r"log_monitor|monitor\.py|dashboard\.py|ray-dashboard", each)]
+
+
+def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
+    """Each would wait two seconds for it, and hold 200 MB."""
+    kinds = {WeightStaging: (), EmbeddingCache: (1 << 20, None, None, str(tmp_path)), RewardWorker: ("reward/0", (), 1)}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu")}}
+    actors = [ray.remote(kind).options(**options).remote(*given) for kind, given in kinds.items()]
+    loaded = ray.get([actor.__ray_call__.remote(lambda _: "torch" in sys.modules) for actor in actors], timeout=120)
+    for actor in actors:
+        ray.kill(actor)
+    assert loaded == [False] * 3
 
 
 class Worker:

@@ -12,6 +12,7 @@ import torch
 from trainer_probe import Probe, distance
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import load_preferences
 from rlfuse.data.tokenizers import load_tokenizer
@@ -163,6 +164,7 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
 
     await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(own_class)) for rank in trainer.ranks))
     trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 3
+    trainer._buckets.clear()  # of the model before, which no trainer but this test's changes
     small = [replace(pair, dimension="small") for pair in pairs]
     large = [
         replace(pair, chosen_ids=pair.rejected_ids, rejected_ids=pair.chosen_ids, dimension="large") for pair in pairs
@@ -176,7 +178,7 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
     AutoTokenizer.from_pretrained(config.model.path).save_pretrained(folder)
     assert (folder / "two_layers.py").read_text() == CLASS
     entries = ["reward_model:large", {"path": "reward_model:small", "weight": 0.5}]
-    pool = RewardPool(entries, model_path=str(folder), trust_remote_code=True)
+    pool = RewardPool(RewardConfig(entries, model_path=str(folder)), trust_remote_code=True)
     await pool.start()
     rows = [json.loads(line) for line in Path(config.data.train_files[0]).read_text().splitlines()]
     answers = [sample_of(number, row["prompt"], row["chosen"]) for number, row in enumerate(rows)]

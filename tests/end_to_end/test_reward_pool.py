@@ -26,12 +26,13 @@ from transformers import (
 )
 
 from rlfuse.config.own_modules import module_of
+from rlfuse.config.rewards import RewardConfig
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.observe.metrics import latency_metrics
 from rlfuse.observe.tracking import failure_row, write_failures
-from rlfuse.rewards.api.items import item_of_sample
+from rlfuse.rewards.api.items import item_of_row, item_of_sample
 from rlfuse.rewards.models.classifier import Classifier
-from rlfuse.rewards.table import score_table
+from rlfuse.rewards.table import score_items
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
@@ -114,7 +115,7 @@ async def scored(pool, *texts):
 
 
 async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
-    pool = RewardPool([f"{functions}:single"], num_workers=2, timeout_s=2)
+    pool = RewardPool(RewardConfig([f"{functions}:single"], num_workers=2, timeout_s=2))
     texts = ["good", "crash", "raise", "hang", "pattern", "segfault", "status", "good again"]
     results, spans = await scored(pool, *texts)
     assert [result.value for result in (results[0], *results[6:])] == [4.0, 3.0, 10.0]
@@ -138,7 +139,7 @@ async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, f
     a number or costs another sample, and the process goes on unless its code is broken."""
     entries = [{"path": f"{functions}:{name}", "sources": ["plain"]} for name in ("single", "short")]
     entries.append({"path": f"{hostile.__file__}:later", "sources": ["hostile"]})
-    pool = RewardPool(entries, timeout_s=20, memory_mb=500)
+    pool = RewardPool(RewardConfig(entries, timeout_s=20, memory_mb=500))
     expected = {
         "nan": "returned nan; a reward has to be finite",
         "none": "returned None (NoneType); a reward has to be a number",
@@ -178,7 +179,7 @@ async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, f
         {"path": f"{functions}:single", "sources": ["sums"], "weight": 0.5},
         {"path": shown, "sources": ["ch*"], "answer_only": True, "name": "judge"},
     ]
-    pool = RewardPool(entries, num_workers=2, timeout_s=10)
+    pool = RewardPool(RewardConfig(entries, num_workers=2, timeout_s=10))
     batch = samples("no hang", "<think>so</think>yes", "hang", "fine")
     for sample, source in zip(batch, ("sums", "chat", "chat", "sums"), strict=True):
         sample.prompt = replace(sample.prompt, data_source=source)
@@ -194,7 +195,7 @@ async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, f
 
 
 async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster, functions):
-    results, spans = await scored(RewardPool([f"{functions}:batched"]), "good", "raise", "crash", "fine")
+    results, spans = await scored(RewardPool(RewardConfig([f"{functions}:batched"])), "good", "raise", "crash", "fine")
     assert results[0] == results[3] == Reward(4.0, {"batched": 4.0}, None, {"batched": 4.0})
     assert "KeyError" in results[1].message and "ended" in results[2].message
     # The one that took its process with it has a second call: the process may have been killed from outside.
@@ -202,7 +203,7 @@ async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster
 
 
 async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cluster, functions):
-    pool = RewardPool([f"{functions}:batched"], timeout_s=1)
+    pool = RewardPool(RewardConfig([f"{functions}:batched"], timeout_s=1))
     await pool.start()
     late = await pool.score(samples("good", "hang"))
     assert [result.message for result in late] == [
@@ -216,7 +217,7 @@ async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cl
 
 
 async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_cluster, functions):
-    pool = RewardPool([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=2)
+    pool = RewardPool(RewardConfig([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=2))
     results, spans = await scored(pool, *["good"] * 10, "slow", "raise")
     parts = {"judge": 4.0, "alarmed": 1.0}
     assert results[:10] == [Reward(4.5, parts, None, parts)] * 10
@@ -228,7 +229,7 @@ async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_c
 async def test_a_notebooks_callable_and_many_samples(ray_cluster):
     offset = 0.25
     results, _ = await scored(
-        RewardPool([lambda solution_str: len(solution_str) + offset], num_workers=2), *["abc"] * 300
+        RewardPool(RewardConfig([lambda solution_str: len(solution_str) + offset], num_workers=2)), *["abc"] * 300
     )
     assert [result.value for result in results] == [3.25] * 300
 
@@ -242,7 +243,7 @@ async def test_verifiers_run_in_reward_processes(ray_cluster, tmp_path):
         "def is_json(solution_str):\n"
         "    return json_schema.score('', solution_str, '{}')\n"
     )
-    pool = RewardPool([f"{path}:runs", f"{path}:is_json"])
+    pool = RewardPool(RewardConfig([f"{path}:runs", f"{path}:is_json"]))
     results, _ = await scored(pool, "print(1)", "1", "import os\nos.kill(os.getppid(), 9)")
     assert [result.value for result in results] == [1.0, 1.0, 0.0]
     assert results[0].parts["runs/acc"] == 1.0 and results[1].parts["is_json"] == 1.0
@@ -254,7 +255,7 @@ async def test_async_batches_bound_themselves_and_are_not_repeated(ray_cluster, 
         await asyncio.sleep(600 if completions[0][0]["content"] == "slow" else 0.1)
         return [1.0] * len(completions)
 
-    results, spans = await scored(RewardPool([judged], timeout_s=1), "slow", "good")
+    results, spans = await scored(RewardPool(RewardConfig([judged], timeout_s=1)), "slow", "good")
     assert [result.message for result in results] == [
         "judged took longer than 1 s (reward.timeout_s) and was stopped"
     ] * 2
@@ -266,14 +267,14 @@ async def test_the_cut_into_calls_changes_no_reward_and_grows_with_the_pace(ray_
         return {"score": sum(map(ord, solution_str)) / 7, "length": len(solution_str)}
 
     texts = [f"{k * k % 101} and {k}" for k in range(2000)]
-    alone = score_table(measured, [{"prompt": "p", "response": text} for text in texts])
-    pool = RewardPool([measured], num_workers=2)
+    alone = score_items(measured, [item_of_row({"prompt": "p", "response": text}) for text in texts])
+    pool = RewardPool(RewardConfig([measured], num_workers=2))
     await pool.start()
     forward = await pool.score(samples(*texts))
     backward = await pool.score(samples(*texts)[::-1])
     spans = await pool.drain()
     await pool.close()
-    assert [reward.value for reward in forward] == [row["reward"] for row in alone]
+    assert [reward.value for reward in forward] == [reward.value for reward in alone]
     assert forward == backward[::-1]
     assert sum(len(span.samples) for span in spans) == 4000 and len(spans) < 400
 
@@ -282,7 +283,7 @@ async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, 
     path = tmp_path / "moved.py"
     good = "import os\ndef f(solution_str):\n    os._exit(1) if solution_str == 'crash' else None\n    return 1.0\n"
     path.write_text(good)
-    pool = RewardPool([f"{path}:f"])
+    pool = RewardPool(RewardConfig([f"{path}:f"]))
     path.write_text("raise RuntimeError('not here')\n")
     with pytest.raises(EngineError, match=r"(?s)reward/0 could not start.*moved.py.*RuntimeError: not here") as caught:
         await pool.start()
@@ -297,7 +298,7 @@ async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, 
 
 
 async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, functions):
-    pool = RewardPool([f"{functions}:single"])
+    pool = RewardPool(RewardConfig([f"{functions}:single"]))
     await pool.start()
     given_up = asyncio.create_task(pool.score(samples("hang", *["good"] * 20)))
     waiting = [asyncio.create_task(pool.score(samples(*["good"] * 20))) for _ in range(3)]
@@ -340,7 +341,7 @@ def direct_scores(folder, texts):
 async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_model):
     texts = [" ".join(f"w{3 + (7 * k + i) % 190}" for i in range(1 + 5 * k % 23)) for k in range(40)]
     too_long = "w" * 120
-    pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
+    pool = RewardPool(RewardConfig([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model)))
     results, spans = await scored(pool, *[f"<think>w9 w{k}</think>{text}" for k, text in enumerate(texts)], too_long)
     expected = direct_scores(reward_model, ["w3 w4 w5 " + text for text in texts])
     assert np.std(expected) > 0.1
@@ -354,7 +355,7 @@ async def test_reward_model_equals_direct_scores(ray_cluster, functions, reward_
 
 async def test_a_reward_model_that_is_killed_while_it_scores_is_replaced(ray_cluster, functions, reward_model):
     texts = [f"w{3 + k % 190} w{3 + 7 * k % 190}" for k in range(400)]
-    pool = RewardPool([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model))
+    pool = RewardPool(RewardConfig([f"{functions}:single"], [0.0, 2.0], model_path=str(reward_model)))
     await pool.start()
     try:
         model = next(handle for handle in pool._handles if handle.where == "reward/model")
@@ -389,11 +390,11 @@ def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
 
 async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
     with pytest.raises(RewardError, match="no folder"):
-        RewardPool(model_path=str(tmp_path / "absent"))
+        RewardPool(RewardConfig(model_path=str(tmp_path / "absent")))
     headless = tmp_path / "headless"
     shutil.copytree(tiny_model, headless)
     AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
     with pytest.raises(RewardError, match=r"\['score.weight'\], which would be random"):
         Classifier(str(headless)).start()
     with pytest.raises(EngineError, match=r"reward/model could not start(.|\n)*2 labels, whose scores are no reward"):
-        await RewardPool(model_path=str(tiny_model)).start()
+        await RewardPool(RewardConfig(model_path=str(tiny_model))).start()

@@ -54,7 +54,7 @@ async def engine(ray_cluster, tiny_model):
 
 @pytest.fixture(scope="module")
 async def drafting(ray_cluster):
-    """An engine that is yet to be started, and then drafts."""
+    """An engine that is yet to be started, then drafts, and then serves a model that no kernel takes."""
     handle = new_handle(9)
     yield handle
     await handle.stop()
@@ -334,20 +334,19 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
 # Failures --------------------------------------------------------------------------------------------------------
 
 
-async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_there(ray_cluster, tiny_model, tmp_path):
+async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_there(drafting, tiny_model, tmp_path):
     """Heads of 16 numbers, which no kernel for CPUs takes; `limits` would have refused them."""
     config = AutoConfig.from_pretrained(tiny_model, hidden_size=64)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    handle = new_handle(8)
-    await handle.start(model_config(tmp_path), settings(), 512, "cpu")
+    await drafting.stop()
+    await drafting.start(model_config(tmp_path), settings(), 512, "cpu")
     with pytest.raises(EngineLost) as failure:
-        await collect(handle, [sample(0)])
+        await collect(drafting, [sample(0)])
     first, *frames, last = str(failure.value).splitlines()
-    assert first == "rollout/8: vLLM's engine process ended by an error of its own."
+    assert first == "rollout/9: vLLM's engine process ended by an error of its own."
     assert last.startswith("RuntimeError: Unsupported CPU attention configuration: head_dim=16")
     assert any("cpu_attn.py" in frame for frame in frames) or "_custom_ops.py" in "".join(frames)
-    ray.kill(handle.actor)
 
 
 async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, monkeypatch):

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import ray
 import torch
-from pipelines import Anywhere
 from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, settings
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.trainer.degrees import Costs, Overhead
 from rlfuse.samples import Embedding, Visual
-from rlfuse.tasks.small_video_models import write_small_qwen25_vl
+from rlfuse.tasks.small_video_models import write_small_qwen3_vl, write_small_qwen25_vl
 from rlfuse.video.embedding import write_rows
+from rlfuse.video.models.base import embedding_width
+from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.plan import Geometry, VideoPlan
 
 
@@ -41,15 +42,13 @@ def cut(folder, budget, largest=4, stage=1, mode="token-mean", **more):
 
 
 @pytest.fixture(scope="module")
-async def group(folder, slots):
-    config = cut(folder, budget=64)
-    group = (await Probe.start(config, Anywhere(slots.group, 4, "cpu"), optimizer_steps=10))[0]
+async def group(folder, four_whole):
+    group = await Probe.of(four_whole, cut(folder, budget=64))
+    await group.measure()
     assert group.costs.pair > 0 and group.costs.overheads.keys() == {1, 2, 4}
     assert len(group.costs.slower) == 4 and group.costs.slower[3] >= group.costs.slower[0] == 1
     group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more
-    yield group
-    for rank in group.ranks:
-        ray.kill(rank)
+    return group
 
 
 def long_rows(tokens, seed=0):
@@ -103,13 +102,17 @@ LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5
     ],
 )
 async def test_slices_give_what_whole_rows_give(group, folder, degrees, stage, mode, packed):
-    """Losses of tokens and of whole responses, packed and padded, with activations recomputed where padded."""
+    """Losses of tokens and of whole responses, packed and padded.
+
+    Activations are recomputed where padded; of packed slices by length, on which all their ranks agree.
+    """
     rows, results = long_rows(LENGTHS[min(degrees)]), []
     for largest in (1, 4):
         config = cut(folder, 20, largest, stage, "seq-mean-token-mean" if mode == "gspo" else mode)
         config.actor.loss_mode = "gspo" if mode == "gspo" else "vanilla"
         config.model.use_remove_padding = packed
         config.model.enable_gradient_checkpointing = not packed
+        config.model.enable_activation_offload, config.model.activation_device_mb = packed and largest > 1, 0
         await group.take(config)
         results.append(await everything(group, rows))
     assert_same(results[1], results[0], rows)
@@ -182,17 +185,23 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
     assert 0 < norms[0] < norms[1]  # the tokens that placeholders stand for train no embedding
 
 
-async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path):
-    """A Qwen2.5-VL: all passes and gradients at every degree, prompts shared, under ZeRO 1 and 3."""
-    folder = write_small_qwen25_vl(tmp_path / "model")
-    times, geometry = tuple(i / 5 for i in range(12)), Geometry(temporal_patch=2)
-    plan = VideoPlan(times, 56, 56, 5.0, 4, geometry, timestamps=None)
+@pytest.mark.parametrize(
+    "write, patch, timestamps", [(write_small_qwen25_vl, 14, None), (write_small_qwen3_vl, 16, Qwen3VL.timestamps)]
+)
+async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path, write, patch, timestamps):
+    """And what feeds several layers: all passes and gradients at every degree, prompts shared, under ZeRO 1 and 3."""
+    folder = write(tmp_path / "model")
+    times, geometry = tuple(i / 5 for i in range(12)), Geometry(patch, temporal_patch=2)
+    plan = VideoPlan(times, 4 * patch, 4 * patch, 5.0, 4, geometry, timestamps)
+    width, places = embedding_width(AutoConfig.from_pretrained(folder)), np.arange(3, 27, dtype=np.int32)
+    if timestamps:  # two tokens of text before each temporal patch but the first
+        places += 2 * (np.arange(24, dtype=np.int32) // 4)
     prompts, rows = long_rows([44, 40]), make_rows(5, seed=8)
     for number, prompt in enumerate(prompts):
         (path := tmp_path / str(number)).touch()
-        write_rows(str(path), 0, torch.randn(24, 128, generator=torch.Generator().manual_seed(number)))
-        source, at = Embedding(path.name, str(path), 24, 128), np.arange(3, 27, dtype=np.int32)
-        ids, visual = np.concatenate([prompt.prompt_ids, prompt.response_ids]), (Visual(at, source, plan=plan),)
+        write_rows(str(path), 0, torch.randn(24, width, generator=torch.Generator().manual_seed(number)))
+        source = Embedding(path.name, str(path), 24, width)
+        ids, visual = np.concatenate([prompt.prompt_ids, prompt.response_ids]), (Visual(places, source, plan=plan),)
         for i in range(number, len(rows), 2):
             rows[i] = replace(rows[i], prompt_ids=ids, visual=visual)
     results = []

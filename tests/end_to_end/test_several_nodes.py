@@ -11,11 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from driven_job import settings_of
 from job_processes import finish, wait_for_step
 from leftovers import weights_left
 
+from rlfuse.cli import main as rlfuse
+from rlfuse.cluster import scratch
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.planning.measured_links import read_links
@@ -27,6 +31,9 @@ def early(data_source, solution_str, ground_truth, extra_info=None):
     return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0
 """
 """A reward that random answers differ in."""
+STEPS = 4
+ELSEWHERE = ["RolloutWorker", "TrainerRank", "WeightStaging"]
+"""Who lives on the node of a slot where the driver is not."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 
 
@@ -68,6 +75,13 @@ def inhabitants(raylet):
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
 
+def embeddings(raylets):
+    """Folders of the caches that live on these nodes."""
+    caches = [each for node in raylets for each in node.children(recursive=True) if "EmbeddingCache" in title(each)]
+    files = [Path(file.path) for each in caches for file in each.open_files()]
+    return {file.parent for file in files if file.parent.name.startswith(scratch.EMBEDDINGS)}
+
+
 def end(raylet):
     """A node goes, with all that lives there."""
     for each in (raylet, *raylet.children(recursive=True)):
@@ -91,14 +105,26 @@ def started():
         process.kill()
 
 
-def on_two_nodes(folder, model, address, max_restarts, steps):
+@pytest.fixture
+def typed(capsys):
+    """What `rlfuse slots` says, and its exit status."""
+
+    def ask(run, *words):
+        capsys.readouterr()
+        status = rlfuse(["slots", *words, str(run)])
+        return "".join(capsys.readouterr()), status
+
+    return ask
+
+
+def on_two_nodes(folder, model, address):
     """Settings of a job that the loss of nodes is tried on."""
     return settings_of(folder, model) | {
         "cluster.ray_address": address,
-        "cluster.max_restarts": max_restarts,
+        "cluster.max_restarts": 1,
         "trainer.nnodes": 2,
         "trainer.n_gpus_per_node": 1,
-        "trainer.total_training_steps": steps,
+        "trainer.total_training_steps": 500,
         "trainer.save_freq": 1,
         "trainer.logger": "[console]",
         "data.train_batch_size": 4,
@@ -109,15 +135,27 @@ def on_two_nodes(folder, model, address, max_restarts, steps):
     }
 
 
+def write_images_as_bytes(folder):
+    """A task of images, which its rows hold."""
+    folder.mkdir()
+    file, _ = write_task(folder, Clips(train=8, val=2, kinds=(Kind.PLACE,)))
+    rows = pq.read_table(file).to_pylist()
+    for row in rows:
+        row["images"] = [{"bytes": (folder / each["image"]).read_bytes()} for each in row["images"]]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
 def with_clips(folder, address):
-    """Settings of a job whose prompts show clips, wherever its two slots are."""
+    """Settings of a job whose prompts show clips, images that come as bytes, or nothing, wherever its slots are."""
+    write_images_as_bytes(folder / "images")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"prompt": word, "answer": ""}) + "\n" for word in WORDS[:8]))
     write_task(folder, Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30))
     small = SmallModel(heads=4, layers=2, tower_heads=2)
     (folder / "early.py").write_text(EARLY)
     model = write_small_video_llama3(folder / "model", small, byte_tokenizer([*WORDS, *SIGNS]))
     return settings_of(folder, model) | {
         "cluster.ray_address": address,
-        "data.train_files": f"[{folder}/train.parquet]",
+        "data.train_files": f"[{folder}/train.parquet,{folder}/images/train.parquet,{folder}/text.jsonl]",
         "data.max_prompt_length": 600,
         "data.max_response_length": 8,
         "data.train_batch_size": 8,
@@ -129,7 +167,6 @@ def with_clips(folder, address):
         "video.sampling": "seed_vl",
         "video.max_tokens": 128,
         "video.cache_mb": 64,
-        "trainer.total_training_steps": 4,
     }
 
 
@@ -154,75 +191,42 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
 
 
 def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path):
+    """On one by a single slot. On two with clips encoded ahead, the long ones cut over both ranks while each runs short
+    rows of its own; and until Ctrl-C, which a job whose Ray is another's answers, too."""
     address, raylets, _ = cluster
     settings, seen = with_clips(tmp_path, address), {}
-    for nodes in (1, 2):
-        where = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": 2 // nodes}
+    shared = {
+        "training.ulysses_sequence_parallel_size": 2,
+        "actor.ppo_max_token_len_per_gpu": 256,
+        "video.encode_ahead": "true",
+    }
+    for nodes, steps, more in ((1, STEPS, {}), (2, 400, shared)):
+        where = more | {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": steps}
         process, run = started(tmp_path, f"on_{nodes}", settings | where)
         wait_for_step(run, 1, process)
-        lives = [inhabitants(raylet) for raylet in raylets]
-        finish(process, expected=0, timeout=300)
+        lives, folders = [inhabitants(raylet) for raylet in raylets], embeddings(raylets)
+        assert len(folders) == nodes and all(folder.exists() for folder in folders)
+        if steps > STEPS:
+            wait_for_step(run, STEPS, process)
+            process.send_signal(signal.SIGINT)
+        finish(process, expected=130 if steps > STEPS else 0, timeout=300)
+        assert not any(folder.exists() for folder in folders)
         seen[nodes] = [row for row in read_metrics(run / "metrics.jsonl") if row["step"]]
     for kind in ("EmbeddingCache", "EncoderRank", "RolloutWorker", "TrainerRank"):
         assert all(names.count(kind) == 1 for names in lives), (kind, lives)
     assert any(row["actor/grad_norm"] > 0 for row in seen[1])
-    for one, two in zip(seen[1], seen[2], strict=True):
+    assert len(seen[1]) == STEPS
+    for one, two in zip(seen[1], seen[2], strict=False):
         curves = {name for name in one if name.startswith(("actor/", "critic/", "response_length/"))}
         assert len(curves) > 10
         for name in curves - {"actor/lr"}:
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
         assert two["training/rollout_probs_diff_max"] < 1e-4, "engines and ranks saw the same clips"
-        assert two["video/cache_bytes"] == 2 * one["video/cache_bytes"], "a copy on each node"
+        assert one["video/degree"] == 1 < two["video/degree"] < 2, "of micro-batches of a step"
+        assert two["video/cache_bytes"] >= 2 * one["video/cache_bytes"], "a copy on each node"
         assert two["video/encode_once_factor"] == 1.0 and one["video/cache_received_bytes"] == 0
         assert two["video/cache_received_bytes"] >= one["video/cache_bytes"], "which came from the other, once"
-    assert not list(Path("/dev/shm").glob("rlfuse-embeddings-*"))
-
-
-def test_two_nodes_share_a_job_that_outlives_the_loss_of_one_and_ends_with_a_rank(
-    cluster, started, tiny_model, tmp_path
-):
-    address, raylets, add = cluster
-    process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address, 1, steps=500))
-    wait_for_step(run, 2, process)
-    here, there = (inhabitants(raylet) for raylet in raylets)
-    assert there == ["RolloutWorker", "TrainerRank", "WeightStaging"]
-    assert here == ["RewardWorker", "RolloutWorker", "TrainerRank", "WeightStaging"], (
-        "reward functions are beside the driver"
-    )
-
-    end(raylets[1])
-    successor = add()
-    until = time.monotonic() + 240
-    while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "the run did not go on"
-        time.sleep(0.2)
-    wait_for_step(run, again[0]["step"] + 1, process)
-    assert inhabitants(successor) == ["RolloutWorker", "TrainerRank", "WeightStaging"]
-    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
-    victim.kill()
-    text = finish(process, expected=1, timeout=90)
-    assert "trainer/" in text and "died" in text and "resume" in text, text
-    assert "No restart: 1 of at most cluster.max_restarts=1 were made." in text
-    assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
-    assert re.search(r"The run goes on from global_step_\d+ \(restart 1 of at most 1\)", text)
-    assert "Traceback" not in text
-    rows = read_metrics(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    for row in rows:
-        assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
-    assert not weights_left()
-    until = time.monotonic() + 10
-    while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert left == [], "the nodes are free again"
-
-
-def slots(run, *words):
-    """What `rlfuse slots` says, and its exit status."""
-    command = [sys.executable, "-m", "rlfuse.cli", "slots", *words, str(run)]
-    told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
-    return told.stdout, told.returncode
+    assert sum(row["video/tokens_ahead"] for row in seen[2]) > 0 == sum(row["video/tokens_ahead"] for row in seen[1])
 
 
 def handed_over(run, process, times):
@@ -235,35 +239,73 @@ def handed_over(run, process, times):
     return found[-1]
 
 
-def test_nodes_of_drained_slots_leave_without_a_failure(cluster, started, tiny_model, tmp_path):
-    """First as asked for, which costs no step; then one goes by itself, after its slot was drained."""
-    address, _, add = cluster
-    process, run = started(tmp_path, "left", on_two_nodes(tmp_path, tiny_model, address, 0, steps=400))
+def restarted(run, process):
+    """Wait until the run has gone on after a loss; the first row of its metrics that counts it."""
+    until = time.monotonic() + 240
+    while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "the run did not go on"
+        time.sleep(0.2)
+    return again[0]
+
+
+def assert_told(text):
+    """Of nodes that left, the one that was lost and the rank by which the run ended."""
+    assert text.count("on other nodes; nothing failed.") == 2, text
+    assert "trainer/" in text and "died" in text and "resume" in text, text
+    assert "No restart: 1 of at most cluster.max_restarts=1 were made." in text
+    assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
+    assert re.search(r"The run goes on from global_step_\d+ \(restart 1 of at most 1\)", text)
+    assert "Traceback" not in text
+
+
+def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
+    cluster, started, tiny_model, tmp_path, typed
+):
+    """Of three nodes: one leaves as asked for, which costs no step; one by itself, after its slot was drained, which is
+    no failure either; one without a word, which is."""
+    address, raylets, add = cluster
+    process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address))
     wait_for_step(run, 2, process)
-    told, status = slots(run, "leave", "1")
+    here, there = (inhabitants(raylet) for raylet in raylets)
+    assert there == ELSEWHERE and here == ["RewardWorker", *ELSEWHERE], "reward functions are beside the driver"
+
+    told, status = typed(run, "leave", "1")
     assert status == 2 and "the run needs 2 slots, 1 on each of 2 nodes" in told, told
     third = add()
-    told, status = slots(run, "leave", "1")
+    told, status = typed(run, "leave", "1")
     assert status == 0 and "which is saved, the run goes on without node" in told, told
     after = int(re.search(r"after step (\d+),", told)[1])
     handed_over(run, process, 1)
-    wait_for_step(run, after + 2, process)
+    wait_for_step(run, after + 1, process)
     steps = [span.step for span in read_events(run / "events.jsonl") if span.kind == "step"]
     assert len(set(steps)) == len(steps), "no step was done twice"
-    assert inhabitants(third) == ["RolloutWorker", "TrainerRank", "WeightStaging"]
+    assert inhabitants(third) == ELSEWHERE
 
-    add()
-    told, status = slots(run, "drain", "1")
+    fourth = add()
+    told, status = typed(run, "drain", "1")
     assert status == 0 and "No slot of node" in told and "slots leave 1" in told, told
-    node = slots(run)[0].splitlines()[2].split()[2]
+    node = typed(run)[0].splitlines()[2].split()[2]
     end(third)
     lost = handed_over(run, process, 2)
     assert "lost node" in lost.cause and node in lost.cause
-    wait_for_step(run, read_metrics(run / "metrics.jsonl")[-1]["step"] + 2, process)
-    assert "drained" not in slots(run)[0], "what came in its place works"
-    process.send_signal(signal.SIGINT)
-    text = finish(process, expected=130, timeout=90)
-    assert text.count("on other nodes; nothing failed.") == 2 and "restart 1" not in text, text
+    wait_for_step(run, read_metrics(run / "metrics.jsonl")[-1]["step"] + 1, process)
+    assert "drained" not in typed(run)[0], "what came in its place works"
+    assert not any("fault/restarts" in row for row in read_metrics(run / "metrics.jsonl"))
+
+    end(fourth)
+    successor = add()
+    wait_for_step(run, restarted(run, process)["step"] + 1, process)
+    assert inhabitants(successor) == ELSEWHERE
+    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
+    victim.kill()
+    assert_told(finish(process, expected=1, timeout=90))
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert not any("fault/restarts" in row for row in rows)
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
+    assert not weights_left()
+    until = time.monotonic() + 10
+    while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == [], "the nodes are free again"

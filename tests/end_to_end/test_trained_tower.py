@@ -1,4 +1,5 @@
-"""A tower trained with the actor: real clips, encoder and DeepSpeed ranks, against the whole Hugging Face model."""
+"""A tower trained with the actor: real clips, an image, encoder and DeepSpeed ranks, against the whole Hugging Face
+model."""
 
 import asyncio
 from dataclasses import replace
@@ -17,16 +18,18 @@ from rlfuse.engines.trainer.degrees import Costs, Overhead
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError
 from rlfuse.samples import Visual
-from rlfuse.tasks.clips import draw_scene, write_clip
+from rlfuse.tasks.clips import draw_scene, write_clip, write_image
 from rlfuse.tasks.small_video_models import VIDEO, byte_tokenizer, write_small_video_llama3
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
+from rlfuse.video.images import ImageFacts, plan_image, read
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.placeholders import placeholder_ids
-from rlfuse.video.plan import FixedSampling, plan_video
+from rlfuse.video.plan import FixedSampling, Geometry, plan_video
+from rlfuse.video.processor_sampling import PixelBounds
 from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
@@ -65,9 +68,8 @@ def trained(folder, tmp_path_factory):
     text = str(VideoLlama3.export(folder, tmp_path_factory.mktemp("models") / "text"))
 
     def make(stage=1, budget=64, degree=1, alone=True, **more):
-        config = settings(text, stage, budget=budget, **more)
+        config = settings(text, stage, budget=budget, alone=alone, **more)
         config.video.freeze_tower, config.training.ulysses_sequence_parallel_size = False, degree
-        config.algorithm.adv_estimator = "grpo" if alone else "gae"
         return config
 
     return make
@@ -103,22 +105,27 @@ def clips(tmp_path_factory):
         [facts] = pool.probe([path])
         found.append(Clip(str(number), path, plan_video(facts, FixedSampling(frames, 4))))
     pool.close()
-    assert [clip.plan.tokens for clip in found] == [4 * frames for frames in FRAMES]
+    write_image(draw_scene(np.random.default_rng(2), 10.0, 12.0), image := files / "2.png")
+    plan = plan_image(ImageFacts(28, 28), PixelBounds(min_pixels=1, max_pixels=10**6), Geometry(merge=1))
+    found.append(Clip("2", str(image), plan))
+    assert [clip.plan.tokens for clip in found] == [*(4 * frames for frames in FRAMES), 4]
     return found
 
 
 def show(rows, clips, embeddings):
-    """Two rows show the first clip behind one prompt, one behind another, two the second clip; one shows none."""
+    """Two rows show the first clip behind one prompt, one behind another, two the second and an image; one nothing."""
     placeholder = byte_tokenizer().convert_tokens_to_ids(VIDEO)
 
     def one(row, prompt, which):
-        clip, count = clips[which], clips[which].plan.tokens
-        ids = np.concatenate([prompt, np.full(count, placeholder), prompt[::-1]]).astype(np.int32)
-        at = np.arange(len(prompt), len(prompt) + count, dtype=np.int32)
-        return replace(row, prompt_ids=ids, visual=(Visual(at, embeddings[which], clip.path, clip.plan),))
+        visual, end = [], len(prompt)
+        for clip, embedding in [(clips[each], embeddings[each]) for each in which]:
+            begin, end = end, end + clip.plan.tokens
+            visual.append(Visual(np.arange(begin, end, dtype=np.int32), embedding, clip.path, clip.plan))
+        ids = np.concatenate([prompt, np.full(end - len(prompt), placeholder), prompt[::-1]]).astype(np.int32)
+        return replace(row, prompt_ids=ids, visual=tuple(visual))
 
     first, _, second, third, _, _ = (row.prompt_ids for row in rows)
-    shown = zip(rows, (first, first, second, third, third), (0, 0, 0, 1, 1), strict=False)
+    shown = zip(rows, (first, first, second, third, third), ([0], [0], [0], [1, 2], [1, 2]), strict=False)
     return [*(one(*each) for each in shown), rows[5]]
 
 
@@ -140,9 +147,10 @@ def log_probs_of(model, tower, row):
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
     embedded = model.get_input_embeddings()(ids)
     for visual in row.visual:
-        frames = torch.from_numpy(decode(visual.path, visual.plan))
+        frames = torch.from_numpy((read if visual.plan.still else decode)(visual.path, visual.plan).copy())
         patches, grid = tower._patches(tower.pixels.normalise(frames), visual.plan.merge)
-        seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
+        merge = torch.tensor([visual.plan.merge])
+        seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": merge}
         features = model.get_video_features(**seen).pooler_output[0]
         features = features + (features.bfloat16().float() - features).detach()
         embedded = embedded.index_copy(1, torch.from_numpy(visual.positions).long(), features[None])

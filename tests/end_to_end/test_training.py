@@ -84,7 +84,7 @@ async def test_the_updates_own_log_probs_are_those_of_a_pass_before_it_to_the_la
     group, policy_folder, stage, packed
 ):
     """Both passes have the same micro-batches; then neither gradients nor weights nor what is told can differ."""
-    config = settings(policy_folder, stage)
+    config = settings(policy_folder, stage, alone=True)
     config.model.use_remove_padding = packed
     bare = [replace(row, tensors=without(row, "old_log_probs")) for row in make_rows(15)]
     found = []
@@ -129,24 +129,22 @@ async def in_pieces(group, model, rows):
     await group.accumulate(model, rows[:3])
 
 
-@pytest.mark.parametrize("split", [on_one_slot, in_pieces])
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_gradients_equal_single_process_torch_however_they_are_accumulated(
-    group, policy_folder, stage, mode, split
-):
-    rows, config = make_rows(), settings(policy_folder, stage, mode)
+async def test_gradients_equal_single_process_torch_however_they_are_accumulated(group, policy_folder, stage, mode):
+    rows, config = make_rows(), settings(policy_folder, stage, mode, alone=True)
     serial, expected = await assert_gradients_match(await group.take(config), rows)
-    await split(await group.take(config), "actor", rows)
-    metrics = await group.step("actor", lengths(rows[::-1]))
-    assert distance(await group.gradients(), serial) < 1e-6
-    assert metrics == pytest.approx(expected, rel=1e-5)
+    for split in (on_one_slot, in_pieces):
+        await split(await group.take(config), "actor", rows)
+        metrics = await group.step("actor", lengths(rows[::-1]))
+        assert distance(await group.gradients(), serial) < 1e-6, split
+        assert metrics == pytest.approx(expected, rel=1e-5), split
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_folder, stage):
     """A call with fewer rows than ranks runs on a filler."""
-    rows, config = make_rows(), settings(policy_folder, stage)
+    rows, config = make_rows(), settings(policy_folder, stage, alone=True)
     serial, _ = await assert_gradients_match(await group.take(config), rows)
     await group.take(config)
     for part in (rows[:1], rows[1:]):
@@ -158,7 +156,7 @@ async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_fo
 @pytest.mark.parametrize("stage", [1, 2, 3])
 async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folder, stage):
     """A slow rank gets fewer rows, and fillers where it gets none but has to keep step."""
-    rows, config = make_rows(15), settings(policy_folder, stage)
+    rows, config = make_rows(15), settings(policy_folder, stage, alone=True)
     serial, expected = await assert_gradients_match(await group.take(config), rows)
     try:
         await group.take(config)
@@ -185,11 +183,12 @@ async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folde
 @pytest.mark.parametrize("budget, count", [(10_000, 7), (16, 7), (64, 1)])
 async def test_gradients_do_not_depend_on_micro_batches_and_idle_ranks(group, policy_folder, budget, count):
     """One micro-batch, one per row, and a rank that has nothing."""
-    await assert_gradients_match(await group.take(settings(policy_folder, 1, budget=budget)), make_rows(count))
+    config = settings(policy_folder, budget=budget, alone=True)
+    await assert_gradients_match(await group.take(config), make_rows(count))
 
 
 async def test_padded_rows_train_as_packed_ones(group, policy_folder):
-    config = settings(policy_folder)
+    config = settings(policy_folder, alone=True)
     config.model.use_remove_padding = False
     rows = make_rows()
     serial, _ = await assert_gradients_match(await group.take(config), rows)
@@ -200,7 +199,7 @@ async def test_padded_rows_train_as_packed_ones(group, policy_folder):
 
 async def test_one_rank_gives_what_two_give(policy_folder, slots):
     """And its process stays on the core that it was given."""
-    config, core = settings(policy_folder), max(os.sched_getaffinity(0))
+    config, core = settings(policy_folder, alone=True), max(os.sched_getaffinity(0))
     config.trainer.n_gpus_per_node = 1
     alone, _ = await Probe.start(config, replace(slots, count=1), optimizer_steps=10, cores=[core])
     try:
@@ -235,7 +234,7 @@ async def test_several_clipped_steps_of_both_models_end_where_serial_ones_do(gro
 
 @pytest.mark.parametrize("stage, split", [(0, on_one_slot), (1, in_pieces)])
 async def test_bfloat16_steps_are_close_however_they_are_accumulated(group, policy_folder, stage, split):
-    rows, config = make_rows(), settings(policy_folder, stage, dtype="bfloat16", clip=0.05)
+    rows, config = make_rows(), settings(policy_folder, stage, dtype="bfloat16", clip=0.05, alone=True)
     expected = await (await group.take(config)).update("actor", rows)
     await split(await group.take(config), "actor", rows)
     metrics = await group.step("actor", lengths(rows))
@@ -263,11 +262,25 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
             to_host(model)
             to_device(model)
 
-    def moved():
-        return asyncio.gather(*(rank.__ray_call__.remote(there_and_back) for rank in group.ranks))
+    def optimizers_later(rank):
+        from rlfuse.engines.trainer.offloading import bytes_away, to_device, to_host
+
+        for model in rank.engines.values():
+            to_host(model)
+            to_device(model, optimizer=False)
+        return [bytes_away(rank.engines[name]) for name in ("actor", "critic", "ref")]
+
+    def moved(how=there_and_back):
+        return asyncio.gather(*(rank.__ray_call__.remote(how) for rank in group.ranks))
+
+    async def fetched():
+        for actor, critic, reference in await moved(optimizers_later):
+            assert actor > 0 and critic > 0 and reference == 0
+        await asyncio.gather(*map(group.fetch_optimizers, (0, 1)), group.log_probs("actor", rows))
 
     expected = await train(lambda: asyncio.sleep(0))
-    np.testing.assert_equal(await train(moved), expected)
+    for move in (moved, fetched, lambda: moved(optimizers_later)):
+        np.testing.assert_equal(await train(move), expected)
 
 
 async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
@@ -324,7 +337,8 @@ async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder,
     """The clipped gradient is the whole one times limit / norm, whichever engine does it."""
     limit = 0.05
     rows = make_rows()
-    metrics = await (await group.take(settings(policy_folder, stage, clip=limit))).update("actor", rows)
+    await group.take(settings(policy_folder, stage, clip=limit, alone=True))
+    metrics = await group.update("actor", rows)
     clipped = await group.gradients()
     expected = reference(group.config, rows)
     norm = float(torch.stack([g.norm() for g in expected.values()]).norm())

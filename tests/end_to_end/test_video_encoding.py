@@ -15,17 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from rlfuse.cluster.placement import worker_environment
 from rlfuse.errors import EngineError
-from rlfuse.samples import Embedding
+from rlfuse.samples import Embedding, Prompt, Visual, make_groups
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
+from rlfuse.video.step_clips import StepClips
 from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
@@ -90,8 +92,9 @@ def clip(tmp_path):
         seen = hashlib.sha256(repr((times, height, width)).encode()).hexdigest()
         tokens = frames * height * width // 28**2
         plan = SimpleNamespace(
-            times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen
-        )
+            times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen,
+            frames=frames, level=6, still=False,
+        )  # fmt: skip
         return Clip(name, str(path), plan)
 
     return make
@@ -198,7 +201,7 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
         "short": r"instead of uint8 \[\d, 56, 84, 3\]",
         "unfit": "the plan expects 19 tokens .* the tower gives 18",
     }.items():
-        assert re.search(said, outcomes[name].message) and f"clip {name}" in outcomes[name].message
+        assert re.search(said, outcomes[name].message) and f"{name} (" in outcomes[name].message
     metrics = await encoder.metrics()
     assert (metrics["video/failed_clips"], metrics["video/encode_once_factor"]) == (6, 1.0)
     # The ranks are as they were, and failed clips left nothing behind.
@@ -253,6 +256,66 @@ async def test_a_rank_that_dies_while_it_prefetches_costs_no_other_clip(encoder,
 
 def encoder_names(count):
     return [f"encoder/{rank}" for rank in range(count)]
+
+
+async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room(encoder, model, clip):
+    for holder in ("step 1", "step 2", "sharing", "second", "pair", "failures"):
+        await encoder.release(holder)
+    measured, one, other = (clip(name, 9) for name in ("measured", "ahead", "called off"))
+    halves = [clip(f"half ahead {i}", 1, 28 * 40, 28 * 40) for i in range(3)]  # 1600 tokens, 400 KiB
+    await encoder.encode([measured], "now")
+    await encoder.metrics()
+    await encoder.drain()
+    await encoder.encode_ahead([measured, one], "ahead", 1e6, lambda: False)
+    await encoder.encode_ahead([other], "ahead", 1e6, lambda: True)
+    assert {(span.where, span.tokens) for span in await encoder.drain()} == {("encoder/0", one.plan.tokens)}
+    told = await encoder.metrics()
+    assert (told["video/encoder_pool"], told["video/tokens_ahead"], told["video/cache_misses"]) == (1, 9 * 6, 0)
+    (handle,) = await encoder.encode([one], "now")
+    assert torch.equal(handle.read(), unsharded(Tower(model), one)) and await encoder.drain() == []
+
+    with pytest.raises(EngineError, match="are held by ahead, now, "):
+        await encoder.encode_ahead(halves, "ahead", 1e6, lambda: False)
+    assert (await encoder.metrics())["video/tokens_ahead"] == 2 * 1600
+    await encoder.release("ahead")
+    assert all(isinstance(one, Embedding) for one in await encoder.encode(halves[1:], "now"))
+    assert (await encoder.metrics())["video/encoded_tokens"] == 1600, "which had found no room"
+    await encoder.release("now")
+
+
+async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, model, clip):
+    clips, tower = StepClips(encoder, 0.5, print, ahead=True), Tower(model)
+    coming = [*(clip(f"coming {number}", 5) for number in range(4)), clip("broken later", 3, text="broken later")]
+
+    def prompt(number, one):
+        visual = Visual(np.arange(one.plan.tokens, dtype=np.int32), path=one.path, plan=one.plan)
+        return Prompt(number, visual.positions, "", (), "", None, visual=(visual,) * 2)
+
+    prompts = [prompt(*each) for each in enumerate(coming)]
+
+    async def encoded(number):
+        """Of a step with this clip alone; its embeddings are right."""
+        for group in await clips.encode(make_groups([prompts[number]], 1, 0, 1), "training", check_failures=False):
+            for visual in group.samples[0].prompt.visual:
+                assert torch.equal(visual.source.read(), unsharded(tower, coming[number]))
+
+    clips.prefetch(prompts)
+    await encoded(0)  # before any other was begun
+    told = await clips.release("training")
+    assert (told["video/tokens_ahead"], told["video/encoded_tokens"]) == (0, 5 * 6)
+
+    clips.prefetch(prompts)
+    clips.prefetch(prompts[:1])  # the former is still to come
+    await asyncio.wait_for(clips._coming, 120)
+    told = await clips.release("training")
+    assert told["video/encoder_pool"] in (1, 2, 3) and told["video/encode_once_factor"] == 1
+    assert told["video/tokens_ahead"] == told["video/encoded_tokens"] == 3 * 5 * 6
+    assert (told["video/failed_clips"], told["video/dropped_groups"]) == (0, 0), "nobody has asked for it"
+    for number in range(5):
+        await encoded(number)
+    told = await clips.release("training")
+    assert (told["video/encoded_tokens"], told["video/cache_held_bytes"]) == (0, 0)
+    assert (told["video/failed_clips"], told["video/dropped_groups"]) == (2, 1), "two places of one prompt"
 
 
 async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):

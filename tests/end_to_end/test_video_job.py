@@ -1,4 +1,4 @@
-"""A whole long-video job: rows with real clips, some of them bad, through encoding, rollout, scoring and PPO."""
+"""A whole job of clips and images: rows with real files, some of them bad, through encoding, rollout, scoring, PPO."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from rlfuse.cluster import scratch
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
@@ -19,8 +20,8 @@ def first_letter(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def cut(path: Path) -> None:
-    """A header that promises what the file does not hold: it passes until its frames are decoded."""
+def damage(path: Path) -> None:
+    """An index of frames that are zeros from two thirds on: it passes until they are decoded."""
     import av
 
     whole = path.rename(path.with_suffix(".whole.mp4"))
@@ -30,25 +31,28 @@ def cut(path: Path) -> None:
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3].ljust(len(data), b"\0"))
 
 
 @pytest.fixture(scope="module")
 def run(driven, tmp_path_factory):
-    """(folder of the run, what it printed); of 16 clips one ends early and one is missing."""
+    """(folder of the run, what it printed); of 8 clips one is damaged, of 8 clips and 8 images one each is missing."""
     folder = tmp_path_factory.mktemp("video_job")
-    task = Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30)
-    write_task(folder, task)
-    cut(folder / "clips/train_00003.mp4")
-    (folder / "clips/train_00005.mp4").unlink()
+    for kind in (Kind.ORDER, Kind.PLACE):
+        (folder / kind).mkdir()
+        write_task(folder / kind, Clips(train=8, val=2, kinds=(kind,), shortest_s=10, longest_s=30))
+    damage(folder / "order/clips/train_00003.mp4")
+    (folder / "order/clips/train_00005.mp4").unlink()
+    (folder / "place/images/train_00005.png").unlink()
     (folder / "first_letter.py").write_text(REWARD)
     tokenizer = byte_tokenizer([*WORDS, *SIGNS])
     write_small_video_llama3(folder / "model", SmallModel(heads=4, layers=2, tower_heads=2), tokenizer)
     settings = {
         "algorithm": "ppo",
         "model.path": folder / "model",
-        "data.train_files": f"[{folder}/train.parquet]",
-        "data.val_files": f"[{folder}/val.parquet]",
+        "data.train_files": f"[{folder}/order/train.parquet,{folder}/place/train.parquet]",
+        "data.val_files": f"[{folder}/order/val.parquet,{folder}/place/val.parquet]",
         "data.max_prompt_length": 600,
         "data.max_response_length": 8,
         "data.train_batch_size": 7,
@@ -75,13 +79,14 @@ def run(driven, tmp_path_factory):
 
 def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
     folder, printed = run
-    assert "14 prompts" in printed and "2 left out for their clips" in printed and "train_00005.mp4" in printed
-    assert "train_00003.mp4" in printed and "prompts have clips that can't be used" in printed
+    assert "14 prompts" in printed and "7 with clips, 7 with images, 2 left out for their clips or images" in printed
+    assert "train_00005.mp4" in printed and "train_00005.png" in printed
+    assert "train_00003.mp4" in printed and "prompts have clips or images that can't be used" in printed
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert len(rows) == STEPS
-    # Both questions about the clip that ends early are asked once an epoch of two steps, in one step or in two.
+    # The question about the damaged clip is asked once an epoch of two steps.
     for epoch in (rows[:2], rows[2:]):
-        assert sum(row["video/dropped_groups"] for row in epoch) == 2
+        assert sum(row["video/dropped_groups"] for row in epoch) == 1
     assert all(row["perf/total_num_tokens"] > 0 for row in rows)
 
 
@@ -91,7 +96,7 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     assert all(row["video/encode_once_factor"] == 1.0 for row in rows)
     assert all(row["perf/tokens_run_over_unique"] == 1.0 for row in rows)
     later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
-    assert later == {"misses": 2, "hits": 12}, "only the clip that can't be used, twice"
+    assert later == {"misses": 1, "hits": 13}, "only the clip that can't be used"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
     assert rows[0]["video/prefill_s"] > 0 and rows[0]["video/degree"] == 1.0 and rows[0]["video/cache_bytes"] > 0
@@ -122,4 +127,4 @@ def test_contact_sheets_show_what_was_seen(run):
 
 
 def test_nothing_is_left_in_shared_memory(run):
-    assert not list(Path("/dev/shm").glob("rlfuse-embeddings-*"))
+    assert not scratch.abandoned(scratch.EMBEDDINGS)

@@ -1,8 +1,9 @@
-"""A small Qwen2.5-VL with embeddings from outside: a real engine and trainer agree, at every frame rate and after
-training; caches, refusals."""
+"""A small Qwen2.5-VL and a small Qwen3-VL with embeddings from outside: a real engine and trainer agree, at every frame
+rate and after training; caches, refusals."""
 
+import itertools
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,38 +12,35 @@ import torch
 import trainer_probe
 from pipelines import Anywhere
 from rollouts import collect, drained, model_config, new_handle, settings
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Partial, Prompt, Sample, Visual, sample_seed
-from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen25_vl
+from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen3_vl, write_small_qwen25_vl
 from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.images import ImageFacts, plan_image
-from rlfuse.video.models.base import m_rope
-from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
+from rlfuse.video.models.base import embedding_width, m_rope
+from rlfuse.video.plan import VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds
+from rlfuse.video.timestamps import SEED_TIMES
+from rlfuse.video.video_model import VideoModel
 
-PAIRS = Geometry(temporal_patch=2)
 WARM = Sampling(1.0, 1.0, -1, 24)
+WRITERS = {"qwen25_vl": write_small_qwen25_vl, "qwen3_vl": write_small_qwen3_vl}
 
 
-def plan_at(fps: float) -> VideoPlan:
-    """8 frames of 112 x 56 pixels: 4 temporal patches of 8 tokens."""
-    return VideoPlan(tuple(i / fps for i in range(8)), 112, 56, fps, 8, Geometry(temporal_patch=2), timestamps=None)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_small_qwen25_vl(tmp_path_factory.mktemp("models") / "qwen25-vl", SmallModel(tied=True))
+@pytest.fixture(scope="module", params=WRITERS)
+def folder(request, tmp_path_factory):
+    return WRITERS[request.param](tmp_path_factory.mktemp("models") / request.param, SmallModel(tied=True))
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +53,38 @@ async def engine(ray_cluster, folder):
 
 
 @pytest.fixture(scope="module")
-def ask(model, tmp_path_factory):
-    at = tmp_path_factory.mktemp("embeddings")
+def ask(folder, model, tmp_path_factory):
+    at, video = tmp_path_factory.mktemp("embeddings"), VideoModel.at(str(folder))
+    tokenizer, geometry = AutoTokenizer.from_pretrained(folder), video.geometry
 
-    def make(clip: int, fps: float = 2.0, sibling: int = 0, version: str = "a") -> Sample:
-        plan, path = plan_at(fps), at / f"{clip}-{fps}-{version}"
-        if not path.exists():
+    def shown(key: str, plan: VideoPlan, seed: int) -> Visual:
+        if not (path := at / key).exists():
             path.touch()
-            rows = torch.randn(plan.tokens, 128, generator=torch.Generator().manual_seed(clip + len(version)))
-            write_rows(str(path), 0, rows)
-        config, text = model.config, np.random.default_rng(clip).integers(2, 200, 40)
-        ids = [config.vision_start_token_id, *[config.video_token_id] * plan.tokens, config.vision_end_token_id]
-        source = Embedding(path.name, str(path), plan.tokens, 128)
-        shown = Visual(np.arange(21, 21 + plan.tokens), source, "clip.mp4", plan)
-        prompt = Prompt(clip, np.array([*text[:20], *ids, *text[20:]], np.int32), "", (), "test", None, visual=(shown,))
-        return Sample(prompt, 1, sibling, sample_seed(0, 1, clip, sibling))
+            size = plan.tokens, embedding_width(model.config)
+            write_rows(str(path), 0, torch.randn(size, generator=torch.Generator().manual_seed(seed)))
+        source = Embedding(key, str(path), plan.tokens, embedding_width(model.config))
+        return Visual(None, source, f"{plan.modality}.of", plan)
+
+    def make(
+        number: int, fps: float = 2.0, sibling: int = 0, version: str = "a", prompt: str = "{}<video>{}"
+    ) -> Sample:
+        """Where the prompt has markers, images of different sizes, and a clip of 4 temporal patches of 8 tokens."""
+        sizes, visual = itertools.cycle([(2, 3), (4, 2), (1, 1)]), []
+        for kind in re.findall("<(image|video)>", prompt):
+            if kind == "video":
+                times, (height, width) = tuple(i / fps for i in range(8)), (4 * geometry.cell, 2 * geometry.cell)
+                plan = VideoPlan(times, height, width, fps, 8, geometry, video.family.timestamps)
+                visual.append(shown(f"{number}-{fps}-{version}", plan, number + len(version)))
+            else:
+                facts = ImageFacts(*(side * geometry.cell for side in next(sizes)))
+                plan = plan_image(facts, PixelBounds(min_pixels=1, max_pixels=10**6), geometry)
+                visual.append(shown(f"image-{plan.tokens}", plan, plan.tokens))
+        words = ("".join(np.random.default_rng(number + half).choice(list("abcdefgh?"), 20)) for half in (0, 100))
+        text = prompt.format(*words)
+        made = video.prompt(tokenizer, text, [each.plan for each in visual], 512)
+        visual = (replace(each, positions=places) for each, places in zip(visual, made.positions, strict=True))
+        asked = Prompt(number, made.token_ids, text, (), "test", None, visual=tuple(visual))
+        return Sample(asked, 1, sibling, sample_seed(0, 1, number, sibling))
 
     return make
 
@@ -79,41 +94,34 @@ def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
     visual, start = sample.prompt.visual, len(sample.prompt.token_ids)
     at = torch.from_numpy(m_rope(model.config).positions(len(ids), visual))[:, None]
     with torch.no_grad():
-        rows = model.get_input_embeddings()(ids)
-        for each in visual:
-            rows[torch.from_numpy(each.positions)] = each.source.read().float()
-        logits = model(inputs_embeds=rows[None], position_ids=at).logits[0, start - 1 : -1]
+        rows, fed = model.get_input_embeddings()(ids), {}
+        width = rows.shape[-1]
+        if visual:
+            places = torch.from_numpy(np.concatenate([each.positions for each in visual])).long()
+            features = torch.cat([each.source.read().float() for each in visual])
+            rows[places] = features[:, :width]
+            if levels := features.split(width, dim=1)[1:]:
+                shown = torch.zeros(1, len(ids), dtype=torch.bool).index_fill(1, places, True)
+                fed = {"visual_pos_masks": shown, "deepstack_visual_embeds": list(levels)}
+        hidden = model.model.language_model(inputs_embeds=rows[None], position_ids=at, **fed).last_hidden_state
+        logits = model.lm_head(hidden)[0, start - 1 : -1]
     logits[:, [model.config.image_token_id, model.config.video_token_id]] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0].numpy()
 
 
 async def test_log_probs_are_those_of_the_model_at_every_frame_rate(engine, ask, model):
+    """And of text beside clips and after them."""
     samples = [ask(i, fps) for i, fps in enumerate((2.0, 1.0, 0.7, 5.0))]
-    responses = await collect(engine, samples, WARM)
-    for one in samples:
+    texts = [ask(i, prompt="{}{}") for i in (5, 6)]
+    responses = await collect(engine, [*samples, texts[0]], WARM) | await collect(engine, texts[1:], WARM)
+    for one in (*samples, *texts):
         response = responses[one.id]
         np.testing.assert_allclose(response.log_probs, expected(model, one, response.token_ids), atol=1e-4)
 
 
 async def test_log_probs_of_images_beside_a_clip_are_those_of_the_model(engine, ask, model):
     """Two images of different sizes, a clip and another image, in one prompt."""
-    clip, config = ask(50), model.config
-    [shown] = clip.prompt.visual
-    ids, visual = list(range(5, 15)), []
-    for number, (height, width) in enumerate(((56, 84), (112, 56), (0, 0), (28, 28))):
-        one = shown
-        if height:
-            plan = plan_image(ImageFacts(height, width), PixelBounds(min_pixels=784, max_pixels=10**6), PAIRS)
-            path = Path(shown.source.path).with_name(f"image-{number}")
-            path.touch()
-            write_rows(str(path), 0, torch.randn(plan.tokens, 128, generator=torch.Generator().manual_seed(number)))
-            one = Visual(None, Embedding(path.name, str(path), plan.tokens, 128), f"{number}.png", plan)
-        pad = config.image_token_id if height else config.video_token_id
-        ids.append(config.vision_start_token_id)
-        visual.append(replace(one, positions=np.arange(len(ids), len(ids) + one.plan.tokens)))
-        ids += [pad] * one.plan.tokens + [config.vision_end_token_id, 7, 8, 9]
-    prompt = replace(clip.prompt, token_ids=np.array(ids, np.int32), visual=tuple(visual))
-    mixed = replace(clip, prompt=prompt)
+    mixed = ask(50, prompt="{}<image>and <image>, then <video>{}<image>?")
     response = (await collect(engine, [mixed, ask(51)], WARM))[mixed.id]
     np.testing.assert_allclose(response.log_probs, expected(model, mixed, response.token_ids), atol=1e-4)
 
@@ -124,7 +132,8 @@ async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
     stayed = await collect(engine, group, WARM)
     await collect(engine, [replace(ask(11), sibling=5), replace(ask(10, version="next"), sibling=6)], WARM)
     cached = {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(engine, "generate")}
-    assert sorted(cached[one.id] for one in group) == [0, 64, 64]
+    whole_blocks = (len(group[0].prompt.token_ids) - 1) // 32 * 32
+    assert sorted(cached[one.id] for one in group) == [0, whole_blocks, whole_blocks]
     assert cached["1/11/5"] == 0 and cached["1/10/6"] == 0
     one = group[1]
     partial = Partial(stayed[one.id].token_ids[:9], stayed[one.id].log_probs[:9], 0)
@@ -132,11 +141,11 @@ async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
     assert moved[one.id].token_ids.tolist() == stayed[one.id].token_ids.tolist()
 
 
-async def test_a_plan_with_timestamps_is_refused(engine, ask):
+async def test_a_plan_with_other_timestamps_is_refused(engine, ask):
     one = ask(20)
     [clip] = one.prompt.visual
     visual = (replace(clip, plan=replace(clip.plan, timestamps=SEED_TIMES)),)
-    with pytest.raises(EngineError, match=r"clip\.mp4 can't go to vLLM: .*without timestamps"):
+    with pytest.raises(EngineError, match=r"video\.of can't go to vLLM: .* into the prompt itself: plan the clip with"):
         await collect(engine, [replace(one, prompt=replace(one.prompt, visual=visual))], WARM)
 
 
@@ -181,7 +190,7 @@ async def test_what_was_trained_is_what_generates_and_becomes_a_whole_model_agai
     await trainer.save(tmp_path)
 
     whole = join_checkpoint(tmp_path / "actor" / "huggingface", folder, tmp_path / "whole")
-    trained = Qwen2_5_VLForConditionalGeneration.from_pretrained(whole, dtype=torch.float32).eval()
+    trained = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
     after = await collect(engine, samples, WARM)
     scored = await trainer.log_probs("actor", rows_of(samples, after))
     for one, found, was in zip(samples, scored, old, strict=True):

@@ -29,8 +29,10 @@ def lengths(rows):
     return [len(row.response_ids) for row in rows]
 
 
-def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0):
+def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0, alone=False):
+    """`alone`: the actor has no critic beside it, whose start is a third of a configuration's."""
     config = Config()
+    config.algorithm.adv_estimator = "grpo" if alone else "gae"
     config.model.path, config.model.dtype = folder, dtype
     config.data.max_response_length = 32
     config.trainer.n_gpus_per_node = 2
@@ -59,6 +61,26 @@ class Probe(TrainerGroup):
 
         calls = [rank.__ray_call__.remote(read, model) for rank in self.ranks]
         return (await asyncio.gather(*calls))[0]
+
+    @classmethod
+    async def of(cls, ranks, config):
+        """What `start` gives, of ranks that are there."""
+        group = cls(config, ranks)
+        await group.meet(config)
+        facts = (await group._all("setup", "load its models", 10, None))[0]
+        group.shares_prompts = facts["shares_prompts"]
+        return group
+
+    async def meet(self, config):
+        """The ranks share layers and sequences in groups of other degrees."""
+
+        def regroup(rank, config):
+            from deepspeed.utils import groups
+
+            rank.config, groups.mpu = config, None
+            rank.meet_groups()
+
+        await asyncio.gather(*(rank.__ray_call__.remote(regroup, config) for rank in self.ranks))
 
     async def take(self, config):
         """Load fresh models under another configuration, in the same processes: starting those is what costs."""

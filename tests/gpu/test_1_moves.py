@@ -3,15 +3,25 @@
 (1) of README.md. Needs DeepSpeed.
 """
 
+from contextlib import nullcontext
+
 import pytest
 
 pytest.importorskip("deepspeed")
 import torch
+import torch.distributed as dist
 from layers import Layers, accumulate, difference, engine, inputs, loss, saved, warm_up
 from processes import allocated, in_ranks
+from small import make_rows, policy_folder, settings
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer import activation_offloading
+from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget
+from rlfuse.engines.trainer.activation_places import Place, Room
+from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import load_policy, response_logits
+from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
 from rlfuse.engines.trainer.optimizer import freeze, take_step
 
 WIDTH = {"cuda": 2048, "cpu": 16}
@@ -63,6 +73,48 @@ def test_a_trained_model_leaves_the_device_and_comes_back(device, stage, dtype):
         assert each["on host"] <= 0.2
 
 
+def _late(device, stage, dtype, residency):
+    """One engine's optimizer comes behind its weights, or for steps alone; its twin stays where it is."""
+    width, dtype = WIDTH[device], DTYPES[dtype]
+    warm_up(device, width, dtype)
+    before, peaks = allocated(device), []
+    mover, twin = (engine(device, width, stage, dtype) for _ in range(2))
+    for count in range(4):
+        to_host(mover)
+        to_device(mover, optimizer=False)
+        weights, away = allocated(device) - before, bytes_away(mover)
+        for each in (mover, twin):
+            accumulate(each, device, width, range(3 * count, 3 * count + 2))
+        if residency == "forecast":
+            fetch_optimizer(mover, 60.0)
+        for each in (mover, twin):
+            accumulate(each, device, width, range(3 * count + 2, 3 * count + 3))
+        to_device(mover)
+        peaks.append((weights, away, allocated(device) - before))
+        norms = [take_step(each, 3.0, dist.get_world_size()) for each in (mover, twin)]
+        assert norms[0] == norms[1] > 0
+        if residency == "step":
+            to_host(mover, optimizer_alone=True)
+    return {"bytes": peaks, "trained differently": difference(saved(twin), _saved_from_host(mover))}
+
+
+def _saved_from_host(mover):
+    with on_device(mover):
+        return saved(mover)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("residency", ["forecast", "step"])
+def test_an_optimizer_comes_behind_the_weights(device, stage, residency):
+    """On CPUs by two ranks that cut it up."""
+    for facts in in_ranks(1 if device == "cuda" else 2, _late, device, stage, "bfloat16", residency):
+        print(f"ZeRO {stage}, {residency}: bytes with weights, of the optimizer, with both: {facts['bytes']}")
+        assert facts["trained differently"] == []
+        assert all(away > 0 for _, away, _ in facts["bytes"])
+        if device == "cuda":
+            assert all(both - weights >= 0.95 * away for weights, away, both in facts["bytes"])
+
+
 def _frozen(device, stage, dtype):
     width, dtype = WIDTH[device], DTYPES[dtype]
     warm_up(device, width, dtype)
@@ -85,3 +137,42 @@ def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage):
     assert facts["losses"][0] == facts["losses"][1] > 0
     if device == "cuda":
         assert away <= 0.05 * there and back == pytest.approx(there, rel=0.02)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_activations_wait_off_the_device(device, tmp_path, place):
+    cuda = device == "cuda"
+    rows, hidden = (make_rows(256, longest=400), 1024) if cuda else (make_rows(6), 32)
+    model = load_policy(policy_folder(tmp_path, hidden, layers=6), settings(tmp_path).model).to(device).train()
+    batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE)
+    store = HostMemory(room, cuda) if place == "host" else Disk(room, cuda, tmp_path)
+    budget = Budget(0, {Place(place): Room(room, 1e15)}, {Place(place): store})
+    offloading = ActivationOffloading(model, budget, 1e12, again=False)
+    found, smallest = [], activation_offloading.SMALLEST
+    activation_offloading.SMALLEST = 1
+    try:
+        for _ in range(3):  # run again, as nothing is known yet; away; and away in memory that is used again
+            found.append(_gradients(model, batch, offloading))
+    finally:
+        activation_offloading.SMALLEST = smallest
+    assert offloading.places.layers == (Place(place),) * 5 + (Place.DEVICE,)
+    expected, peak = _gradients(model, batch)
+    print(f"bytes at most: {peak} where all stays, {[most for _, most in found]} run again, away, away")
+    for gradients, most in found:
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if cuda else {"rtol": 0, "atol": 0}
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, **tolerance)
+        assert most < 0.7 * peak or not cuda
+    assert store.has_room(room // PIECE * PIECE)
+
+
+def _gradients(model, batch, offloading=None):
+    """Of each parameter, and the most bytes on a GPU meanwhile."""
+    model.zero_grad()
+    if batch.predict.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with offloading.leaving(batch, None) if offloading else nullcontext():
+        total = response_logits(model, batch).logsumexp(-1).sum()
+    total.backward()
+    most = torch.cuda.max_memory_allocated() if batch.predict.is_cuda else 0
+    return {name: each.grad.clone() for name, each in model.named_parameters()}, most

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import random
 import re
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+import pytest
 from av.codec.context import Flags
 from av.filter import Graph
 from av.stream import Disposition
 from av.video.format import VideoFormat
 
+from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import VideoPlan
 
 BARS = 8
 TICKS = 1000
 """A second, in the time base of the files."""
-MUXER = ("movflags", "output_ts_offset")
+MUXER = ("movflags", "output_ts_offset", "use_editlist", "live", "mpegts_m2ts_mode", "segment_time")
 """Options that are the container's."""
+NONE, DEFAULT, COVER = Disposition(0), Disposition.default, Disposition.attached_pic
+PYRAMID = {"bf": "3", "b_strategy": "0", "g": "12", "x264-params": "b-pyramid=normal"}
+OPEN = {"bf": "3", "b_strategy": "0", "g": "12", "x264-params": "open-gop=1:scenecut=0"}
+MPEG4 = {"codec": "mpeg4", "bf": "3", "g": "20"}
+MJPEG = {"codec": "mjpeg", "pix_fmt": "yuvj420p"}
+MPEG2 = {"codec": "mpeg2video", "bf": "2", "fps": 25}
+X265 = {"codec": "libx265", "x265-params": "bframes=4:keyint=12:open-gop=1:log-level=none"}
+VP9 = {
+    "codec": "libvpx-vp9",
+    "g": "20",
+    "auto-alt-ref": "1",
+    "lag-in-frames": "16",
+    "deadline": "good",
+    "cpu-used": "5",
+}
 TURNS = {
     (1, 0, 0, 1): "RGBW",
     (-1, 0, 0, 1): "GRWB",
@@ -33,6 +52,8 @@ TURNS = {
     (0, -1, -1, 0): "WGBR",
 }
 """All display matrices that turn by quarters or mirror, and what they make of four colours, row by row."""
+UNEVEN = np.cumsum([0] + [0.05, 0.3, 0.1, 1.2, 0.05, 0.15, 0.8] * 4).round(2).tolist()
+"""Appearance of frames, in twentieths of a second."""
 COLOURS = {"R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "W": (255, 255, 255)}
 
 
@@ -45,12 +66,13 @@ def write_video(
     rotation: int = 0,
     fps: int = 10,
     pix_fmt: str = "yuv420p",
+    container: str | None = None,
     **options: str,
 ) -> str:
     """Frame i appears at `seconds[i]`; `options` are the encoder's and, for those of `MUXER`, the container's."""
     container_options = {key: options.pop(key) for key in MUXER if key in options}
-    with av.open(str(path), "w", options=container_options) as container:
-        stream = container.add_stream(codec, rate=fps, options=options)
+    with av.open(str(path), "w", container, options=container_options) as output:
+        stream = output.add_stream(codec, rate=fps, options=options)
         stream.height, stream.width = size
         stream.pix_fmt = pix_fmt
         stream.codec_context.time_base = Fraction(1, fps if codec.startswith("mpeg") else TICKS)
@@ -59,13 +81,14 @@ def write_video(
         for number, at in enumerate(seconds):
             frame = av.VideoFrame.from_ndarray(numbered(number, *size), "rgb24")
             frame.pts, frame.time_base = round(at / stream.codec_context.time_base), stream.codec_context.time_base
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
     return str(path)
 
 
-def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound_s: float = 0.0) -> str:
-    """Streams of (codec, first number, how many frames at ten a second, disposition), and silence."""
+def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound_s: float = 0.0, late: int = 0) -> str:
+    """Streams of (codec, first number, how many frames at ten a second, disposition), and silence `late` frames before
+    them."""
     with av.open(str(path), "w") as container:
         made = [container.add_stream(codec, rate=10) for codec, *_ in streams]
         sound = container.add_stream("aac", rate=16_000) if sound_s else None
@@ -75,7 +98,7 @@ def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound
         for stream, (_, first, count, _) in zip(made, streams, strict=True):
             for number in range(count):
                 frame = av.VideoFrame.from_ndarray(numbered(first + number, 32, 128), "rgb24")
-                frame.pts, frame.time_base = number, Fraction(1, 10)
+                frame.pts, frame.time_base = late + number, Fraction(1, 10)
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         if sound is not None:
@@ -158,6 +181,22 @@ def write_packed(path: Path, frames: int) -> str:
     return packed
 
 
+def write_packets(path: Path, *sources: str, first: int = 0) -> str:
+    """The packets of files of one codec, each behind those of the one before, but for so many at the start."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(av.open(source)).streams.video[0] for source in sources]
+        output = stack.enter_context(av.open(str(path), "w"))
+        stream, offset = output.add_stream_from_template(opened[0]), 0
+        for video in opened:
+            packets = [packet for packet in video.container.demux(video) if packet.size]
+            for packet in packets[first:]:
+                packet.pts, packet.dts, packet.stream = packet.pts + offset, packet.dts + offset, stream
+                output.mux(packet)
+            offset += round(len(packets) / video.average_rate / video.time_base)
+            first = 0
+    return str(path)
+
+
 def write_edited(path: Path, whole: str, parts: Sequence[tuple[float | None, float]]) -> str:
     """An MP4 with other edits: parts of it from a time on, or of nothing, each for so many seconds."""
     data = bytearray(Path(whole).read_bytes())
@@ -212,7 +251,8 @@ def steady(frames: int, fps: int = 10) -> list[float]:
 def numbered(number: int, height: int, width: int) -> np.ndarray:
     """uint8 [height, width, 3]: the number's bits from left to right, lowest first."""
     bits = np.array([number >> bit & 1 for bit in range(BARS)], np.uint8) * 255
-    return np.broadcast_to(bits.repeat(width // BARS)[None, :, None], (height, width, 3))
+    row = np.pad(bits.repeat(width // BARS), (0, width % BARS), "edge")
+    return np.broadcast_to(row[None, :, None], (height, width, 3))
 
 
 def numbers(pixels: np.ndarray) -> list[int]:
@@ -224,3 +264,20 @@ def numbers(pixels: np.ndarray) -> list[int]:
 def plan_of(times: Sequence[float]) -> VideoPlan:
     """A plan of frames that are large enough to be read by `numbers`."""
     return VideoPlan(tuple(times), 28, 28 * BARS, 1.0, BARS)
+
+
+def check(path: str, appearances: list[float]) -> None:
+    """All frames at the instants at which they appear, and just before them: each shows its number; then few, far
+    apart, in any keyframe interval: the same to the bit."""
+    facts = probe(path)
+    assert facts.frames == len(appearances)
+    assert facts.duration_s == pytest.approx(appearances[-1], abs=1.3) and facts.duration_s > appearances[-1]
+    last = len(appearances) - 1
+    whole = decode(path, plan_of(appearances))
+    assert numbers(whole) == list(range(last + 1))
+    before = [at - 0.002 for at in appearances[1:]]
+    assert numbers(decode(path, plan_of(before))) == list(range(last))
+    rng = random.Random(0)
+    for size in (1, 1, 2, 4, 1, 2, 4, 8):
+        few = sorted(rng.sample(range(last + 1), size))
+        assert np.array_equal(decode(path, plan_of([appearances[number] for number in few])), whole[few])

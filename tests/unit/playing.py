@@ -271,6 +271,10 @@ class World:
             counts = self.scored.pop(kind, Counter())
             assert {name for name in counts if counts[name] > 1} == set()
             missing = whole - counts.keys()
+            if kind in self.experience.by_update:
+                first = {sample.id for group in board.groups[: self.scene.mini_batch] for sample in group.samples}
+                assert not first & counts.keys(), f"{kind} is the first update's"
+                missing -= first
             if kind in self.experience.deferred:  # those of a mini-batch that failed as a whole
                 missing -= {sample.id for sample, _ in board.failures()}
             assert not missing, f"{kind} is missing"
@@ -314,7 +318,7 @@ class Watched(Experience):
         for sample in (sample for group in groups for sample in group.samples):
             assert isinstance(sample.reward, Reward)
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
-            needed = set(self.kinds) - {"reward", *self.deferred}
+            needed = set(self.kinds) - {"reward", *self.deferred, *self.by_update}
             assert {names[kind] for kind in needed} <= sample.tensors.keys()
             zeros = sample.response.log_probs
             sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)

@@ -104,6 +104,7 @@ class Trainer:
 
     def __init__(self, world: World):
         self.world = world
+        self.optimizers_away: dict[int, float] = {}
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
         self.filled: Counter[str] = Counter()

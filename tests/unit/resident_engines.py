@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from playing import World
@@ -100,12 +100,16 @@ class ResidentRollout(Rollout):
 
 
 class ResidentTrainer(Trainer):
-    """Ranks whose models are on the device or on the host."""
+    """Ranks whose models are on the device or on the host; `residency`: as actor.optimizer_residency."""
 
     def __init__(self, world):
         super().__init__(world)
         self.there: set[int] = set()
         self.towers, self.disk_is_full = 0, False
+        self.residency, self.fetched, self.waited = "training", 0, 0
+        self.complete: set[int] = set()
+        """Slots where optimizers are, too."""
+        self.coming: dict[int, asyncio.Task] = {}
         self.turns = [asyncio.Lock() for _ in world.rollouts]  # a rank answers one call after the other
 
     def doing(self, name, slot=None):
@@ -116,23 +120,67 @@ class ResidentTrainer(Trainer):
         with self.doing("start_ranks"):
             await self.world.pass_time()
         self.there = set(range(len(self.world.rollouts)))
+        self.complete = set(self.there)
         return self, {}
+
+    async def measure(self): ...
 
     async def take_device(self, slot):
         async with self.turns[slot]:
             if slot not in self.there:
-                with self.doing("take_device", slot):
+                together = self.residency == "training"
+                with self.doing("take_device" if together else "take_weights", slot):
                     await self.world.pass_time()
                 self.there.add(slot)
+                if together:
+                    self.complete.add(slot)
+                elif self.residency == "forecast":
+                    self.optimizers_away[slot] = 0.05
             self.world.rollouts[slot].role = "trainer"
 
     async def leave_device(self, slot):
         async with self.turns[slot]:
+            self.optimizers_away.pop(slot, None)
+            await self.arrived(slot)
             if slot in self.there:
                 with self.doing("leave_device", slot):
                     await self.world.pass_time()
                 self.there.discard(slot)
+                self.complete.discard(slot)
             self.world.rollouts[slot].role = "rollout"
+
+    # Optimizers that come by themselves: a rank answers at once, and copies beside its other calls
+
+    async def fetch_optimizers(self, slot):
+        self.optimizers_away.pop(slot, None)
+        if slot in self.there - self.complete and slot not in self.coming:
+            self.fetched += 1
+            self.coming[slot] = asyncio.create_task(self.come(slot))
+
+    async def come(self, slot):
+        with self.doing("fetch_optimizer", slot):
+            await self.world.pass_time()
+        self.complete.add(slot)
+
+    async def arrived(self, slot):
+        if slot in self.coming:
+            await self.coming.pop(slot)
+
+    @asynccontextmanager
+    async def optimizers_there(self):
+        """For what reads them, as ranks see to by themselves."""
+        slots = range(len(self.world.rollouts))
+        for slot in slots:
+            await self.arrived(slot)
+        self.waited += len(away := [slot for slot in slots if slot not in self.complete])
+        for slot in away:
+            await self.come(slot)
+        yield
+        if self.residency == "step":
+            for slot in self.complete:
+                with self.doing("leave_optimizer", slot):
+                    await self.world.pass_time()
+            self.complete = set()
 
     async def log_probs(self, model, rows, slot=None):
         with self.doing("score", slot):
@@ -151,18 +199,24 @@ class ResidentTrainer(Trainer):
             return await super().train(rows, scored)
 
     async def step(self, model, lengths):
-        with self.doing("step"):
-            return await super().step(model, lengths)
+        if self.residency == "step":
+            with self.doing("step_alone"):
+                return await super().step(model, lengths)
+        async with self.optimizers_there():
+            with self.doing("step"):
+                return await super().step(model, lengths)
 
     async def save(self, folder):
-        with self.doing("save"):
-            await self.world.pass_time()
+        async with self.optimizers_there():
+            with self.doing("save"):
+                await self.world.pass_time()
         if self.disk_is_full:
             raise NotSaved("no space left")
 
     async def load(self, folder):
-        with self.doing("load"):
-            await self.world.pass_time()
+        async with self.optimizers_there():
+            with self.doing("load"):
+                await self.world.pass_time()
 
     # As the weight push sees it
 
@@ -198,15 +252,16 @@ class Encoder:
 class ResidentWorld(World):
     """`tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
 
-    `resumed`: the job goes on from a checkpoint. Every step ends with a validation and a checkpoint.
+    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers. Every step ends with a validation and a
+    checkpoint.
     """
 
-    def __init__(self, scene, tower=None, told=0, resumed=False):
+    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training"):
         super().__init__(scene)
         self.ledger = ResidencyReplay(scene.slots)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
         self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
-        self.encoder = Encoder()
+        self.trainer.residency, self.encoder = residency, Encoder()
         tower = tower and TowerPush(self.trainer, self.encoder, tower)
         self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
@@ -220,6 +275,7 @@ class ResidentWorld(World):
     def config(self):
         config = self.scene.config()
         config.trainer.val_before_train, config.trainer.test_freq, config.trainer.save_freq = True, 1, 1
+        config.actor.optimizer_residency = self.trainer.residency
         return config
 
     async def push(self, version):

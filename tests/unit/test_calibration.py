@@ -1,6 +1,7 @@
 """A device's costs out of measured work: what it was given comes out again, and how far a forecast is off is told."""
 
 import json
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -54,18 +55,24 @@ TRUE = Hardware(
     optimizer_s=0.02,
     step_s=0.3,
     optimizer_bytes_per_s=5e8,
+    gather_s=0.001,
+    sent_bytes_per_s=4e8,
+    crowding=0.125,
 )
 
 
-def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0):
-    """Work of runs with models of these depths and widths, as long as such a device takes."""
+def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0, sharded=False):
+    """Work of runs with models of these depths and widths, as long as such a device takes; of every second run with
+    another device of the node beside: where they are `sharded`, under ZeRO 1 and 3 in turn."""
     draw, works = np.random.default_rng(seed), []
-    for layers, hidden in sizes:
+    for number, (layers, hidden) in enumerate(sizes):
         weights = 12 * layers * hidden**2
         for part in range(5):
             common = (f"{layers}x{hidden}", part, 0.0)
             works.append(Work("step", *common, moved=8 * weights))
-            works += [Work("training", *common, moved=16 * weights, optimizer_steps=1)] * 4
+            shared, gathered = sharded * (number % 2), sharded * (number % 2) * (part % 2)
+            moved, sent = 16 * weights / (1 + shared), 4 * weights * (shared - gathered)
+            works += [Work("training", *common, moved=moved, optimizer_steps=1, sent=sent)] * 4
             for _ in range(40):
                 steps, batch, context = map(int, draw.integers((1, 1, 10), (30, 64, 300)))
                 read, computed = steps * weights * 4, 2 * steps * batch * weights
@@ -75,8 +82,10 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0)
                 for _ in range(12):
                     batches, tokens = map(int, draw.integers((1, 100), (8, 3000)))
                     begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
-                    hid = times * layers * hidden * tokens * 4
-                    works.append(Work(kind, *common, 1, begun, begun * layers, hid, flops))
+                    hid, sent = times * layers * hidden * tokens * 4, gathered * begun * 2 * weights
+                    modules = gathered * begun * (9 * layers + 2)
+                    works.append(Work(kind, *common, 1, begun, begun * layers, hid, flops, sent=sent, gathers=modules))
+        works = [replace(work, beside=number % 2) if work.source == common[0] else work for work in works]
     timed = [replace(work, seconds=seconds_of(work, hardware)) for work in works]
     return [replace(work, seconds=work.seconds * max(0.2, 1 + noise * draw.standard_normal())) for work in timed]
 
@@ -85,7 +94,7 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0)
 
 
 def test_a_devices_numbers_come_out_of_its_work_again():
-    found = fitted(made())
+    found = fitted(made(sharded=True))
     for name, true in asdict(TRUE).items():
         if name not in ("errors", "links", "host_bytes_per_s"):
             assert getattr(found, name) == pytest.approx(true, rel=0.01), name
@@ -125,6 +134,19 @@ def test_steps_of_one_run_are_held_out_in_shares():
         held_out([work for work in works if work.part == 0])
     with pytest.raises(CalibrationError, match=r"too few pieces .*: generating \(0\); give a run of more steps"):
         fitted([work for work in works if work.kind != "generating"])
+
+
+def test_devices_that_were_always_as_many_tell_nothing_of_each_other():
+    works = [replace(work, beside=1) for work in made(replace(TRUE, crowding=0.0))]
+    found = fitted(works)
+    assert found.crowding == 0 and found.train_flops == pytest.approx(TRUE.train_flops, rel=0.01)
+
+
+def test_a_crowded_device_is_slower_in_all_that_it_does():
+    crowded = TRUE.crowded(3)
+    longer = 1 + 3 * TRUE.crowding
+    assert crowded.train_flops == TRUE.train_flops / longer and crowded.layer_s == TRUE.layer_s * longer
+    assert crowded.step_s == TRUE.step_s and crowded.crowded(3) == crowded and TRUE.crowded(0) == TRUE
 
 
 def test_scoring_that_was_never_seen_is_as_fast_as_training():
@@ -259,9 +281,12 @@ def test_a_run_becomes_a_file_that_plans_read(run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [entry.name for entry in fields(Coefficients) if entry.name != "host_bytes_per_s"])
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in fields(Coefficients) if entry.name not in ("host_bytes_per_s", "sent_bytes_per_s")]
+)
 def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
-    config, shorter = config_of(run / "config.yaml"), name.endswith("_s") and not name.endswith("per_s")
+    config, shorter = config_of(run / "config.yaml"), name == "crowding" or re.search(r"(?<!per)_s$", name)
+    config.actor.zero_stage = 3 if name == "gather_s" else config.actor.zero_stage
     slow = replace(TRUE, **{name: getattr(TRUE, name) * (5 if shorter else 0.2)})
     before, after = (costs_of(config, shapes_of(config), hardware, 200.0) for hardware in (TRUE, slow))
     rates = [entry.name for entry in fields(before) if entry.name.endswith("per_s")]

@@ -59,6 +59,7 @@ def test_no_entry_of_the_table_is_of_no_key_and_none_is_twice():
         ({}, {"trainer__n_gpus_per_node": 2}, [Effect.FIXED]),
         ({"actor__zero_stage": 1}, {"actor__zero_stage": 3}, [Effect.FIXED]),
         ({"actor__zero_stage": 1}, {"actor__zero_stage": 2}, [Effect.NEXT_STEP]),
+        ({}, {"training__tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2}, [Effect.FIXED, Effect.FIXED]),
         ({}, {"training__pipeline_parallel_size": 2}, [Effect.FIXED]),
         (
             {"training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},

@@ -47,7 +47,7 @@ def load(folder, *rows, **video):
     tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
     lines = [{"prompt": text, "videos": [{"video": clip} for clip in clips], "answer": "1"} for text, *clips in rows]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    clips = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers=1)
+    clips = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, folder / "images")
     return load_prompts([str(folder / "rows.jsonl")], tokenizer, config.data, clips)
 
 
@@ -85,7 +85,7 @@ def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
         line = report.unusable[number]
         assert f"rows.jsonl, row {number}" in line and words in line, line
         assert len(clips) != 1 or clips[0] in line, line
-    assert f"{len(UNUSABLE)} left out for their clips" in str(report)
+    assert f"{len(UNUSABLE)} left out for their clips or images" in str(report)
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
 
 
 @pytest.mark.slow
-def test_times_in_the_prompt_of_a_model_that_has_them_in_its_positions_are_refused(tmp_path):
+def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
     config = Config()
     config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
-    with pytest.raises(ConfigError, match=r"video\.timestamps=seed_vl: .*model has times in its positions.*to family"):
+    with pytest.raises(ConfigError, match=r"seed_vl: vLLM writes clips of .*model into the prompt itself.*to family"):
         video_model_of(config)

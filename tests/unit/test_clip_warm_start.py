@@ -1,4 +1,5 @@
-"""The long-video task as a whole: folder, blanked clips, demonstrations, and a model that loads part by part."""
+"""The tasks of clips and of images as a whole: folder, blanked files, demonstrations, and a model that loads part by
+part."""
 
 import json
 from dataclasses import replace
@@ -7,28 +8,38 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.config.compose import compose_job
+from rlfuse.data.clips import ClipReader
+from rlfuse.data.prompts import load_prompts
 from rlfuse.tasks import clips
 from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration, watch
-from rlfuse.tasks.clips import ENDS, Clips, Kind, ask_order, compute_score, draw_clips, draw_scene
-from rlfuse.tasks.prepare import main, prepare_clips
+from rlfuse.tasks.clips import Clips, Kind, ask_end, compute_score, draw_clips, draw_scene
+from rlfuse.tasks.prepare import main, prepare_clips, prepare_images
 from rlfuse.tasks.settings import CLIPS, ClipWarmStart
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import plan_video
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Tower
+from rlfuse.video.video_model import VideoModel
 
 TINY = ClipWarmStart(heads=2, layers=1, tower_heads=1, tower_layers=1, steps=6, batch=3, lr=1e-2)
 FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0, ends_differ=True)
+FEW_IMAGES = replace(FEW, kinds=(Kind.PLACE,))
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Prepared with the least of everything."""
     return prepare_clips(tmp_path_factory.mktemp("cache") / "clips", TINY, FEW)
+
+
+@pytest.fixture(scope="module")
+def image_task(tmp_path_factory):
+    return prepare_images(tmp_path_factory.mktemp("cache") / "images", TINY, FEW_IMAGES)
 
 
 def rows(file):
@@ -43,9 +54,9 @@ def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
 
     def scores(settings):
         for scene in scenes:
-            for end in ENDS:
-                text = demonstration(scene, end, rng, settings)
-                yield compute_score("clips_order", text, ask_order(scene, end).answer)
+            for end in Kind.ORDER.ends:
+                question = ask_end(scene, Kind.ORDER, end)
+                yield compute_score("clips_order", demonstration(question, rng, settings), question.answer)
 
     faulty, perfect = (
         list(scores(settings)),
@@ -57,13 +68,14 @@ def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
 
 
 def test_demonstrations_and_questions_are_few_tokens():
-    tokenizer, settings = build_tokenizer(), ClipWarmStart()
+    tokenizer, settings = build_tokenizer(Kind.PLACE.ends), ClipWarmStart()
     scene = draw_scene(np.random.default_rng(0), 10.0, 600.0)
-    answer = demonstration(scene, "first", np.random.default_rng(0), settings)
+    answer = demonstration(ask_end(scene, Kind.ORDER, "first"), np.random.default_rng(0), settings)
     ids = tokenise(tokenizer, answer, VISUAL)
     assert len(ids) == len(answer.split()) == 4
     assert tokenizer.decode(ids, skip_special_tokens=True) == answer
     assert len(tokenise(tokenizer, " which is first ?", VISUAL)) == 3
+    assert len(tokenise(tokenizer, " which is bottom ?", VISUAL)) == 3
     assert len(tokenise(tokenizer, "[12.5 second]", VISUAL)) == 6
 
 
@@ -89,6 +101,33 @@ def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(t
 
 
 @pytest.mark.slow
+def test_images_show_what_is_asked_and_blanked_ones_nothing(image_task):
+    assert len(rows(image_task.train_file)) == 4 and len(list((image_task.root / "images").iterdir())) == 8
+    for row, blind in zip(rows(image_task.val_file), rows(image_task.val_blind_file), strict=True):
+        assert (row["data_source"], blind.pop("data_source")) == ("images_place", "images_place_blind")
+        seen, unseen = (
+            np.asarray(Image.open(image_task.root / each.pop("images")[0]["image"])) for each in (row, blind)
+        )
+        assert row == blind | {"data_source": row["data_source"]} and seen.shape == unseen.shape == (168, 56, 3)
+        assert (unseen == clips.GROUND).all()
+        asked, truth = row["prompt"][0]["content"].split()[3], row["reward_model"]["ground_truth"]
+        third = {"top": seen[:56], "bottom": seen[112:]}[asked]
+        assert (third == clips.COLOURS[truth]).all(axis=2).sum() == clips.SQUARE**2
+
+
+@pytest.mark.slow
+def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_task):
+    """Plans as the job makes them; the model as it was saved."""
+    config = compose_job(["experiment=images", f"model.path={image_task.model_path}"])
+    model, tokenizer = VideoModel.at(config.model.path), AutoTokenizer.from_pretrained(image_task.model_path)
+    reader = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, image_task.root)
+    prompts, _ = load_prompts([str(image_task.train_file)], tokenizer, config.data, reader)
+    for prompt, watched in zip(prompts, watch(image_task.root, FEW_IMAGES, TINY, model, tokenizer), strict=True):
+        assert prompt.visual[0].plan == watched.plan
+        assert any(prompt.token_ids.tolist() == shown.token_ids.tolist() for _, shown in watched.asked)
+
+
+@pytest.mark.slow
 def test_the_experiment_shows_the_model_what_it_was_trained_on():
     settings = compose_job(["experiment=long_video"]).video
     sampling = ClipWarmStart().sampling
@@ -109,10 +148,10 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     tower = Tower(task.model_path)
     VideoLlama3.export(task.model_path, tmp_path / "text")
     model, tokenizer = (kind.from_pretrained(tmp_path / "text") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    clip = watch(task.root, FEW, TINY, tokenizer)[0]
+    clip = watch(task.root, FEW, TINY, VideoModel.at(str(task.model_path)), tokenizer)[0]
     frames = tower.encode(clip.pictures).unflatten(0, (len(clip.pictures), -1))
     assert frames.shape[1:] == (4, model.config.hidden_size)
-    prompt = clip.prompts["first"]
+    _, prompt = clip.asked[0]
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids).long())
     embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.order].flatten(0, 1)
     last = model(inputs_embeds=embeds[None]).logits[0, -1]

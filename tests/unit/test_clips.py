@@ -61,7 +61,7 @@ def test_answers_are_spread_evenly():
         assert 10.0 <= scene.duration_s <= 600.0 and 3 <= len(scene.events) <= 6
         for kind in Kind:
             answers[kind][ask(scene, kind, rng).answer] += 1
-    for kind in (Kind.COUNT, Kind.ORDER):
+    for kind in (Kind.COUNT, Kind.ORDER, Kind.PLACE):
         assert len(answers[kind]) == 4 and max(answers[kind].values()) < 0.3 * 1500
     assert max(answers[Kind.LOCATE].values()) < 0.05 * 1500
 
@@ -139,6 +139,8 @@ def test_the_same_settings_give_the_same_task(written, tmp_path):
         ("clips_locate", "7.0 to 9.0", "2.0 to 6.0", (0.0, 0.0, 1.0)),
         ("clips_locate", "6.0 to 2.0", "2.0 to 6.0", (0.0, 0.0, 0.0)),
         ("clips_locate", "soon", "2.0 to 6.0", (0.0, 0.0, 0.0)),
+        ("images_place", "red", "red", (1.0, 1.0, 1.0)),
+        ("images_place_blind", "red", "blue", (0.0, 0.0, 1.0)),
     ],
 )
 def test_reward(source, answer, truth, expected):
@@ -156,7 +158,15 @@ def test_rows_of_other_tasks_are_refused(source, truth):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"train": 0}, {"kinds": ()}, {"shortest_s": 5.0}, {"longest_s": math.inf}, {"most_events": 7}]
+    "bad",
+    [
+        {"train": 0},
+        {"kinds": ()},
+        {"kinds": (Kind.ORDER, Kind.PLACE)},
+        {"shortest_s": 5.0},
+        {"longest_s": math.inf},
+        {"most_events": 7},
+    ],
 )
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="Clips: got"):

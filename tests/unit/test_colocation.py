@@ -18,7 +18,7 @@ async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
     config.rollout.tensor_model_parallel_size = 2
 
     async def call(*_):
-        pass
+        return 0.0
 
     monkeypatch.setattr(rank_group, "call", call)
     ranks = [SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: told.append((i, role)))) for i in range(6)]
@@ -26,6 +26,35 @@ async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
     await group.take_device(1)
     await group.leave_device(2)
     assert told == [(2, "trainer"), (3, "trainer"), (4, "rollout"), (5, "rollout")]
+    await group.take_device(1)
+    assert len(told) == 4, "they have it already"
+    await group.leave_device(1)
+    assert told[4:] == [(2, "rollout"), (3, "rollout")]
+
+
+async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypatch):
+    told, config = [], Config()
+    config.rollout.tensor_model_parallel_size = 2
+
+    async def call(reference, *_):
+        return reference
+
+    def rank(i):
+        return SimpleNamespace(
+            switch=SimpleNamespace(remote=lambda role: float(i) if role == "trainer" else 0.0),
+            fetch_optimizers=SimpleNamespace(remote=lambda: told.append(i)),
+        )
+
+    monkeypatch.setattr(rank_group, "call", call)
+    group = TrainerGroup(config, [rank(i) for i in range(4)])
+    assert group.optimizers_away == {}
+    await group.take_device(0)
+    await group.take_device(1)
+    assert group.optimizers_away == {0: 1.0, 1: 3.0}, "as long as the slower of its ranks takes"
+    await group.fetch_optimizers(1)
+    assert told == [2, 3] and group.optimizers_away == {0: 1.0}
+    await group.leave_device(0)
+    assert group.optimizers_away == {}
 
 
 class Engine:

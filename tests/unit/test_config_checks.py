@@ -90,12 +90,21 @@ def test_latent_attention_needs_gpus():
         ({"data__train_files": []}, ["data.train_files: is required"]),
         ({"model__path": ""}, ["model.path: is required"]),
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
+        ({"actor__optimizer_residency": "step"}, ["actor.optimizer_residency=step: needs GPUs", "set training"]),
         ({"rollout__weight_transfer": "ipc"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
         ({"rollout__weight_transfer": "nccl"}, ["NCCL refuses two ranks on one GPU", "take one of auto, shm, ipc"]),
         ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
         (
             {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
             ["freeze_tower=false: can't be false in a pipeline", "training.pipeline_parallel_size=1"],
+        ),
+        (
+            {"training__virtual_pipeline_model_parallel_size": 2},
+            ["virtual_pipeline_model_parallel_size=2: needs training.pipeline_parallel_size above 1", "this to 1"],
+        ),
+        (
+            {"training__vocabulary_parallel": True},
+            ["vocabulary_parallel=true: needs training.pipeline_parallel_size above 1", "set it to false"],
         ),
         (
             {
@@ -106,6 +115,7 @@ def test_latent_attention_needs_gpus():
             ["trains on clips that older towers encoded"],
         ),
         ({"video__freeze_tower": False, "video__disk_cache": "/tmp"}, ["embeddings that a trained tower makes stale"]),
+        ({"video__freeze_tower": False, "video__encode_ahead": True}, ["video.encode_ahead=true", "set it to false"]),
         ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers from 1 up, largest first"]),
         (
             {"video__sampling": "seed_vl", "video__levels": [8], "video__max_tokens": 4},
@@ -164,6 +174,46 @@ def test_latent_attention_needs_gpus():
             },
             ["training.pipeline_parallel_size=1"],
         ),
+        (
+            {"training__tensor_model_parallel_size": 4, "trainer__n_gpus_per_node": 6},
+            [
+                "must divide the 16 attention heads",
+                "and the 6 slots of a node, which",
+                "set training.tensor_model_parallel_size=2",
+            ],
+        ),
+        (
+            {
+                "training__tensor_model_parallel_size": 2,
+                "trainer__n_gpus_per_node": 2,
+                "actor__zero_stage": 3,
+            },
+            ["actor.zero_stage=3: ZeRO 3 divides what ranks", "set actor.zero_stage=1"],
+        ),
+        (
+            {
+                "training__tensor_model_parallel_size": 2,
+                "training__pipeline_parallel_size": 2,
+                "trainer__n_gpus_per_node": 4,
+            },
+            ["training.tensor_model_parallel_size=2: can't be had beside stages", "set one of the two to 1"],
+        ),
+        (
+            {
+                "training__tensor_model_parallel_size": 2,
+                "training__ulysses_sequence_parallel_size": 4,
+                "trainer__n_gpus_per_node": 4,
+            },
+            ["divides the 2 slots and the 8 attention heads", "(training.tensor_model_parallel_size=2 ranks share"],
+        ),
+        (
+            {
+                "training__tensor_model_parallel_size": 2,
+                "trainer__n_gpus_per_node": 2,
+                "video__freeze_tower": False,
+            },
+            ["video.freeze_tower=false: can't be false where ranks share a model's layers"],
+        ),
         ({"fusion__policy": "streem"}, ["did you mean stream?"]),
         (
             {"cluster__drain": [2], "trainer__n_gpus_per_node": 4, "rollout__tensor_model_parallel_size": 2},
@@ -184,6 +234,18 @@ def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
     problems = check(sound(**changes), facts)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems[0]
+
+
+@pytest.mark.parametrize("vocabulary, remedy", [(62, "set it to false, or {}=2"), (61, "set it to false")])
+def test_stages_that_do_not_divide_a_vocabulary_do_not_share_its_head(vocabulary, remedy):
+    """And what is offered instead is not refused in its turn."""
+    stages = "training.pipeline_parallel_size"
+    of_four = {"training__pipeline_parallel_size": 4, "trainer__n_gpus_per_node": 4}
+    config, facts = sound(training__vocabulary_parallel=True, **of_four), Facts(1024, 16, vocabulary=vocabulary)
+    [problem] = check(config, facts)
+    assert f"{stages}=4 must divide the {vocabulary} tokens" in problem
+    assert problem.endswith("; " + remedy.format(stages))
+    assert check(config, Facts(1024, 16, vocabulary=64)) == []
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))

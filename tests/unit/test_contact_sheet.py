@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 from clip_files import plan_of, steady, write_video
+from PIL import Image
 
 from rlfuse.observe.sheets import draw_sheets, light, sheets_of
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Visual
 from rlfuse.video.contact_sheet import MARGIN, MOST_ANSWERS, MOST_FRAMES, PANEL, Answer, Caption, contact_sheet
-from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
+from rlfuse.video.images import ImageFacts, plan_image
+from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, SeedSampling, plan_video
+from rlfuse.video.processor_sampling import PixelBounds
 
+RED = (255, 0, 0)
 CAPTION = Caption("step 1 · prompt 0", "How many?", (Answer("3", Reward(0.5, {"acc": 0.0})),), "4")
 
 
@@ -82,11 +86,21 @@ def test_frames_of_another_plan_are_refused():
 
 
 @pytest.mark.slow
-def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_path):
+def test_every_logged_sample_has_a_sheet_and_a_clip_or_image_that_is_gone_has_none(tmp_path):
     plan = plan_of([0.0, 0.5])
     here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
+    Image.new("RGB", (84, 56), RED).save(tmp_path / "here.png")
+    image = plan_image(
+        ImageFacts(56, 84), PixelBounds(min_pixels=28**2, max_pixels=56 * 84), Geometry(temporal_patch=2)
+    )
     at = np.arange(2, dtype=np.int32)
-    videos = ((Visual(at, None, here, plan),), (), (Visual(at, None, gone, plan),))
+    clip = Visual(at, None, here, plan)
+    videos = (
+        (clip, Visual(at, None, str(tmp_path / "here.png"), image)),
+        (),
+        (Visual(at, None, gone, plan),),
+        (clip, Visual(at, None, str(tmp_path / "gone.png"), image)),
+    )
     response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")
     samples = [
         Sample(Prompt(number, np.zeros(3, np.int32), "how many?", (), "x", 3, visual=video), 7, sibling, 0, response)
@@ -94,9 +108,12 @@ def test_every_logged_sample_has_a_sheet_and_a_clip_that_is_gone_has_none(tmp_pa
         for sibling in range(2)
     ]
     sheets = sheets_of(samples, None)
-    assert sheets.keys() == {"7/0/0", "7/0/1", "7/2/0", "7/2/1"} and sheets_of(samples, 1).keys() == {"7/0/0", "7/0/1"}
+    assert sheets.keys() == {f"7/{shown}/{sibling}" for shown in (0, 2, 3) for sibling in range(2)}
+    assert sheets_of(samples, 1).keys() == {"7/0/0", "7/0/1"}
     assert sheets["7/0/0"] == sheets["7/0/1"], "one a prompt"
     assert sheets_of(samples, 0) == {}
     draw_sheets(tmp_path, 7, [light(sample) for sample in samples if sample.id in sheets], sheets, 20.0)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.png")} == {sheets["7/0/0"]}
-    assert all(path.stat().st_size > 1000 for path in tmp_path.glob("*/*.png"))
+    red = (np.asarray(Image.open(tmp_path / sheets["7/0/0"])) == RED).all(axis=2)
+    starts = red & ~np.roll(red, 1, axis=0) & ~np.roll(red, 1, axis=1)
+    assert starts.sum() == 1, "an image is shown once, whatever its temporal patch"

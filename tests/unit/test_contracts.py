@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contracts import LIBRARIES, read
+from contracts import LIBRARIES, attributes, read
 
 import rlfuse
 from rlfuse.config.schema import ActorConfig, ModelConfig, RolloutConfig
@@ -34,6 +34,10 @@ RECEIVERS = {
     "engines/rollout/rollout_worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
     "engines/rollout/vllm_setup.py: vllm_config.model_config": "vllm.config.ModelConfig",
     "engines/rollout/vllm_setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
+    "engines/trainer/activation_stores.py: self._stream": "torch.cuda.Stream",
+    "engines/trainer/activation_stores.py: torch.cuda.current_stream()": "torch.cuda.Stream",
+    "engines/trainer/offloading.py: stream": "torch.cuda.Stream",
+    "engines/trainer/offloading.py: torch.cuda.current_stream()": "torch.cuda.Stream",
     "engines/trainer/trainer_rank.py: engine": DEEPSPEED,
     "engines/trainer/trainer_rank.py: self.engines['actor']": DEEPSPEED,
     "engines/trainer/trainer_rank.py: self.engines[model]": DEEPSPEED,
@@ -52,6 +56,10 @@ ON_GPUS = {
     "torch.multiprocessing.reductions.reduce_tensor",
     "torch.cuda.ipc_collect",
     "torch.cuda.Event",
+    "torch.cuda.Stream.wait_event",
+    "torch.cuda.Stream.wait_stream",
+    "torch.cuda.Stream.record_event",
+    "torch.cuda.Stream.synchronize",
     "torch.distributed.ProcessGroupNCCL.Options",
     "torch.distributed.irecv",
     "torch.distributed.init_process_group",
@@ -291,6 +299,21 @@ def test_deepspeed_knows_our_keys(stage, offload):
     assert taken.zero_config.stage == stage and taken.bfloat16_config.enabled
     assert taken.gradient_clipping == given["gradient_clipping"]
     assert (taken.zero_config.offload_optimizer is not None) == offload
+
+
+def test_what_only_steps_read_is_where_deepspeed_keeps_it_and_its_own_moves_are_not_for_us():
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Sharded
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
+
+    assert "basic_optimizer" in attributes(DEEPSPEED)
+    assert "fp32_partitioned_groups_flat" in attributes(f"{Sharded.__module__}.{Sharded.__qualname__}")
+    assert {each.value for each in OffloadStateTypeEnum} >= {"optim_states", "hp_params"}
+    for kind in (Zero, Sharded):
+        parameters = [*inspect.signature(kind.offload_states).parameters]
+        assert parameters == ["self", "include", "device", "pin_memory", "non_blocking"]
+    assert "supported only for DeepSpeed FusedAdam" in inspect.getsource(Sharded.offload_states)
+    assert "_clear_hp_buffer_references" in inspect.getsource(Zero.offload_states)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

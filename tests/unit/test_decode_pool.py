@@ -160,6 +160,13 @@ def test_workers_that_cant_start_are_no_fault_of_the_clip(good, monkeypatch):
         multiprocessing.set_executable(python)
 
 
+def test_workers_import_nothing_that_computes():
+    """Each starts anew, often several beside every encoder rank: torch would be most of that, and of their memory."""
+    code = "import sys, rlfuse.video.decode_pool; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.slow
 def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path):
     os.mkfifo(tmp_path / "silent.mp4")

@@ -152,7 +152,7 @@ def clips_and_texts(seed, batches=1):
 
 def over_bound(units, ranks, budget, machine, lockstep=False, degrees=(1, 2, 4, 8)):
     shares = (plan_in_columns if lockstep else plan)(units, ranks, budget, degrees, machine)
-    return makespan(shares, units, machine, lockstep) / max(bounds(units, ranks, budget, degrees, machine))
+    return makespan(shares, units, machine, lockstep) / max(bounds(units, ranks, budget, degrees, machine, lockstep))
 
 
 SEVEN_B = 3.7e-5
@@ -163,19 +163,26 @@ SEVEN_B = 3.7e-5
 def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
     """Where memory alone would give a clip 4 or 8 ranks, and one."""
     ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B)) for seed in range(20)]
-    assert min(ratios) >= 1 and np.mean(ratios) < 1.02
+    assert min(ratios) > 1 - 1e-9 and max(ratios) < 1.07 and np.mean(ratios) < 1.01
     exchanges = Costs(SEVEN_B, {1: Overhead(20), **{d: Overhead(20 + 5 * d, 0.01) for d in (2, 4, 8)}})
     ratios = [over_bound(clips_and_texts(seed), 32, 16_384, exchanges) for seed in range(20)]
-    assert min(ratios) >= 1 and np.mean(ratios) < 1.05
+    assert min(ratios) > 1 - 1e-9 and np.mean(ratios) < 1.05
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_each_other_in_every_micro_batch_do_so_with_micro_batches_as_long():
+@pytest.mark.parametrize("budget", [16_384, 100_000])
+def test_ranks_that_wait_for_each_other_in_every_micro_batch_do_so_with_micro_batches_as_long(budget):
     """Without regard to that the same units take 1.10 to 1.38 times the bound, 1.24 in the mean."""
-    for budget, most in ((16_384, 1.09), (100_000, 1.03)):
-        assert (
-            np.mean([over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B), True) for seed in range(8)]) < most
-        )
+    ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B), True) for seed in range(20)]
+    assert min(ratios) > 1 - 1e-9 and max(ratios) < 1.1 and np.mean(ratios) < 1.02
+
+
+def test_short_units_fill_what_is_left_of_a_column_cut_as_the_long_one_beside_them():
+    units = unit_per_row([row(1, tokens - 1) for tokens in (80, 60, 6, 4)])
+    shares = plan_in_columns(units, 4, 40, (1, 2), Costs())
+    assert [[(share.rows, share.degree) for share in mine] for mine in shares] == [[((0,), 2)]] * 2 + [
+        [((1, 2, 3), 2)]
+    ] * 2
 
 
 def test_a_column_holds_units_of_different_degrees():
@@ -193,6 +200,7 @@ def test_clips_among_texts_keep_512_ranks_equally_busy():
     """As many for each rank; and so few that the longest clip alone is the bound."""
     assert 1 <= over_bound(clips_and_texts(0, batches=16), 512, 16_384, Costs(SEVEN_B)) < 1.05
     assert over_bound(clips_and_texts(1), 512, 16_384, Costs(SEVEN_B)) == pytest.approx(1)
+    assert 1 <= over_bound(clips_and_texts(0, batches=16), 512, 16_384, Costs(SEVEN_B), lockstep=True) < 1.05
 
 
 @pytest.mark.slow
@@ -206,8 +214,17 @@ def test_no_plan_is_sooner_done_than_the_bound():
         units = unit_per_row([row(1, rng.choice([20, 100, 1000]) - 1) for _ in range(rng.randint(1, 9))])
         budget, lockstep = rng.choice([300, 3000]), rng.random() < 0.5
         shares = (plan_in_columns if lockstep else plan)(units, 4, budget, (1, 2, 4), machine)
-        bound = max(bounds(units, 4, budget, (1, 2, 4), machine))
+        bound = max(bounds(units, 4, budget, (1, 2, 4), machine, lockstep))
         assert makespan(shares, units, machine, lockstep) >= bound * (1 - 1e-9), seed
+
+
+def test_long_units_that_share_no_micro_batch_bound_a_plan_together():
+    """Five on two groups of two ranks; the last doesn't fill half of a micro-batch."""
+    units = [Unit((i,), tokens, 0.0) for i, tokens in enumerate((10, 9, 8, 7, 6, 5))]
+    assert bounds(units[:3], 4, 5, (1, 2), Costs()) == (27 / 4, (9 + 8) / 2)
+    assert bounds(units, 4, 5, (1, 2), Costs()) == (45 / 4, (8 + 7 + 6) / 2)
+    assert bounds(units, 4, 5, (1, 2), Costs(), lockstep=True) == (45 / 4, (10 + 8 + 6) / 2)
+    assert bounds(units, 4, 5, (1, 2), Costs(slower=(1.0, 3.0)))[1] == 3 * (8 + 7 + 6) / 2
 
 
 def test_the_makespan_is_that_of_the_last_rank_and_in_lockstep_of_every_micro_batch():

@@ -195,6 +195,7 @@ PIPELINES = {
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
         ({"algorithm__filter_groups__max_num_gen_batches": 3}, "training waits.*max_num_gen_batches=3"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
+        ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks have.*a slot only 1 "),
         (PIPELINES, "scoring and training wait.*pipeline_parallel_size=2 needs all ranks for each pass$"),
         (PIPELINES | {"fusion__training": "serial"}, "no pass fills.*fusion.training=serial"),
         (PIPELINES | {"algorithm__use_kl_in_reward": True}, "no pass fills.*use_kl_in_reward=true makes advantages"),
@@ -215,7 +216,6 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"training__pipeline_parallel_size": 2}, ()),
         ({"algorithm__filter_groups__max_num_gen_batches": 3}, ()),
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
-        ({"actor__ppo_mini_batch_size": 63}, ("old_log_prob",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
         ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
         ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
@@ -227,6 +227,10 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
     assert experience.kinds == ("reward", *passes)
     assert experience.by_update == (() if "old_log_prob" in passes else ("old_log_prob",))
     assert "old_log_probs" in experience.actor_tensors  # which later epochs read
+    several = Experience(config(**one | changes | {"actor__ppo_mini_batch_size": 63}))
+    assert several.kinds == ("reward", "old_log_prob", *(kind for kind in passes if kind != "old_log_prob"))
+    late = "algorithm__filter_groups__max_num_gen_batches" in changes  # which samples are in the first is not known
+    assert several.by_update == (() if "old_log_prob" in passes or late else ("old_log_prob",))
     assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).by_update == ()
 
 

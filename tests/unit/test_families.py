@@ -10,7 +10,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.pipeline.loading import load_stage
-from rlfuse.engines.pipeline.partition import Part
+from rlfuse.engines.pipeline.partition import parts
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import before_head, load_critic, packs_exactly, response_values
@@ -101,7 +101,7 @@ def test_a_head_of_any_name_is_loaded(tmp_path, name):
     found = load_critic(str(folder), FLOAT32)
     assert same(found, critic)
     assert same(Qwen2ForTokenClassification.from_pretrained(export(found, tmp_path / "ours")), critic)
-    assert same(load_stage(str(folder), FLOAT32, "cpu", Part(range(2), True, True), value=True), critic)
+    assert same(load_stage(str(folder), FLOAT32, "cpu", *parts([2]), value=True), critic)
 
 
 def test_a_critic_may_begin_as_a_reward_model(tmp_path):
@@ -146,10 +146,7 @@ def test_a_class_that_ships_with_its_weights_is_taken_as_it_is(tmp_path):
 def test_stages_of_a_family_without_a_class_for_values(tmp_path):
     path = saved_policy(tmp_path, "Granite")
     whole = load_critic(path, FLOAT32)
-    first, last = (
-        load_stage(path, FLOAT32, "cpu", part, value=True)
-        for part in (Part(range(1), True, False), Part(range(1, 2), False, True))
-    )
+    first, last = (load_stage(path, FLOAT32, "cpu", part, value=True) for part in parts([1, 1]))
     assert first.state_dict().keys() | last.state_dict().keys() == whole.state_dict().keys()
     assert type(first).__name__ == type(whole).__name__ == "GraniteValueModel"
 

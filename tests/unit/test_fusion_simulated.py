@@ -54,6 +54,7 @@ def workloads(draw):
                 "call_s": draw(st.sampled_from([0.0, 0.05])),
                 "kinds": ["old_log_prob", *reference, "values"] if gae else ["old_log_prob", *reference],
                 "deferred": pipelines and draw(st.booleans()),
+                "by_update": draw(st.booleans()),
             },
             "training": {
                 "tokens_per_s": draw(st.sampled_from([500, 5000])),
@@ -137,6 +138,16 @@ def test_simulated_ranks_refuse_alone_what_they_do_together_only():
     with pytest.raises(BaseExceptionGroup) as raised:
         simulate(workload, alone)
     assert raised.group_contains(SimulationError, match="slot 0 is told to do ref alone, which needs all ranks")
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_first_mini_batch_has_no_pass_where_its_update_gives_old_log_probs(epochs):
+    scoring, training = Scoring(tokens_per_s=1000.0), Training(1000.0, mini_batches=2, epochs=epochs)
+    passes = Workload(1, (100, 120, 140, 160), prompt_tokens=30, scoring=scoring, training=training)
+    none = replace(passes, scoring=replace(scoring, by_update=True))
+    before, after = (simulate(each, "serial").result for each in (passes, none))
+    assert before.step_s - after.step_s == pytest.approx((100 + 120 + 2 * 30) / 1000)
+    assert after.oracle_s < before.oracle_s and after.oracle_s <= after.step_s
 
 
 def test_bubbles_hold_passes_for_nothing():

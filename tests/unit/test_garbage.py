@@ -117,6 +117,19 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
 
 
+def test_what_was_imported_is_not_looked_through(collector):
+    before = Cycle.freed
+    with collector.importing():
+        assert leave_cycles(20_000) == 0
+    assert gc.isenabled()
+    gc.collect()
+    collector.let_go()
+    assert Cycle.freed == before
+    collector.collect()
+    collector.let_go()
+    assert Cycle.freed == before + 20_000
+
+
 @pytest.mark.slow
 def test_letting_go_leaves_the_rest_to_python_where_nothing_is_planned(collector):
     collector.let_go()

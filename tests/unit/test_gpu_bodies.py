@@ -59,7 +59,11 @@ def test_a_body_that_is_skipped_fails():
 @pytest.mark.xdist_group("ranks")  # whichever process of pytest starts ranks imports for them anew
 def test_what_ranks_do(tmp_path):
     run(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
+    for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
+        run(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
     run(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
+    run(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host", "host")
+    run(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "disk", "disk")
     run(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
     run(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
     run(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))

@@ -23,8 +23,10 @@ from rlfuse.engines.trainer.models import packs_exactly, trainer_ready
 from rlfuse.samples import Embedding, Visual
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route
+from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.placeholders import placeholder_ids
-from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
+from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.timestamps import SEED_TIMES
 
 PAIRS = Geometry(temporal_patch=2)
 AT_TWO = VideoPlan((0.0, 0.5, 1.0, 1.5), 28, 56, 2.0, 2, PAIRS, timestamps=None)
@@ -37,6 +39,8 @@ TEXT = Qwen2Config(image_token_id=5, video_token_id=6)
         (TEXT, replace(AT_TWO, geometry=Geometry(), timestamps=SEED_TIMES), Route.PROMPT_EMBEDS),
         (Qwen2_5_VLConfig(), AT_TWO, Route.VIDEO_EMBEDS),
         (Qwen2_5_VLConfig(), None, Route.VIDEO_EMBEDS),
+        (Qwen3VLConfig(), replace(AT_TWO, timestamps=Qwen3VL.timestamps), Route.VIDEO_EMBEDS),
+        (Qwen3VLConfig(), replace(AT_TWO, still=True), Route.VIDEO_EMBEDS),
     ],
 )
 def test_the_way_into_the_engine(config, plan, route):
@@ -48,9 +52,14 @@ def test_the_way_into_the_engine(config, plan, route):
     [
         (Qwen2Config(), AT_TWO, "no visual placeholder.*image_token_id"),
         (VideoLlama3Config(), AT_TWO, "text part of a video_llama_3 model: export it"),
-        (Qwen2_5_VLConfig(), replace(AT_TWO, timestamps=SEED_TIMES), "where qwen2_5_vl has one.*without timestamps"),
-        (Qwen2VLConfig(), AT_TWO, "qwen2_vl is no family.*known are qwen2_5_vl, video_llama_3"),
-        (Qwen3VLConfig(), AT_TWO, "qwen3_vl feeds several layers"),
+        (
+            Qwen2_5_VLConfig(),
+            replace(AT_TWO, timestamps=SEED_TIMES),
+            "a clip of a qwen2_5_vl into the prompt itself: .*without timestamps",
+        ),
+        (Qwen2VLConfig(), AT_TWO, "qwen2_vl is no family.*known are qwen2_5_vl, qwen3_vl, video_llama_3"),
+        (Qwen3VLConfig(), AT_TWO, "a clip of a qwen3_vl into the prompt itself: .*with the family's timestamps"),
+        (Qwen3VLConfig(), replace(AT_TWO, timestamps=SEED_TIMES), "with the family's timestamps"),
         (LlavaConfig(), AT_TWO, "llava is no family.*qwen2_5_vl"),
     ],
 )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.observe.idle import account, cut, divide, union
+from rlfuse.observe.metrics import memory_metrics
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
 
@@ -99,6 +100,20 @@ def test_a_drained_slot_is_idle_because_of_that_unless_it_takes_part_in_what_all
         "idle/controller": [(9, 10)],
     }
     assert "idle/drained" not in slots[0]
+
+
+def test_updates_that_wait_for_optimizer_state_are_told_from_those_that_compute():
+    spans = [
+        on("driver", "update_actor", 0, 10, step=True),
+        on("trainer/0", "optimizer_wait", 1, 4, model="actor"),
+        on("trainer/0", "optimizer", 4, 9),
+        on("trainer/1", "optimizer_wait", 1, 2, model="actor"),
+        on("trainer/1", "optimizer", 4, 9),
+    ]
+    first, second = divide(spans, 0, 10, slots=2)
+    assert first["idle/switch"] == [(1, 4)] and second["idle/switch"] == [(1, 2)]
+    assert first["busy/optimizer"] == second["busy/optimizer"] == [(4, 9)]
+    assert memory_metrics(spans) == {"timing_s/optimizer_wait": 3.0} and memory_metrics(spans[2:3]) == {}
 
 
 def test_a_window_without_length_has_no_time():

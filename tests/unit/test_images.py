@@ -1,22 +1,35 @@
 """Images of rows: sizes, pixels, prompts, positions and features are those of the model's own processor and of Hugging
 Face; a picture that can't be used costs its row and is named."""
 
+import base64
+import errno
 import io
 import json
+import os
+import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from rlfuse.config.schema import Config
-from rlfuse.data import clips
+from rlfuse.data import kept_images
 from rlfuse.data.clips import ClipReader
+from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.rows import read_rows
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import DataError, VideoError
-from rlfuse.tasks.small_video_models import IMAGE, SmallModel, write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.tasks.small_video_models import (
+    IMAGE,
+    SmallModel,
+    write_small_qwen3_vl,
+    write_small_qwen25_vl,
+    write_small_video_llama3,
+)
 from rlfuse.video.images import plan_image, probe, read
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.plan import Geometry
@@ -39,7 +52,7 @@ def encoded(image, form="PNG", **more):
     return written.getvalue()
 
 
-@pytest.fixture(scope="module", params=[write_small_video_llama3, write_small_qwen25_vl])
+@pytest.fixture(scope="module", params=[write_small_video_llama3, write_small_qwen25_vl, write_small_qwen3_vl])
 def folder(request, tmp_path_factory):
     folder = request.param(tmp_path_factory.mktemp("images") / "model", SmallModel(heads=2, layers=1))
     for number, size in enumerate(SIZES):
@@ -47,16 +60,16 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["video_llama_3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["video_llama_3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
 def test_pixels_are_the_processors(kind, mode, tmp_path):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
     processor, geometry = VideoLlama3ImageProcessorPil(**BOUNDS, do_normalize=False, do_rescale=False), Geometry(14, 1)
-    if kind == "qwen2_5_vl":
-        processor = Qwen2VLImageProcessorPil(**BOUNDS, do_normalize=False, do_rescale=False)
-        geometry = Geometry(14, 2, 2)
+    if kind != "video_llama_3":
+        geometry = Geometry(16 if kind == "qwen3_vl" else 14, 2, 2)
+        processor = Qwen2VLImageProcessorPil(**BOUNDS, do_normalize=False, do_rescale=False, patch_size=geometry.patch)
     for size in SIZES:
         image = picture(*size, mode)
         image.save(tmp_path / "one.png")
@@ -64,8 +77,9 @@ def test_pixels_are_the_processors(kind, mode, tmp_path):
         inputs = processor(images=[image], return_tensors="pt")
         assert [list(plan.grid)] == inputs["image_grid_thw"].tolist()
         pixels = torch.tensor(read(str(tmp_path / "one.png"), plan)).expand(plan.frames, -1, -1, -1)
-        merge, patches, rows, columns = plan.merge, plan.frames, plan.height // 14, plan.width // 14
-        cut = pixels.permute(0, 3, 1, 2).reshape(1, patches, 3, rows // merge, merge, 14, columns // merge, merge, 14)
+        merge, side, (_, rows, columns) = plan.merge, geometry.patch, plan.grid
+        cells = (rows // merge, merge, side, columns // merge, merge, side)
+        cut = pixels.permute(0, 3, 1, 2).reshape(1, plan.frames, 3, *cells)
         ours = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).flatten(5).flatten(0, 4)
         assert torch.equal(ours.float(), inputs["pixel_values"].float())
 
@@ -78,27 +92,34 @@ def test_features_are_the_models(folder):
 
     model, tower = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), Tower(folder)
     kind = VideoLlama3ImageProcessorPil if "llama" in model.config.model_type else Qwen2VLImageProcessorPil
-    processor = kind(image_mean=list(tower.pixels.mean), image_std=list(tower.pixels.std))
+    settings = dict(image_mean=list(tower.pixels.mean), image_std=list(tower.pixels.std))
+    processor = kind(**settings, patch_size=model.config.vision_config.patch_size)
     for number in range(2):
         path = str(folder / f"{number}.png")
         plan = plan_image(probe(path), *VideoModel.at(str(folder)).image_sizes(None))
         inputs = processor(images=[Image.open(path)], return_tensors="pt")
-        expected = torch.cat(list(model.get_image_features(**inputs).pooler_output))
+        seen = model.get_image_features(**inputs)
+        levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
+        expected = torch.cat([torch.cat(list(each)) for each in levels], dim=-1)
         found = tower.encode(torch.tensor(read(path, plan)), plan.merge)
-        assert found.shape == expected.shape == (plan.tokens, 64)
+        assert found.shape == expected.shape == (plan.tokens, tower.shape.hidden)
         assert (found - expected).abs().max() < 1e-5 < expected.abs().max()
 
 
 def load(folder, *rows, **video):
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | {"answer": "1"}) for row in rows))
+    return loaded(folder, folder / "rows.jsonl", **video)
+
+
+def loaded(folder, file, **video):
     config = Config()
     config.model.path, config.data.max_prompt_length = str(folder), 600
     config.video.max_image_tokens, config.video.max_failure_rate = 64, 0.95
     for name, value in video.items():
         setattr(config.video, name, value)
     tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | {"answer": "1"}) for row in rows))
-    reader = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers=1)
-    return load_prompts([str(folder / "rows.jsonl")], tokenizer, config.data, reader)
+    reader = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, folder / "kept")
+    return load_prompts([str(file)], tokenizer, config.data, reader)
 
 
 @pytest.mark.slow
@@ -155,10 +176,68 @@ def test_images_come_in_every_form(tmp_path):
     assert row.images == (str(tmp_path / "a.png"), str(tmp_path / "b.png"))
 
 
-def test_bytes_become_one_file_for_as_many_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(clips, "IMAGES", tmp_path / "cache")
-    paths = {clips._file_of(encoded(picture(30, 40))) for _ in range(3)}
-    assert len(paths) == 1 and probe(paths.pop()).height == 30
+URL = "data:image/png;base64," + base64.b64encode(encoded(picture(30, 40))).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "image", "image": "a.png"}, "a.png"),  # verl, Qwen
+        ({"type": "image", "image": {"bytes": b"a picture", "path": None}}, b"a picture"),  # TRL
+        ({"type": "image", "path": "a.png"}, "a.png"),  # transformers
+        ({"type": "image_url", "image_url": {"url": "file:///a/b.png", "detail": "low"}}, "/a/b.png"),  # OpenAI
+        ({"type": "image_url", "image_url": {"url": URL}}, encoded(picture(30, 40))),
+        ({"type": "video", "video": "a.mp4"}, "a.mp4"),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a.mp4"),  # vLLM
+    ],
+)
+def test_parts_of_messages_bring_along_what_they_show(part, expected, tmp_path):
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": " what ?"}]}]
+    # Parquet gives every part the keys of all. A data set made of such messages often has the column, too.
+    more = {"images": [{"bytes": b"another"}], "videos": ["another.mp4"]} if expected == "a.png" else {}
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages} | more]), tmp_path / "rows.parquet")
+    [row] = read_rows(str(tmp_path / "rows.parquet"), "prompt")
+    shown, marker = (row.videos, "<video>") if part["type"].startswith("video") else (row.images, "<image>")
+    assert shown == (expected if isinstance(expected, bytes) else str(tmp_path / expected),)
+    assert row.messages == ({"role": "user", "content": f"{marker} what ?"},)
+    assert row.columns["prompt"] == [*row.messages], "without bytes, for all rows are kept"
+
+
+def test_parts_without_what_they_show_take_it_from_the_column(tmp_path):
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": " alike ?"}]
+    row = {"prompt": [{"role": "user", "content": content}], "images": ["a.png", "b.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    [row] = read_rows(str(tmp_path / "rows.jsonl"), "prompt")
+    assert row.images == (str(tmp_path / "a.png"), str(tmp_path / "b.png"))
+    assert row.messages[0]["content"] == "<image><image> alike ?"
+
+
+def test_bytes_become_one_file_for_as_many_rows(tmp_path):
+    kept = KeptImages(tmp_path / "kept")
+    paths = {kept.file_of(encoded(picture(30, 40))) for _ in range(3)}
+    assert [str(path) for path in kept.folder.iterdir()] == [*paths] and probe(paths.pop()).height == 30
+
+
+def test_images_that_nothing_used_for_long_are_removed(tmp_path):
+    kept = KeptImages(tmp_path)
+    asked, read_lately, unused = (kept.file_of(content) for content in (b"a", b"b", b"c"))
+    long_ago = time.time() - kept_images.UNUSED_S - 60
+    for path, read_at in ((asked, long_ago), (read_lately, time.time()), (unused, long_ago)):
+        os.utime(path, (read_at, long_ago))
+    kept.file_of(b"a")
+    kept.prune()
+    assert {str(path) for path in tmp_path.iterdir()} == {asked, read_lately}
+
+
+def test_images_are_read_from_a_folder_that_can_not_be_written(tmp_path, monkeypatch):
+    kept = KeptImages(tmp_path)
+    path = kept.file_of(b"a")
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("os.utime", read_only)
+    assert kept.file_of(b"a") == path
 
 
 @pytest.mark.parametrize("given", ["a.png", "https://x.org/a.png", 3, "", None])
@@ -167,17 +246,33 @@ def test_a_column_image_that_no_marker_asks_for_is_any_column(tmp_path, given):
     assert row.images == () and row.messages[0]["content"] == "2 + 2 ?" and row.columns["image"] == given
 
 
-def test_bytes_that_can_not_be_kept_are_told_with_what_to_set(tmp_path, monkeypatch):
+def test_bytes_that_can_not_be_kept_are_told_with_what_to_set(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(clips, "IMAGES", tmp_path / "file" / "images")
-    with pytest.raises(DataError, match=r"can't be kept in .* set XDG_CACHE_HOME"):
-        clips._file_of(b"a picture")
+    with pytest.raises(DataError, match=r"can't be kept in .* set trainer\.default_local_dir"):
+        KeptImages(tmp_path / "file" / "images").file_of(b"a picture")
 
 
-@pytest.mark.parametrize("given", [{"images": 3}, {"images": [{"other": 1}]}, {"images": ["https://x.org/a.png"]}])
-def test_what_is_no_image_is_named(given, tmp_path):
+def part(kind, given):
+    return [{"role": "user", "content": [{"type": kind, kind: given}]}]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"images": 3}, "images"),
+        ({"images": [{"other": 1}]}, "images"),
+        ({"images": ["https://x.org/a.png"]}, "images"),
+        ({"images": ["data:image/png;base64,abc"]}, "images"),
+        ({"images": ["data:image/png;base64,äöü"]}, "images"),
+        ({"prompt": part("image_url", {"url": "https://x.org/a.png"})}, "prompt"),
+        ({"prompt": part("image", ["a.png"])}, "prompt"),
+        ({"prompt": part("video", "https://x.org/a.mp4")}, "prompt"),
+        ({"prompt": part("video", ["a.png", "b.png"])}, "prompt"),
+    ],
+)
+def test_what_is_no_clip_or_image_is_named(given, field, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>", **given}))
-    with pytest.raises(DataError, match=r"line 1, field images: .* where paths of files"):
+    with pytest.raises(DataError, match=rf"line 1, field {field}: .* where paths of files"):
         read_rows(str(tmp_path / "rows.jsonl"), "prompt")
 
 
@@ -192,20 +287,70 @@ def test_turned_pictures_come_upright_and_strips_are_refused(tmp_path):
         plan_image(probe(str(tmp_path / "strip.png")), PixelBounds(**BOUNDS), Geometry())
 
 
-@pytest.mark.slow
-def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
+def unusable_rows(folder):
+    """Rows that can't be shown, and what is said of them."""
     (folder / "cut.png").write_bytes(encoded(picture(60, 60))[:300])
     (folder / "text.png").write_text("no picture")
-    unusable = (
+    (folder / "empty.png").touch()
+    picture(4, 1000).save(folder / "strip.png")
+    large = encoded(Image.new("1", (14_000, 14_000)))  # twice what Pillow decodes without a word
+    (folder / "large.png").write_bytes(large)
+    if not (folder / "hangs.png").exists():
+        os.mkfifo(folder / "hangs.png")
+    return (
         ({"prompt": "<image>", "images": ["missing.png"]}, "missing.png: there is no such file"),
         ({"prompt": "<image>", "images": ["cut.png"]}, "cut.png: can't be read as an image"),
         ({"prompt": "<image>", "images": ["text.png"]}, "text.png: can't be read as an image"),
+        ({"prompt": "<image>", "images": ["empty.png"]}, "empty.png: can't be read as an image"),
+        ({"prompt": "<image>", "images": ["strip.png"]}, "strip.png: is 1000 x 4 pixels"),
+        ({"prompt": "<image>", "images": ["large.png"]}, "large.png: can't be read as an image (Image size"),
+        ({"prompt": "<image>", "images": ["hangs.png"]}, "hangs.png: took longer than 3 s"),
+        ({"prompt": "<image>", "images": ["."]}, "can't be read as an image"),
         ({"prompt": "<image> <image>", "images": ["0.png"]}, "2 <image> markers and 1 image"),
         ({"prompt": "<image>"}, "1 <image> marker and 0 images"),
+        ({"prompt": "<image>", "images": ["0.png", "1.png"]}, "1 <image> marker and 2 images"),
         ({"prompt": "<video>", "images": ["0.png"]}, "1 <video> marker and 0 clips"),
         ({"prompt": "<image>" * 12, "images": ["3.png"] * 12}, "at most 600 are allowed"),
     )
-    prompts, report = load(folder, *(row for row, _ in unusable), {"prompt": "<image>", "images": ["0.png"]})
+
+
+@pytest.mark.slow
+def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
+    unusable = unusable_rows(folder)
+    prompts, report = load(
+        folder, *(row for row, _ in unusable), {"prompt": "<image>", "images": ["0.png"]}, decode_timeout_s=3.0
+    )
     assert len(prompts) == 1 and len(report.unusable) == len(unusable)
-    for line, (_, words) in zip(report.unusable, unusable, strict=True):
-        assert words in line, line
+    for number, (line, (_, words)) in enumerate(zip(report.unusable, unusable, strict=True)):
+        assert f"rows.jsonl, row {number}" in line and words in line, line
+    assert f"1 with images, {len(unusable)} left out for their clips or images" in str(report)
+
+
+@pytest.mark.slow
+def test_too_many_bad_images_stop_the_run_with_the_first(folder):
+    with pytest.raises(DataError, match=r"1 of 2 rows have clips or images .*max_failure_rate=0\.1.*row 0.*gone\.png"):
+        load(
+            folder,
+            {"prompt": "<image>", "images": ["gone.png"]},
+            {"prompt": "<image>", "images": ["0.png"]},
+            max_failure_rate=0.1,
+        )
+
+
+@pytest.mark.slow
+def test_prompts_keep_files_in_the_place_of_bytes(folder):
+    """Of a data set of pictures, as Hugging Face has them; one of them is no picture."""
+    from datasets import Dataset, Features, Value
+    from datasets import Image as Pictures
+
+    features = Features({"prompt": Value("string"), "image": Pictures(), "answer": Value("string")})
+    rows = [
+        {"prompt": "<image> ?", "image": {"bytes": content}, "answer": "1"}
+        for content in (b"no picture", encoded(picture(30, 40)))
+    ]
+    Dataset.from_list(rows, features).save_to_disk(str(folder / "data"))
+    [prompt], report = loaded(folder, folder / "data")
+    assert "row 0" in report.unusable[0] and "can't be read as an image" in report.unusable[0]
+    [shown] = prompt.visual
+    assert prompt.columns["image"] == shown.path and prompt.columns["images"] == [shown.path]
+    assert str(folder / "kept") in shown.path and probe(shown.path).height == 30

@@ -46,7 +46,7 @@ def test_valid_inputs_are_valid_by_the_published_schema(cls, data):
     assert not list(Draft202012Validator(schema_file(cls)).iter_errors(json.loads(json.dumps(data))))
 
 
-FORMS = ("slot_speed", "failures", "bubbles", "deferred", "'group': 2", "'kv_tokens': 1000")
+FORMS = ("slot_speed", "failures", "bubbles", "deferred", "by_update", "'group': 2", "'kv_tokens': 1000")
 
 
 @pytest.mark.parametrize("change", [change for change, _ in WRONG])

@@ -70,11 +70,6 @@ def test_unknown_kind_lists_the_valid_ones():
         kl.kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-def test_penalised_reward():
-    rewards, divergence = torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, -4.0]])
-    assert kl.penalised(rewards, divergence, 0.5).tolist() == [[-1.0, 3.0]]
-
-
 def test_fixed_coefficient_stays():
     control = kl.AdaptiveKl(0.02)
     control.update(50.0, 10**6)
@@ -112,10 +107,6 @@ def test_a_coefficient_that_was_changed_since_the_checkpoint_counts(start, targe
 
 
 def test_adaptive_coefficient_refuses_what_it_cannot_steer():
-    with pytest.raises(ValueError, match=r"target_kl=0"):
-        kl.AdaptiveKl(0.1, target=0)
-    with pytest.raises(ValueError, match=r"horizon=0"):
-        kl.AdaptiveKl(0.1, target=1.0, horizon=0)
     control = kl.AdaptiveKl(0.1, target=1.0, horizon=100)
     with pytest.raises(ValueError, match=r"nan"):
         control.update(math.nan, 10)

@@ -249,3 +249,54 @@ def test_forbidden_tokens_do_not_spoil_entropy():
     (entropy.sum() + losses.log_probs_from_logits(logits, torch.tensor([1])).sum()).backward()
     assert entropy.item() == pytest.approx(math.log(2))
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 0.5, 0.0]]))
+
+
+@pytest.mark.parametrize("chunk", [1, 22, 1 << 24])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_shares_of_the_vocabulary_give_what_whole_rows_give(shares, chunk, monkeypatch):
+    """Each with its own part of the gradient, tokens of -inf among them."""
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk)
+    whole, targets = 3 * randn(20, 6, 12), torch.tensor([0, 3, 5, 6, 11, 8])
+    whole[:, [1, 4]] = -math.inf
+    weights = randn(21, 2, 6)
+    whole.requires_grad_()
+    expected = losses.log_probs_from_logits(whole, targets), losses.entropy_from_logits(whole)
+    sum((weight * each).sum() for weight, each in zip(weights, expected, strict=True)).backward()
+    parts = whole.detach().chunk(shares, -1)
+    firsts = range(0, 12, 12 // shares)
+    told = torch.stack([losses.share_statistics(*each) for each in zip(parts, [targets] * shares, firsts, strict=True)])
+    for part, first in zip(parts, firsts, strict=True):
+        own = part.clone().requires_grad_()
+        found = losses.share_log_probs(own, targets, first, lambda _: told)
+        for have, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+        sum((weight * each).sum() for weight, each in zip(weights, found, strict=True)).backward()
+        torch.testing.assert_close(own.grad, whole.grad[:, first : first + 12 // shares], rtol=1e-12, atol=1e-12)
+        found = losses.share_log_probs(own, targets, first, lambda _: told)[0]
+        (alone,) = torch.autograd.grad(found.sum(), own)
+        assert alone.isfinite().all()  # entropy is told, and not learned from
+
+
+def test_a_share_without_a_token_that_may_be_said_counts_for_nothing():
+    whole, targets = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]]), torch.tensor([1])
+    parts = zip(whole.chunk(2, -1), (0, 2), strict=True)
+    told = torch.stack([losses.share_statistics(part, targets, first) for part, first in parts])
+    log_probs, entropy = losses.share_log_probs(whole[:, 2:], targets, 2, lambda _: told)
+    assert log_probs.item() == pytest.approx(math.log(softmax_by_hand([0.0, 1.0])[1]))
+    assert entropy.item() == pytest.approx(losses.entropy_from_logits(whole[:, :2]).item())
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_entropy_of_shares_is_as_exact_as_of_whole_rows_however_large_logits_are(offset):
+    """A low temperature makes them so; all of them moved by as much are the same distribution."""
+    whole, targets = 3 * randn(22, 6, 400).float() + offset, torch.arange(0, 360, 60)
+    exact = whole.double().requires_grad_()
+    losses.entropy_from_logits(exact).sum().backward()
+    parts, firsts = whole.chunk(4, -1), range(0, 400, 100)
+    told = torch.stack([losses.share_statistics(*each) for each in zip(parts, [targets] * 4, firsts, strict=True)])
+    for part, first in zip(parts, firsts, strict=True):
+        own = part.clone().requires_grad_()
+        _, entropy = losses.share_log_probs(own, targets, first, lambda _: told)
+        torch.testing.assert_close(entropy, losses.entropy_from_logits(whole), rtol=1e-6, atol=2e-6)
+        entropy.sum().backward()
+        torch.testing.assert_close(own.grad.double(), exact.grad[:, first : first + 100], rtol=1e-4, atol=1e-7)

@@ -158,7 +158,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
     torch.testing.assert_close(one, expected[: len(one)], atol=1e-5, rtol=0)
     assert (one - other).abs().max() > 0.01
     wide = replace(batch[0], visual=(Visual(at.astype(np.int32), Clip("wide", torch.zeros(4, 8))),))
-    with pytest.raises(ValueError, match=r"shape \[4, 8\] for 4 positions.*hidden size 32"):
+    with pytest.raises(ValueError, match=r"shape \[4, 8\] for 4 positions.*takes 32 numbers each"):
         response_logits(model, collate([wide], **way))
 
 

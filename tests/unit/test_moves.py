@@ -104,6 +104,47 @@ def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
     assert_same(saved(mover, tmp_path / "mover"), saved(twin, tmp_path / "twin"))
 
 
+def of_optimizer(engine):
+    """The storages of masters and moments, without those of weights."""
+    inner = engine.basic_optimizer
+    found = [*(each for group in inner.param_groups for each in group["params"]), *inner.state]
+    found += [value for state in inner.state.values() for value in state.values()]
+    weights = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
+    mine = {id(each): each.untyped_storage() for each in found if all(each is not weight for weight in weights)}
+    return {storage._cdata: storage for storage in mine.values()}.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_that_come_behind_the_weights_take_the_same_steps(tmp_path, stage, dtype):
+    rank, twin = TrainerRank(Config(), 0, 1, "cuda"), engine(stage, dtype)
+    mover = rank.engines["actor"] = engine(stage, dtype)
+    for count, residency in enumerate(("training", "forecast", "step", "forecast")):
+        rank.config.actor.optimizer_residency = residency
+        rank.switch("rollout")
+        rank.fetch_optimizers()
+        assert all(not storage.nbytes() for storage in of_optimizer(mover)), "nothing comes to a device of others"
+        seconds = rank.switch("trainer")
+        states = of_optimizer(mover)
+        assert bool(seconds) == (residency == "forecast")
+        assert all(bool(storage.nbytes()) == (residency == "training") for storage in states)
+        if count == 1:
+            assert_same(saved(mover, tmp_path / f"{count}"), saved(twin, tmp_path / f"twin_{count}"))
+            assert not any(storage.nbytes() for storage in states), "as before it was saved"
+        for each in (mover, twin):
+            accumulate(each, range(2 * count, 2 * count + 2))
+        if count % 2:
+            rank.fetch_optimizers()
+        with rank.stepping("actor"):
+            norm = take_step(mover, 2.0, 1)
+        assert norm == take_step(twin, 2.0, 1) > 0
+        assert all(bool(storage.nbytes()) == (residency != "step") for storage in of_optimizer(mover))
+    assert_same(saved(mover, tmp_path / "mover"), saved(twin, tmp_path / "twin"))
+    waits = [span for span in rank.drain() if span.kind == "optimizer_wait"]
+    assert {span.attributes["model"] for span in waits} == {"actor"} and all(s.attributes["bytes"] > 0 for s in waits)
+
+
 @pytest.fixture
 def appeared():
     """The storages of all tensors that this process has made since the test began, gradients among them."""
@@ -137,7 +178,7 @@ def test_nothing_stays_on_the_device(appeared, stage, trains):
     there = appeared()
     assert sum(there.values()) >= (14 + gradient_bytes(stage, "bfloat16", "float32", 1) if trains else 2) * count
     to_host(model)
-    copies = {piece.data_ptr() for _, pieces in offloading._away[model] for piece in pieces}
+    copies = {piece.data_ptr() for away in offloading._away[model] for piece in away.copies}
     assert [size for at, size in appeared().items() if at not in copies and size > 64] == []
     to_device(model)
     with torch.no_grad():

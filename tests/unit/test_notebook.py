@@ -17,10 +17,11 @@ import pytest
 
 matplotlib.use("Agg")
 
+from scored_rows import score_table
+
 from rlfuse import notebook as nb
 from rlfuse.errors import ConfigError, RewardError
 from rlfuse.notebook.jobs import Job
-from rlfuse.rewards.table import score_table
 from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
 

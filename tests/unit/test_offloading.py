@@ -1,15 +1,19 @@
 """Moves that fail, that take little host memory, and that wait for device memory; on this process's memory."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small_network import Network, loss
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.trainer import base_rank, offloading
 from rlfuse.engines.trainer.base_rank import Rank
-from rlfuse.engines.trainer.offloading import on_device, to_device, to_host
+from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.errors import EngineError
 
@@ -30,17 +34,117 @@ def test_a_move_that_fails_can_be_made_again(monkeypatch):
         assert float(loss(network, 0)) == before
 
 
+@pytest.fixture
+def away():
+    """A network whose optimizer is on the host, the optimizer's moments, and what they hold."""
+    network = Network()
+    optimizer = torch.optim.AdamW(network.parameters())
+    loss(network, 0).backward()
+    optimizer.step()
+    network.module, network.optimizer, network.basic_optimizer = network, optimizer, optimizer  # as DeepSpeed's engines
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    held = [moment.clone() for moment in moments]
+    to_host(network)
+    to_device(network, optimizer=False)
+    return network, moments, held
+
+
+def there(moments, held):
+    pairs = zip(moments, held, strict=True)
+    return all(moment.untyped_storage().nbytes() and torch.equal(moment, has) for moment, has in pairs)
+
+
+def test_a_fetch_runs_beside_and_is_waited_for(away, monkeypatch):
+    network, moments, held = away
+    begin, copied = threading.Event(), offloading._copy_back
+    monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
+    size = bytes_away(network)
+    assert size >= 2 * sum(moment.nbytes for moment in moments) and float(loss(network, 1)), "weights are there"
+    for _ in range(2):  # once is enough
+        fetch_optimizer(network, 60.0)
+    assert bytes_away(network) == size and len(offloading._fetches) == 1
+    begin.set()
+    to_device(network)
+    assert there(moments, held) and not bytes_away(network) and network not in offloading._fetches
+    fetch_optimizer(network, 60.0)
+    assert network not in offloading._fetches, "there is nothing to fetch"
+
+
+def test_a_fetch_that_does_not_end_is_told_with_what_it_was(away, monkeypatch):
+    network, *_ = away
+    begin, copied = threading.Event(), offloading._copy_back
+    monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
+    size = bytes_away(network)
+    fetch_optimizer(network, 0.01)
+    try:
+        with pytest.raises(
+            EngineError, match=rf"waited 0.01 s for {size:,} bytes of an optimizer's.*_residency=training"
+        ):
+            to_device(network)
+    finally:
+        begin.set()
+        offloading._fetching.submit(int).result(60.0)  # what moves it has ended: the next test patches it
+
+
+def test_a_fetch_without_room_is_made_up_for_when_there_is_some(away, monkeypatch):
+    network, moments, held = away
+    copied, failures = offloading._copy_back, iter([False, True])
+
+    def full(each):
+        if next(failures, False):
+            raise torch.OutOfMemoryError
+        copied(each)
+
+    size = bytes_away(network)
+    monkeypatch.setattr(offloading, "_copy_back", full)
+    fetch_optimizer(network, 60.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        offloading._fetches[network].done.result(60.0)
+    assert bytes_away(network) == size and not any(moment.untyped_storage().nbytes() for moment in moments)
+    to_device(network)
+    assert there(moments, held)
+
+
+def test_nothing_is_fetched_to_a_device_of_others_or_while_something_moves(away):
+    network, moments, held = away
+    with ThreadPoolExecutor(1) as another, offloading._moving:
+        another.submit(fetch_optimizer, network, 60.0).result(60.0)
+    assert network not in offloading._fetches
+    to_host(network)
+    fetch_optimizer(network, 60.0)
+    assert network not in offloading._fetches
+    to_device(network)
+    assert there(moments, held)
+    to_host(network, optimizer_alone=True)
+    assert not any(moment.untyped_storage().nbytes() for moment in moments) and float(loss(network, 1))
+
+
+def test_a_bucket_of_a_pipelines_checkpoint_leaves_its_optimizer_where_it_is(away, tmp_path):
+    network, moments, _ = away
+    rank, before, seen = PipelineRank(Config(), 0, 1, "cuda"), float(loss(network, 1)), []
+
+    def write(*_):
+        seen.append((float(loss(network, 1)), [moment.untyped_storage().nbytes() for moment in moments]))
+
+    rank.engines, rank._exporter = {"actor": network}, lambda *_: SimpleNamespace(write=write)
+    for move in (bytes_away, to_host):  # weights there, and away too
+        move(network)
+        size = bytes_away(network)
+        assert rank.save_bucket("actor", 3, [], tmp_path) == (None, None) and bytes_away(network) == size
+    assert seen == [(before, [0] * len(moments))] * 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
 def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
     with pytest.raises(EngineError, match=r"4096 bytes more of host memory.*MiB free.*--mem.*n_gpus_per_node"):
-        offloading._pinned(4096, pin=True)
+        offloading.pinned(4096, pin=True)
 
 
 def test_storages_share_pieces_of_pinned_memory(monkeypatch):
     """torch rounds each piece up to a power of two: one for each tensor would take up to twice the bytes."""
     monkeypatch.setattr(offloading, "_PIECE", 1024)
-    taken, pinned = [], offloading._pinned
-    monkeypatch.setattr(offloading, "_pinned", lambda size, pin: (taken.append(size), pinned(size, False))[1])
+    taken, pinned = [], offloading.pinned
+    monkeypatch.setattr(offloading, "pinned", lambda size, pin: (taken.append(size), pinned(size, False))[1])
     network = Network()
     with torch.no_grad():
         before, total = float(loss(network, 0)), sum(each.nbytes() for each in offloading._storages(network))
@@ -54,11 +158,11 @@ def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
     rank, tries = Rank(Config(), 0, 1, "cuda"), []
     rank.engines = {"actor": Network()}
 
-    def full(model):
+    def full(model, optimizer):
         tries.append(model)
         if len(tries) < 3:
             raise torch.OutOfMemoryError
-        to_device(model)
+        to_device(model, optimizer)
 
     monkeypatch.setattr(base_rank, "to_device", full)
     monkeypatch.setattr(base_rank.time, "sleep", lambda seconds: None)

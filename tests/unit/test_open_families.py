@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_example_has_the_models_own_features(own, folder):
-    with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, video_llama_3"):
+    with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, qwen3_vl"):
         Tower(folder)
     bring_along(own)
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
@@ -168,7 +168,7 @@ def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp
 
 def test_without_it_the_model_is_refused_with_what_is_known(folder):
     refusal = hand_over(Qwen2VLConfig.from_pretrained(folder))
-    assert isinstance(refusal, Refusal) and "known are qwen2_5_vl, video_llama_3" in refusal.reason
+    assert isinstance(refusal, Refusal) and "known are qwen2_5_vl, qwen3_vl, video_llama_3" in refusal.reason
 
 
 @pytest.mark.slow

@@ -1,27 +1,39 @@
 """Layouts, partitions, splitting of rows and of the backward pass: the parts of pipelines that need no process."""
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from test_models import Clip
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, DataConfig
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import load_stage
-from rlfuse.engines.pipeline.partition import balanced, modelled_costs, parts
+from rlfuse.engines.pipeline.partition import (
+    balanced,
+    measured_costs,
+    modelled_costs,
+    parts,
+    share_with_logits,
+    stage_costs,
+)
 from rlfuse.engines.pipeline.pipeline_group import forward_only
-from rlfuse.engines.pipeline.stages import Stage
+from rlfuse.engines.pipeline.stages import Stage, check_first_layer, check_head
 from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss
+from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation
+from rlfuse.fusion.schedules.problem import Model, Problem
+from rlfuse.fusion.schedules.search import search
 from rlfuse.samples import MicroBatch, Row, Visual
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl
 
@@ -42,6 +54,48 @@ def test_two_chunks_stand_in_a_v():
     assert [up.device(0, stage) for stage in range(6)] == [2, 1, 0, 0, 1, 2]
 
 
+def test_interleaved_chunks_stand_round_and_round():
+    down = Pipelines("actor", 3, chunks=2, placement="interleaved")
+    assert [down.device(0, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert down.stages_on(1) == (1, 4)
+    up = Pipelines("actor", 2, 2, "up", 3, "interleaved")
+    assert [[up.device(pipeline, stage) for stage in range(6)] for pipeline in (0, 1)] == [[1, 0] * 3, [3, 2] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@given(st.integers(1, 10), st.integers(0, 9), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_chunks_are_cut_so_that_devices_are_balanced(placement, layers, head, stages, rates):
+    """Against every cut that leaves no stage but the last without a layer."""
+    pipelines = Pipelines("actor", stages, chunks=2, placement=placement)
+    depth, rate = pipelines.depth, [rates[pipelines.device(0, stage)] for stage in range(pipelines.depth)]
+    costs = [2.0] * layers, 1.0, float(head)
+    if layers < depth - 1:
+        with pytest.raises(ValueError, match=f"{layers} layers can't make {depth} stages"):
+            pipelines.balanced(costs, rate)
+        return
+
+    def slowest(sizes):
+        took = [0.0] * stages
+        for stage, cost in enumerate(stage_costs(sizes, *costs)):
+            took[pipelines.device(0, stage)] += rate[stage] * cost
+        return max(took)
+
+    cuts = [
+        (*(b - a for a, b in pairwise((0, *ends))), layers - (ends[-1] if ends else 0))
+        for ends in combinations(range(1, layers + 1), depth - 1)
+    ]
+    sizes = pipelines.balanced(costs, rate)
+    assert sum(sizes) == layers and all(sizes[:-1]) and slowest(sizes) == min(map(slowest, cuts))
+
+
+def test_chunks_stay_within_the_memory_of_their_stages():
+    v, costs = Pipelines("actor", 2, chunks=2), ([1.0] * 8, 0.0, 4.0)
+    assert v.balanced(costs) == (2, 3, 3, 0) and v.balanced(costs, most=(3, 2, 3, 3)) == (3, 2, 3, 0)
+    with pytest.raises(ValueError, match=r"8 layers don't fit stages that have memory for \(2, 2, 2, 1\)"):
+        v.balanced(costs, most=(2, 2, 2, 1))
+
+
 def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
     model = Pipelines("actor", 3)
     at = lambda stage, kind: Operation("actor", 0, stage, 0, kind)  # noqa: E731
@@ -50,14 +104,89 @@ def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
     assert model.source(at(1, "W")) is model.target(at(1, "W")) is None
 
 
+def test_devices_share_a_head_whichever_stages_they_hold():
+    """The shares are those of the first stages, and no reason to cut layers otherwise."""
+    costs = [1.0] * 8, 0.0, 4.0
+    alone, v = Pipelines("actor", 2, vocabulary=True), Pipelines("actor", 2, chunks=2, vocabulary=True)
+    assert alone.balanced(costs) == (4, 4) and v.balanced(costs) == (2, 2, 2, 2)
+    assert [part.head for part in parts((4, 4), alone.sharers)] == [(0, 2), (1, 2)]
+    assert [part.head for part in parts((2, 2, 2, 2), v.sharers)] == [(0, 2), (1, 2), None, None]
+    assert [part.head for part in parts((4, 4))] == [None, (0, 1)]
+    assert stage_costs((4, 4), *costs, alone.sharers) == [6.0, 6.0] and stage_costs((4, 4), *costs) == [4.0, 8.0]
+    assert all(v.source(Operation("actor", 0, stage, 0, "H")) is None for stage in (0, 1))
+
+
+@pytest.mark.slow
+def test_tokens_that_no_response_may_hold_are_left_out_of_the_share_that_has_them(tiny_policy, tmp_path):
+    """Token 22 of 40 in the second half."""
+    model = Qwen2ForCausalLM.from_pretrained(tiny_policy)
+    model.config.image_token_id = 22
+    model.save_pretrained(tmp_path)
+    models = [load_stage(str(tmp_path), Config().model, "cpu", part, False) for part in parts((1, 2), 2)]
+    given = torch.ones(1, model.config.hidden_size, dtype=models[0].dtype)
+    left_out = [each.lm_head(given)[0].isneginf().nonzero().flatten().tolist() for each in models]
+    assert left_out == [[], [22 - model.config.vocab_size // 2]]
+
+
+@pytest.mark.slow
+def test_shares_of_a_head_are_read_and_are_together_the_head(tiny_policy):
+    whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+    settings = replace(Config().model, dtype="float32")
+    models = [load_stage(tiny_policy, settings, "cpu", part, False) for part in parts((1, 1, 1), 2)]
+    assert torch.equal(torch.cat([each.lm_head.weight for each in models[:2]]), whole.lm_head.weight)
+    assert [each.lm_head.first_id for each in models[:2]] == [0, len(whole.lm_head.weight) // 2]
+    assert models[0].lm_head.weight is not models[0].get_input_embeddings().weight
+    assert not list(models[2].lm_head.parameters()) and list(models[2].base_model.norm.parameters())
+    for model in models[:2]:
+        check_head(model, packed=True)
+    odd = next(width for width in range(3, 9) if len(whole.lm_head.weight) % width)
+    with pytest.raises(ValueError, match=f"vocabulary_parallel=true: the head of .* tokens the {odd} stages divide"):
+        load_stage(tiny_policy, settings, "cpu", parts((1,) * odd, odd)[0], False)
+
+
+SMALL = dict(
+    vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, more, plain",
+    [
+        ("Granite", {"logits_scaling": 4.0}, {"logits_scaling": 1.0}),
+        ("Cohere", {}, {"logit_scale": 1.0}),
+        ("Gemma2", {}, {"final_logit_softcapping": None}),
+    ],
+)
+def test_a_family_that_does_more_than_its_head_is_refused(family, more, plain):
+    """A cap of 30, too, though the logits of this small model are far from it."""
+    torch.manual_seed(0)
+    config, kind = (getattr(transformers, family + suffix) for suffix in ("Config", "ForCausalLM"))
+    with pytest.raises(EngineError, match=f"a {family}ForCausalLM does more between its layers and its logits"):
+        check_head(attend_by_layout(kind(config(**SMALL, **more))), packed=True)
+    check_head(attend_by_layout(kind(config(**SMALL, **plain))), packed=True)
+
+
+def test_a_family_that_changes_its_embeddings_is_not_cut():
+    """Granite multiplies them, and Gemma 2 in the embedding itself, which only the first stage has."""
+    for name, more in {"Granite": {"embedding_multiplier": 2.0}, "Gemma2": {}}.items():
+        config, kind = (getattr(transformers, name + suffix) for suffix in ("Config", "ForCausalLM"))
+        model = attend_by_layout(kind(config(**SMALL, **more)))
+        if name == "Granite":
+            with pytest.raises(EngineError, match="the layers of a GraniteForCausalLM take its embeddings changed"):
+                check_first_layer(model, packed=True)
+            model.base_model.embedding_multiplier = 1.0
+        check_first_layer(model, packed=True)
+
+
 def test_layouts_that_do_not_fit_say_so():
     assert block_size([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == 4
     with pytest.raises(ValueError, match="make these equal"):
         block_size([Pipelines("actor", 4), Pipelines("critic", 2)], 4)
     with pytest.raises(ValueError, match="6 ranks are no whole number of blocks of 4"):
         block_size([Pipelines("actor", 4)], 6)
-    with pytest.raises(ValueError, match="chunks=3"):
-        Pipelines("actor", 2, chunks=3)
+    with pytest.raises(ValueError, match="chunks=0, but a device holds at least 1 stage"):
+        Pipelines("actor", 2, chunks=0)
     with pytest.raises(ValueError, match="names 2 stages, not 4"):
         Pipelines("actor", 2, chunks=2, layers=(3, 1))
 
@@ -96,13 +225,24 @@ def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
         hidden_size, intermediate_size, num_hidden_layers = 896, 4864, 24  # Qwen2.5 0.5B
         num_attention_heads, num_key_value_heads, vocab_size = 14, 2, 151_936
 
-    policy = balanced(*modelled_costs(Config, Config.vocab_size), 4)
-    assert policy == (7, 7, 7, 3)
-    assert balanced(*modelled_costs(Config, 1), 4) == (6, 6, 6, 6)
+    cuts = {share: balanced(*modelled_costs(Config, Config.vocab_size, share), 4) for share in (1.0, 0.5, 0.1)}
+    assert cuts == {1.0: (8, 8, 8, 0), 0.5: (7, 7, 7, 3), 0.1: (6, 6, 6, 6)}
+    assert balanced(*modelled_costs(Config, 1, 1.0), 4) == (6, 6, 6, 6)
     assert [(part.layers, part.first, part.last) for part in parts((2, 0))] == [
         (range(2), True, False),
         (range(2, 2), False, True),
     ]
+
+
+def test_costs_are_read_off_what_stages_took():
+    model = [3.0] * 6, 0.0, 18.0
+    layers, _, head = measured_costs((4, 2), (8.0, 10.0), model)
+    assert sum(layers) + head == pytest.approx(36) and head == pytest.approx(12) and layers == pytest.approx([4.0] * 6)
+    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # a head that takes nothing, but for noise
+
+
+def test_logits_are_where_responses_are():
+    assert share_with_logits(DataConfig(max_prompt_length=512, max_response_length=1536)) == 0.75
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
@@ -155,8 +295,8 @@ def tiny_policy(tmp_path_factory):
     return str(folder)
 
 
-def two_stages(path, packed=True, checkpointing=False, visual=()):
-    """Of an actor: layers 0 and 1, layer 2; with a micro-batch of two rows, the first with these clips."""
+def stages_of(path, layers, packed=True, checkpointing=False, visual=()):
+    """Of an actor, with so many layers; with a micro-batch of two rows, the first with these clips."""
     config, ids = Config(), np.arange(3, 20, dtype=np.int32)
     config.model.dtype, config.model.enable_gradient_checkpointing = "float32", checkpointing
     rows = [
@@ -164,11 +304,44 @@ def two_stages(path, packed=True, checkpointing=False, visual=()):
         for prompt, response in ((9, 3), (4, 5))
     ]
     rows[0] = replace(rows[0], visual=visual)
-    models = [load_stage(path, config.model, "cpu", part, False).train() for part in parts((2, 1))]
-    stages = [Stage(config, "actor", m, part, packed, "cpu") for m, part in zip(models, parts((2, 1)), strict=True)]
+    models = [load_stage(path, config.model, "cpu", part, False).train() for part in parts(layers)]
+    stages = [Stage(config, "actor", m, part, packed, "cpu") for m, part in zip(models, parts(layers), strict=True)]
     for stage in stages:
         stage.begin([MicroBatch(rows, 1.0)])
     return stages
+
+
+def two_stages(path, packed=True, checkpointing=False, visual=()):
+    """Layers 0 and 1, layer 2."""
+    return stages_of(path, (2, 1), packed, checkpointing, visual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["v", "interleaved"])
+@pytest.mark.parametrize("split", [False, True])
+def test_chunks_in_a_searched_order_give_the_gradient_of_the_whole_model(tiny_policy, placement, split):
+    """Two devices with two chunks each, the last the head alone; four micro-batches, the same rows in all."""
+    stages = stages_of(tiny_policy, Pipelines("actor", 2, chunks=2, placement=placement).balanced(([1.0] * 3, 0, 2.0)))
+    (batch,) = stages[0].micro_batches
+    for stage in stages:
+        stage.begin([batch] * 4)
+    given = Problem(2, (Model("actor", 2, 4, 1.0, 2.0),), split, chunks_per_device=2, placement=placement)
+    rows = search(given, method="list", time_limit=0.2, cached=False).rows
+    made = {}
+    for timed in sorted((each for row in rows for each in row), key=lambda each: (each.start, each.operation.kind)):
+        _, _, at, number, kind = timed.operation
+        if kind == "F":
+            made[at, number, kind] = stages[at].forward(number, made.get((at - 1, number, kind)), True)
+        elif kind == "B":
+            made[at, number, kind] = stages[at].backward(number, made.get((at + 1, number, kind)), not split)
+        else:
+            stages[at].weight_gradients(number)
+    whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+    (4 * actor_loss(stages[0].config, attend_by_layout(whole), collate(batch.rows, packed=True))[0]).backward()
+    found = [(name, parameter.grad) for stage in stages for name, parameter in stage.model.named_parameters()]
+    assert {name for name, _ in found} == {name for name, _ in whole.named_parameters()}
+    for name, gradient in found:
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -5,13 +5,22 @@ CUDA's events and NCCL's works are played here, as neither exists without a GPU;
 
 import itertools
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlfuse.engines.pipeline import waits
+from rlfuse.engines.pipeline import schedule_executor, waits
+from rlfuse.engines.pipeline.head_shares import HeadShares, group_of
+from rlfuse.engines.pipeline.lanes import LATER
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor
 from rlfuse.engines.pipeline.waits import RUN_AHEAD, HostWaits, StreamWaits
 from rlfuse.errors import EngineError
+from rlfuse.fusion.schedules.operations import Operation
 
 
 class Device:
@@ -133,3 +142,80 @@ def test_times_over_gloo_are_the_hosts(monkeypatch):
     monkeypatch.setattr(waits.time, "time", lambda: 12.5)
     assert run.seconds(run.now()) == 12.5
     run.finish()
+
+
+class Calls(TorchDispatchMode):
+    """Collectives by name, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.removesuffix("_.default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def of_four():
+    """Makes this process one of four ranks, whose peers answer at once with nothing."""
+
+    def join(rank):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+
+    group_of.cache_clear()
+    yield join
+    dist.destroy_process_group()
+    group_of.cache_clear()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_devices_that_share_a_head_are_connected_before_a_schedule_runs(of_four, monkeypatch, rank):
+    """Over NCCL the first call of a kind holds the host until all have made theirs; and its watchdog comes last."""
+    of_four(rank)
+    made, limits = dist.new_group, []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, limit: limits.append(limit) or made(ranks, limit))
+    with Calls() as calls:
+        shares = HeadShares(Pipelines("actor", 2, direction="up", vocabulary=True), rank % 2, 60.0)
+    assert calls.names == ["broadcast", "allgather", "reduce"]
+    assert limits == [timedelta(seconds=60.0 * LATER)] * 2
+    assert (shares.index, shares.last) == (1 - rank % 2, rank - rank % 2)
+
+
+class Named:
+    """Waits that end at once, and tell whom they were for."""
+
+    def __init__(self, told):
+        self.now, self.seconds, self.finish = lambda: 0.0, float, lambda: None
+        self.arrived = lambda work, purpose, rank: told.append((purpose.split(",")[0], rank))
+        self.left, self.ended = lambda *_: None, lambda moment, purpose, rank: self.arrived(None, purpose, rank)
+
+
+class Scoring:
+    """A stage of a policy that scores."""
+
+    dtype, device = torch.float32, "cpu"
+    shape = head_shape = lambda *_: (1, 1)
+
+    def __init__(self):
+        self.before_head = {0: torch.ones(1, 1)}
+
+    def forward(self, *_):
+        return torch.ones(1, 1)
+
+    def head(self, micro_batch, hidden, training, gather, answers):
+        gather(hidden)
+
+
+@pytest.mark.parametrize("rank, other", [(0, 1), (1, 0)])
+def test_who_is_awaited_at_a_head_is_another_device(of_four, monkeypatch, rank, other):
+    """The last stage's is waited for by the others, and itself waits for them."""
+    of_four(rank)
+    told = []
+    monkeypatch.setattr(schedule_executor, "WAITS", {"fake": lambda *_: Named(told)})
+    executor = ScheduleExecutor((Pipelines("actor", 2, vocabulary=True),), 60.0)
+    rows = [tuple(Operation("actor", 0, stage, 0, kind) for kind in "FH") for stage in (0, 1)]
+    executor.run(tuple(rows), {("actor", rank): Scoring()})
+    assert {peer for purpose, peer in told if "head" in purpose} == {other}
+    assert [purpose for purpose, _ in told][-1] == "for the end of actor head"

@@ -14,6 +14,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3VLConfig,
     VideoLlama3Config,
 )
 
@@ -72,13 +73,15 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family):
     assert policy.parameters == sum(policy.layers) + ends - tied
 
 
-@pytest.mark.parametrize("kind", [Qwen2_5_VLConfig, VideoLlama3Config])
+@pytest.mark.parametrize("kind", [Qwen2_5_VLConfig, Qwen3VLConfig, VideoLlama3Config])
 def test_a_video_models_text_part_and_tower_are_the_whole(tmp_path, kind):
     text = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     text |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=1)
     vision = dict(hidden_size=32, intermediate_size=64)
     if kind is Qwen2_5_VLConfig:
         vision |= dict(depth=2, num_heads=2, out_hidden_size=64, fullatt_block_indexes=[1])
+    elif kind is Qwen3VLConfig:
+        vision |= dict(depth=2, num_heads=2, out_hidden_size=64, deepstack_visual_indexes=[0])
     else:
         vision |= dict(num_hidden_layers=2, num_attention_heads=2)
         text["model_type"] = "qwen2"
@@ -87,6 +90,7 @@ def test_a_video_models_text_part_and_tower_are_the_whole(tmp_path, kind):
     shape = read_shape(str(tmp_path), "model.path")
     whole = AutoModelForImageTextToText.from_config(config)
     assert shape.parameters + shape.tower == sum(p.numel() for p in whole.parameters()) and shape.tower > 0
+    assert shape.embedded == 64 * (1 + (kind is Qwen3VLConfig)), "features of a layer that is fed besides"
     assert read_shape(str(tmp_path), "critic.path", value=True).vocabulary == 1
 
 

@@ -6,30 +6,35 @@ import json
 from dataclasses import replace
 from itertools import product
 from math import inf
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 from test_plan import SEVEN_B
 
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.errors import EngineError
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
-from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, Group, LinksGiven
+from rlfuse.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import engine_speeds, forecast, lengths_of, of_slowest, with_idle_stages
-from rlfuse.planning.hardware import KINDS, Hardware, Links
-from rlfuse.planning.memory import problems
+from rlfuse.planning.forecast import forecast, lengths_of
+from rlfuse.planning.hardware import KINDS
+from rlfuse.planning.memory import memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import search, settled, surely_slower
-from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.step_time import Job, Seconds, StepTimes, cut
+from rlfuse.planning.search import LATE, search, settled, surely_slower
+from rlfuse.planning.searched_job import Job
+from rlfuse.planning.shortages import problems
+from rlfuse.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
+from rlfuse.planning.step_time import Seconds, StepTimes, cut, engine_speeds, of_slowest, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),
     "trainer.n_gpus_per_node": (2,),
     "rollout.tensor_model_parallel_size": (1, 2),
     "training.pipeline_parallel_size": (1, 2),
+    "training.tensor_model_parallel_size": (1, 2),
     "training.ulysses_sequence_parallel_size": (1,),
     "actor.zero_stage": (1, 3),
     "actor.offload_optimizer": (False, True),
@@ -73,67 +78,42 @@ def facts_of(shape):
 
 def brute_force(job, facts):
     """Seconds of every plan that fits, whatever the bound says of it."""
-    times, found = job.times, []
-    names = list(job.axes)[7:]
+    found = []
+    names = list(job.axes)[8:]
     for structure in structures(job.config, facts, job.axes, job.shapes["actor"]):
         for values in product(*(job.axes[name] for name in names)):
             config, memory = job.with_settings((*structure, *zip(names, values, strict=True)))
             if not problems(config, memory):
-                seconds = times.simulated(config, memory).step
-                assert times.bound(config, memory) <= seconds * (1 + 1e-9)
+                seconds = job.simulated(config, memory).step
+                assert job.bound(config, memory) <= seconds * (1 + 1e-9)
                 found.append(seconds)
     return found
 
 
-# Links and costs -----------------------------------------------------------------------------------------------------
-
-
-def test_a_ring_within_a_node_sends_all_but_ones_own_part():
-    links = Links(within_bytes_per_s=100.0, between_bytes_per_s=10.0, per_node=4)
-    assert links.all_gather(400, 1) == 0
-    assert links.all_gather(400, 4) == pytest.approx(3 * 100 / 100)
-    assert links.all_reduce(400, 4) == 2 * links.all_gather(400, 4)
-
-
-def test_between_nodes_the_slower_link_counts_and_devices_of_a_node_share_the_work():
-    links = Links(within_bytes_per_s=inf, between_bytes_per_s=10.0, per_node=4)
-    assert links.all_gather(800, 8) == pytest.approx(800 / 8 / 10)
-    assert links.all_gather(800, 2, stride=4) == pytest.approx(800 / 2 / 10)
-
-
-def test_latency_counts_once_for_each_hop():
-    links = Links(within_s=1.0, between_s=5.0, per_node=2)
-    assert links.all_gather(0, 4) == 1 + 5
-
-
-def costs(shape, **keys):
-    config = changed(job_of(shape).config, [(name.replace("__", "."), value) for name, value in keys.items()])
-    links = Links(1e9, 1e8, 1e-5, 1e-4, 2)
-    return costs_of(config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10, links=links), 200)
-
-
-def test_each_zero_stage_sends_what_it_divides(shape):
-    whole, states, sums, all_of_it = (costs(shape, actor__zero_stage=stage) for stage in range(4))
-    assert whole.train_tokens_per_s == states.train_tokens_per_s > sums.train_tokens_per_s
-    assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
-    assert whole.score_tokens_per_s == sums.score_tokens_per_s > all_of_it.score_tokens_per_s
-    assert whole.optimizer_s > states.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
-
-
-def test_recomputation_costs_a_third_more_and_larger_micro_batches_gather_less_often(shape):
-    kept, again = (costs(shape, model__enable_gradient_checkpointing=value) for value in (False, True))
-    assert kept.train_tokens_per_s == pytest.approx(4 / 3 * again.train_tokens_per_s)
-    few, many = (costs(shape, actor__zero_stage=3, actor__ppo_max_token_len_per_gpu=n) for n in (256, 2048))
-    assert many.train_tokens_per_s > few.train_tokens_per_s
-
-
-def test_engines_over_several_devices_read_faster_and_wait_for_each_other(shape):
-    one, two = (costs(shape, rollout__tensor_model_parallel_size=width) for width in (1, 2))
-    assert two.step_per_context_token_s == pytest.approx(one.step_per_context_token_s / 2)
-    assert two.step_base_s > one.step_base_s, "a small model's weights are read faster than its devices agree"
-
-
 # The search ----------------------------------------------------------------------------------------------------------
+
+
+def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
+    offload, residency = "actor.offload_optimizer", "actor.optimizer_residency"
+    for device, values in (("cuda", ("forecast", "step")), ("cpu", ("training",))):
+        axes = axes_of(Config(), shape, Cluster(1, 2, 10, device=device, tflops=1.0))
+        assert axes[residency] == values
+    job = job_of(shape, axes=SMALL | {residency: ("forecast", "step")})
+    tried = [dict(each) for each in structures(job.config, facts_of(shape), job.axes, shape)]
+    pairs = {(each[offload], each[residency]) for each in tried}
+    assert pairs == {(False, "forecast"), (False, "step"), (True, "forecast")}, "none is there whose room is spared"
+
+
+def test_degrees_that_no_rank_can_share_are_not_tried(shape):
+    axes = axes_of(job_of(shape).config, shape, Cluster(1, 8, 10, device="cuda", tflops=1.0))
+    assert axes["training.tensor_model_parallel_size"] == (1, 2, 4, 8)
+    mixture = replace(shape, model=SimpleNamespace(share=refuse, work=shape.model.work))
+    axes = axes_of(job_of(shape).config, mixture, Cluster(1, 8, 10, device="cuda", tflops=1.0))
+    assert axes["training.tensor_model_parallel_size"] == (1,)
+
+
+def refuse(width):
+    raise EngineError(f"{width} ranks can't share it")
 
 
 @pytest.mark.slow
@@ -145,6 +125,31 @@ def test_it_is_brute_force(shape, memory):
     assert found.left == 0, "it came to its end"
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("groups", [(), (Group(nodes=1, tflops=5, device_memory_gb=24),)])
+def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, groups):
+    """Of pipelines, a critic and uneven nodes, too."""
+    job, facts = job_of(shape, Cluster(**CLUSTER, groups=groups)), facts_of(shape)
+    job.config.algorithm.adv_estimator = estimator
+    job = replace(job, shapes=dict.fromkeys(("actor", "critic") if estimator == "gae" else ("actor",), shape))
+    fastest = Fillings(job.axes).settings(FASTEST)
+    found = [job.lean(each + fastest) for each in structures(job.config, facts, job.axes, shape)]
+    assert len(found) > 20
+    for config, memory in found:
+        assert 0 < job.sketched(config) <= job.bound(config, memory, roomy=True)
+
+
+def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shape):
+    """Whatever was asked for between."""
+    job, draw = job_of(shape), Random(2)
+    some = draw.sample(list(structures(job.config, facts_of(shape), SMALL, shape)), 16)
+    tried = [(*each, *((key, draw.choice(SMALL[key])) for key in list(SMALL)[8:])) for each in some]
+    for settings in (*tried, *tried[::-1]):
+        (config, memory), fresh = job.with_settings(settings), job_of(shape)
+        assert memory == memory_of(config, job.shapes, job.cluster.budget(config.trainer.nnodes))
+        assert job.costs(config, memory) == fresh.costs(config, memory)
+
+
 @pytest.mark.slow
 def test_a_cut_search_says_what_is_still_open(shape):
     job, facts = job_of(shape), facts_of(shape)
@@ -154,11 +159,12 @@ def test_a_cut_search_says_what_is_still_open(shape):
 
 def test_the_first_plans_are_tried_under_every_policy(shape):
     policies = ("serial", "stream", "rlhfuse", "adaptive")
-    job, facts = job_of(shape, axes=SMALL | {"fusion.policy": policies}), facts_of(shape)
+    few = {key: values[:1] for key, values in SMALL.items() if key != "rollout.max_num_seqs"}
+    job, facts = job_of(shape, axes=SMALL | few | {"fusion.policy": policies}), facts_of(shape)
     job.config.fusion.policy = "serial"
-    first = search(job, facts, seconds=0).plans[0]
+    first = search(job, facts, seconds=inf).plans[0]
     config, memory = job.with_settings(first.settings)
-    steps = {policy: job.times.simulated(config, memory, policy).step for policy in policies}
+    steps = {policy: job.simulated(config, memory, policy).step for policy in policies}
     assert first.seconds.step == min(steps.values()) < steps["serial"]
     assert steps[dict(first.settings)["fusion.policy"]] == first.seconds.step
 
@@ -168,6 +174,58 @@ def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(
     job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
     found = search(job, facts, seconds=0)
     assert not found.plans and found.left > 0 and found.nearest[1]
+
+
+@pytest.mark.parametrize("seconds", [0, 3, 8])
+def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
+    """On a clock that stands still but for simulating."""
+    clock, really = SimpleNamespace(now=0.0), StepTimes.simulated
+
+    def slow(self, *arguments, **more):
+        clock.now += 1
+        return really(self, *arguments, **more)
+
+    monkeypatch.setattr(StepTimes, "simulated", slow)
+    policies = ("serial", "stream", "rlhfuse", "adaptive")
+    job, facts = job_of(shape, axes=SMALL | {POLICY: policies}), facts_of(shape)
+    found = search(job, facts, seconds, clock=lambda: clock.now)
+    assert found.plans and found.left > 0 and clock.now <= max(1, seconds)
+    assert (found.bound_s == 0) is (seconds == 0), "time for bounds of all structures, or not"
+    began, (after, around) = clock.now, settled(job, found, facts, 2, lambda: clock.now)
+    assert clock.now <= began + 2 and after.plans[0].seconds.step <= 1.002 * found.plans[0].seconds.step
+    assert LATE in {each.why_not for each in around}
+
+
+def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeypatch):
+    """On a clock that stands still but for memories without activations."""
+    clock, really = SimpleNamespace(now=0.0), Job.lean
+
+    def slow(self, settings):
+        clock.now += 1
+        return really(self, settings)
+
+    monkeypatch.setattr(Job, "lean", slow)
+    axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
+    job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
+    found = search(job, facts, seconds=6, clock=lambda: clock.now)
+    assert not found.plans and found.structures > 3 and clock.now <= 6
+
+
+def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
+    job, facts = job_of(shape), facts_of(shape)
+    whole, patient = search(job, facts, seconds=inf), search(job, facts, seconds=inf, patience=3)
+    assert patient.simulated < whole.simulated and patient.left > 0 and patient.bound_s > 0
+    assert patient.plans[0].seconds.step >= whole.plans[0].seconds.step >= patient.bound_s
+
+
+def test_what_was_asked_for_before_changes_no_step(shape):
+    """Pipelines that differ in how fast they are have one schedule."""
+    pipeline, job = (("training.pipeline_parallel_size", 2), ("actor.zero_stage", 1)), job_of(shape)
+    again = (*pipeline, ("model.enable_gradient_checkpointing", True))
+    fresh = job.simulated(*job.with_settings(again))
+    other = job_of(shape)
+    faster = other.simulated(*other.with_settings(pipeline))
+    assert faster.step < fresh.step and other.simulated(*other.with_settings(again)) == fresh
 
 
 def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
@@ -207,6 +265,15 @@ def test_a_key_is_not_changed_for_nothing(shape):
     assert dict(found.plans[0].settings)["rollout.max_num_seqs"] == 64
 
 
+@pytest.mark.parametrize(
+    "device, leaf, own", [("cuda", "gpu_memory_utilization", 0.55), ("cpu", "kv_cache_memory_mb", 64)]
+)
+def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
+    config = changed(Config(), [(f"rollout.{leaf}", own)])
+    values = axes_of(config, shape, Cluster(1, 2, 10, device=device, tflops=1.0))[f"rollout.{leaf}"]
+    assert own in values and list(values) == sorted(values, reverse=True)
+
+
 @pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
 def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
     job, facts = job_of(shape), facts_of(shape)
@@ -220,78 +287,16 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     assert all(each.plan or each.why_not for each in around)
 
 
-@pytest.mark.slow
-def test_more_memory_never_makes_a_plan_infeasible_or_slower(shape):
-    facts, before = facts_of(shape), inf
-    for memory in (6, 10, 12, 14, 24):
-        found = search(job_of(shape, device_memory_gb=memory), facts, seconds=inf)
-        now = found.plans[0].seconds.step if found.plans else inf
-        assert now <= before
-        before = now
-    assert before < inf
-
-
-@pytest.mark.slow
-def test_more_devices_never_slow_the_best_plan(shape):
-    facts, steps = facts_of(shape), []
-    for nodes in (1, 2, 3, 4):
-        cluster = Cluster(**CLUSTER | {"nodes": nodes}, links=LinksGiven(between_gbs=0.1))
-        axes = SMALL | {"trainer.nnodes": axes_of(Config(), shape, cluster)["trainer.nnodes"]}
-        steps.append(search(job_of(shape, cluster, axes), facts, seconds=inf).plans[0].seconds.step)
-    assert steps == sorted(steps, reverse=True)
-
-
-def test_no_forecast_is_better_than_what_anybody_measured(shape):
-    job = job_of(shape, utilization=MOST_UTILIZATION)
-    best = search(job, facts_of(shape), seconds=0).plans[0]
-    flops = 6 * shape.passed * (sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
-    assert flops / best.seconds.training / job.cluster.devices / (job.cluster.tflops * 1e12) <= MOST_UTILIZATION
-    with pytest.raises(ClusterError, match=r"utilization=0.6: needs a number above 0, at most 0.547"):
-        read_of({**CLUSTER, "utilization": 0.6})
-
-
-def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_held_against_its_peak(tmp_path):
-    known = Hardware(50e12, 40e12, 30e12, 1e12, errors={"training": 0.05})
-    path = tmp_path / "calibration.yaml"
-    source = Source("a run", 1000, 2, 64, 10, 20, 40, 1)
-    errors = Errors(training=0.05)
-    write(Calibration("runs", "a device", 1, "1", coefficients_of(known), errors, "steps", (source,)), path)
-    cluster = {"nodes": 1, "devices_per_node": 8, "device_memory_gb": 80, "calibration": str(path)}
-    same, other = read_of(cluster).hardware(), read_of(cluster | {"product_ratio": 2, "copy_ratio": 1.5}).hardware()
-    assert (same.train_flops, other.train_flops, other.bytes_per_s) == (40e12, 80e12, 1.5e12)
-    assert other.errors["training"] > same.errors["training"] == 0.05
-    assert read_of(cluster | {"tflops": 80}).hardware().train_flops == 40e12
-    with pytest.raises(ClusterError, match=r"56% of tflops=72, more than 54\.7%"):
-        read_of(cluster | {"tflops": 72}).hardware()
-    with pytest.raises(ClusterError, match=r"more than 49\.3%"):
-        read_of(cluster | {"tflops": 80}).hardware(experts=True)
-    with pytest.raises(ClusterError, match="product_ratio, copy_ratio: need each other"):
-        read_of(cluster | {"product_ratio": 2})
-
-
-def test_a_mixture_of_experts_is_forecast_no_faster_than_any_was_measured():
-    cluster = Cluster(**CLUSTER, utilization=MOST_UTILIZATION)
-    assert cluster.hardware().train_flops == MOST_UTILIZATION * 10e12
-    assert cluster.hardware(experts=True).train_flops == 0.493 * 10e12
-
-
-def test_a_plan_leaves_the_margin_free(shape):
-    best = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
-    assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
-
-
-def test_what_is_off_the_devices_has_room_on_their_host(shape):
-    job, facts = job_of(shape), facts_of(shape)
-    offloaded = [(key, (True,) if key == "actor.offload_optimizer" else values) for key, values in SMALL.items()]
-    free = search(replace(job, axes=dict(offloaded)), facts, seconds=0).plans[0]
-    config, _ = job.with_settings(free.settings)
-    needed = free.memory.host * config.trainer.n_gpus_per_node / 2**30
-    for share, fits in ((1.1, True), (0.9, False)):
-        tight = job_of(shape, host_memory_gb=needed * share / 0.95)
-        wrong = problems(config, replace(free.memory, budget=tight.cluster.budget()))
-        assert fits is not any("host memory: needs" in line for line in wrong)
-    none = search(job_of(shape, axes=dict(offloaded), host_memory_gb=1), facts, seconds=0)
-    assert not none.plans and "(host_memory_gb)" in none.nearest[1][0]
+def test_values_that_can_only_go_after_others_go_too(shape):
+    """A device without a pipeline holds one stage: stages stay until it does."""
+    stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
+    job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
+    measured = replace(job.hardware, errors=dict.fromkeys(KINDS, 9.0))
+    job = replace(job, cluster=replace(job.cluster, calibration="calibration.yaml"), hardware=measured)
+    found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
+    assert dict(found.plans[0].settings)[several] == 2
+    first = dict(settled(job, found, facts)[0].plans[0].settings)
+    assert (first[stages], first[several]) == (1, 1)
 
 
 def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
@@ -311,7 +316,8 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     config.algorithm.adv_estimator, config.data.max_response_length = "grpo", 256
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 2
     costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
-    even, uneven = (forecast(config, {}, costs, lengths, 64, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
+    times = StepTimes({}, lengths, 64)
+    even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
     assert uneven["serial"] == pytest.approx(2 * even["serial"], rel=0.05), "samples are divided alike"
     assert all(uneven[policy] > 1.3 * even[policy] for policy in even)
     assert of_slowest(costs, (1.0, 0.5)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
@@ -340,10 +346,10 @@ def test_passes_of_a_pipeline_wait_for_the_first_and_last_micro_batch(shape, tok
     job = job_of(shape)
     job.config.training.pipeline_parallel_size, job.config.actor.ppo_max_token_len_per_gpu = 2, tokens
     costs = costs_of(job.config, job.shapes, job.hardware, 256)
-    waits = with_idle_stages(job.config, costs, [192] * 64, 64)  # 32 rows of 256 tokens in each of two pipelines
+    waits = with_idle_stages(job.config, costs, 256)  # 32 rows of so many tokens in each of two pipelines
     assert costs.score_tokens_per_s / waits.score_tokens_per_s == pytest.approx(longer)
     job.config.training.pipeline_parallel_size = 1
-    assert with_idle_stages(job.config, costs, [192] * 64, 64) == costs
+    assert with_idle_stages(job.config, costs, 256) == costs
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -352,9 +358,9 @@ def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages
     job = job_of(shape)
     pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
     first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
-    bound = job.times.bound(*job.lean(first), roomy=True)
-    assert all(bound <= job.times.bound(*job.lean(each)) for each in (first, *others))
-    assert job.times.bound(*job.lean(others[0])) < job.times.bound(*job.lean(first))
+    bound = job.bound(*job.lean(first), roomy=True)
+    assert all(bound <= job.bound(*job.lean(each)) for each in (first, *others))
+    assert job.bound(*job.lean(others[0])) < job.bound(*job.lean(first))
 
 
 @pytest.mark.parametrize("engines", [1, 2, 6, 7, 8, 96, 128, 1024])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 
 import pytest
@@ -15,6 +16,8 @@ from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import facts_of_a_plan
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.planning import search_command
 from rlfuse.planning.cluster_file import ClusterError, read_cluster
 from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 
@@ -105,6 +108,33 @@ def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch, stages", [(16, 1), (256, 1), (64, 2)])
+def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys, monkeypatch, batch, stages):
+    """Of few samples, of so many that some are enough to simulate, and of a pipeline's schedule."""
+    folder, words = files
+    monkeypatch.setenv("COLUMNS", "100")
+    out, kept = folder / "best.yaml", "training.pipeline_parallel_size"
+    more = [f"data.train_batch_size={batch}", f"{kept}={stages}", "--keep", kept, "--seconds", "3", "--out", str(out)]
+    assert main([*[word for word in words if "train_batch_size" not in word], *more]) == 0
+    searched = dict(re.findall(r"^ *(\w+)(?: \(fastest\))? +([\d.]+) *$", capsys.readouterr().out, re.M))
+    assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
+    told = capsys.readouterr().out
+    mine = to_config(compose_job([str(out)]), facts_of_a_plan).fusion.policy
+    found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, the fastest)? +([\d.]+) *$", told, re.M)
+    assert len(found) == len(POLICIES) and {policy or mine: step for policy, step in found}.items() <= searched.items()
+
+
+@pytest.mark.slow
+def test_ctrl_c_among_neighbours_shows_what_was_found(files, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_command, "settled", interrupted)
+    _, words = files
+    assert main([*words, "--seconds", "2"]) == 0 and "fastest" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
     folder, words = files
     (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
@@ -138,7 +168,7 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
     told = {word.partition("=")[0] for word in best.split()}
     before, after = (to_config(compose_job([str(path)]), facts_of_a_plan) for path in (given, out))
     changes = {key.name for key in keys() if value_of(before, key.name) != value_of(after, key.name)}
-    assert changes == told >= {"trainer.n_gpus_per_node", "trainer.nnodes", "cluster.device"}
+    assert changes == told >= {"trainer.n_gpus_per_node", "cluster.device"}
     assert after.trainer.total_epochs == 3 and "not-for-files" not in out.read_text()
 
 
@@ -162,5 +192,7 @@ def test_what_can_not_be_searched_is_refused(files, capsys, more, told):
 def test_a_batch_of_fewer_samples_than_devices_takes_fewer_devices(files, capsys):
     _, words = files
     few = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "--seconds", "0.1"]
-    assert main([*words, *few]) == 0
+    kept = ["fusion.policy=serial", "--keep", "fusion.policy"]
+    assert main([*words, *few, *kept]) == 0
     assert "1x2 " in (told := capsys.readouterr().out) and "2x2 " not in told
+    assert "serial (fastest)" in told and "adaptive" not in told

@@ -9,14 +9,19 @@ import torch
 from rlfuse.errors import VideoError
 from rlfuse.tasks.small_video_models import VIDEO, VISION_END, VISION_START, byte_tokenizer
 from rlfuse.video.models.qwen2_5_vl import Qwen25VL
+from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.models.video_llama_3 import VideoLlama3
-from rlfuse.video.plan import SEED_TIMES, ClipFacts, Geometry, plan_video
+from rlfuse.video.plan import ClipFacts, Geometry, plan_video
 from rlfuse.video.processor_sampling import within
 from rlfuse.video.prompt import VisualTokens, assemble
+from rlfuse.video.timestamps import SEED_TIMES
 
 pytest.importorskip("torchvision", reason="the models' own processors need it")
-FAMILIES = {"video_llama_3": VideoLlama3, "qwen2_5_vl": Qwen25VL}
-SHOWN = {"video_llama_3": "Look:\n{}\nWhat?", "qwen2_5_vl": f"Look:\n{VISION_START}{{}}{VISION_END}What?"}
+FAMILIES = {"video_llama_3": VideoLlama3, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
+FRAMED = f"Look:\n{VISION_START}{{}}{VISION_END}What?"
+SHOWN = {"video_llama_3": "Look:\n{}\nWhat?", "qwen2_5_vl": FRAMED, "qwen3_vl": FRAMED}
+CAPPED = {"cap_pixels_per_frame": True, "max_video_tokens": 200}
+EXTRA = {"video_llama_3": [{}], "qwen2_5_vl": [CAPPED], "qwen3_vl": [{}, CAPPED | {"max_video_tokens": 9}]}
 FEW_PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
 
 
@@ -25,6 +30,8 @@ def processor_of(kind, **settings):
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
         Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
         VideoLlama3ImageProcessor,
         VideoLlama3Processor,
         VideoLlama3VideoProcessor,
@@ -34,6 +41,8 @@ def processor_of(kind, **settings):
     tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, "<|image_pad|>", VIDEO]})
     if kind == "qwen2_5_vl":
         return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(**settings))
+    if kind == "qwen3_vl":
+        return Qwen3VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor(**settings))
     frames = VideoLlama3VideoProcessor(use_token_compression=False, **settings)
     return VideoLlama3Processor(VideoLlama3ImageProcessor(), tokenizer, frames)
 
@@ -41,7 +50,8 @@ def processor_of(kind, **settings):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_frames_are_those_that_the_processor_takes(kind):
     family = FAMILIES[kind]
-    sampling, processor = family.sampling, processor_of(kind).video_processor
+    sampling, whole = family.sampling, processor_of(kind)
+    processor = whole.video_processor
     geometry = Geometry(temporal_patch=family.temporal_patch)
     from transformers.video_utils import VideoMetadata
 
@@ -49,30 +59,35 @@ def test_frames_are_those_that_the_processor_takes(kind):
         facts = ClipFacts(total / fps, fps, 56, 84, total)
         limits = {"min_frames": sampling.min_frames, "max_frames": sampling.max_frames, "fps": sampling.fps}
         metadata = VideoMetadata(total_num_frames=total, fps=fps)
-        expected = processor.sample_frames(metadata, temporal_patch_size=family.temporal_patch, **limits).tolist()
+        more = {"temporal_patch_size": family.temporal_patch} if kind != "qwen3_vl" else {}
+        expected = processor.sample_frames(metadata, **more, **limits).tolist()
         plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
-        assert plan.times == pytest.approx([frame / fps for frame in expected], abs=1e-6)
         assert plan.fps == pytest.approx(len(expected) / total * fps)
+        expected += expected[-1:] * (-len(expected) % family.temporal_patch)
+        assert plan.times == tuple(frame / fps for frame in expected)
+        if kind == "qwen3_vl":  # to the bit, for what is rounded to tenths in the prompt
+            assert plan.patch_times == whole._calculate_timestamps(expected, fps)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("height", "width", "seconds"), [(56, 84, 3.2), (100, 300, 9.0), (300, 200, 30.1)])
+@pytest.mark.parametrize(("kind", "extra"), [(kind, each) for kind in FAMILIES for each in EXTRA[kind]])
+@pytest.mark.parametrize(
+    ("height", "width", "seconds"), [(56, 84, 3.2), (20, 41, 5.0), (100, 300, 9.0), (300, 200, 30.1)]
+)
 @pytest.mark.parametrize("size", [FEW_PIXELS, {"shortest_edge": 16 * 28 * 28, "longest_edge": 90 * 28 * 28}])
-def test_prompts_and_sizes_are_the_processors(kind, height, width, seconds, size):
+def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, seconds, size):
     family, fps = FAMILIES[kind], 5.0
-    extra = {"cap_pixels_per_frame": True, "max_video_tokens": 200} if kind == "qwen2_5_vl" else {}
-    processor = processor_of(kind, size=size, **extra)
+    limits = {"min_frames": 4, "max_frames": 13, "fps": 1.0}
+    processor = processor_of(kind, size=size, **limits, **extra)
     pixels = torch.zeros(int(seconds * fps), 3, height, width, dtype=torch.uint8)
     metadata = {"total_num_frames": len(pixels), "fps": fps, "duration": seconds}
-    limits = {"min_frames": 4, "max_frames": 12, "fps": 1.0}
     inputs = processor(
         text=[SHOWN[kind].format(VIDEO)], videos=[pixels], video_metadata=[metadata], do_sample_frames=True,
         return_tensors="pt", **limits,
     )  # fmt: skip
     sampling = family.sampling.told({"size": size, **limits, **extra})
     facts = ClipFacts(len(pixels) / fps, fps, height, width, len(pixels))
-    geometry = Geometry(temporal_patch=family.temporal_patch)
+    geometry = Geometry(16 if kind == "qwen3_vl" else 14, temporal_patch=family.temporal_patch)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
     assert list(plan.grid) == inputs["video_grid_thw"][0].tolist()
     prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO, "<|image_pad|>"))

@@ -4,6 +4,7 @@ In one process and without an engine: vLLM's model, its linear layers and expert
 writes them.
 """
 
+import inspect
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -11,6 +12,10 @@ import pytest
 import torch
 import transformers
 
+from rlfuse.config.quantization import EXPERTS_ALONE, OF_VLLM, ON_CPUS
+from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.valid_values import CHOICES
+from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
@@ -24,11 +29,12 @@ SMALL = dict(
 
 
 @contextmanager
-def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str):
+def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str, quantization: str | None = None):
     """transformers' model, vLLM's with other weights, and its `SharedMemoryTransfer`."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     from rlfuse.engines.weights.receiver import SharedMemoryTransfer
@@ -36,7 +42,9 @@ def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str)
     torch.manual_seed(0)
     trained = getattr(transformers, kind)(config).to(getattr(torch, dtype)).eval()
     trained.save_pretrained(folder)
-    arguments = EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=32)
+    arguments = EngineArgs(
+        model=str(folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=32, quantization=quantization
+    )
     settings, default = arguments.create_engine_config(), torch.get_default_dtype()
     with set_current_vllm_config(settings):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
@@ -46,6 +54,8 @@ def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str)
         torch.set_default_dtype(default)
         with Exporter(trained, 0).gathered([*Exporter(trained, 0).tensors]) as tensors:
             model.load_weights(tensors.items())
+        if quantization:
+            finalize_layerwise_processing(model, settings.model_config)
         process_weights_after_loading(model, settings.model_config, torch.device("cpu"))
         try:
             with torch.no_grad():
@@ -91,6 +101,62 @@ def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
             for one, other in zip(found, expected, strict=True):
                 close = 1e-5 if dtype == "float32" else 0.02
                 torch.testing.assert_close(one, other, atol=close * float(other.abs().max()), rtol=0)
+
+
+@pytest.mark.slow
+def test_each_push_is_quantized_anew(tmp_path):
+    """On CPUs: scales of a weight's rows and of a token, products of torch's own."""
+    sizes = {**SMALL, "tie_word_embeddings": True}
+    with served("Qwen2ForCausalLM", transformers.Qwen2Config(**sizes), tmp_path, "bfloat16", ON_CPUS) as each:
+        trained, model, transfer = each
+        states, layer = torch.randn(9, 32, dtype=trained.dtype), model.model.layers[0].mlp.down_proj
+        wide, expected = torch.randn(9, 64, dtype=trained.dtype), []
+        for _ in range(3):
+            push(trained, transfer, tmp_path)
+            ours = trained.model.layers[0]
+            expected.append(ours.mlp.down_proj(wide))
+            far = float(expected[-1].abs().max())
+            torch.testing.assert_close(layer(wide)[0], expected[-1], atol=0.1 * far, rtol=0)
+            assert layer.weight.dtype == torch.float8_e4m3fn
+            torch.testing.assert_close(
+                model.lm_head.quant_method.apply(model.lm_head, states), trained.lm_head(states), atol=0.05, rtol=0.02
+            )
+        assert float((expected[1] - expected[2]).abs().max()) > 0.5 * far, "pushes of other weights"
+
+
+@pytest.mark.slow
+def test_vllm_makes_every_kind_while_it_loads_and_again_at_each_reload():
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.model_executor.layers.quantization.online.base import _ONLINE_LINEAR_METHODS, _ONLINE_MOE_METHODS
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    mark = "_already_called_process_weights_after_loading"
+    assert f'delattr(layer, "{mark}")' in inspect.getsource(layerwise._layerwise_process)
+    for kind in CHOICES["rollout.quantization"]:
+        of = _ONLINE_SHORTHANDS[kind]
+        assert (of.linear is None) == (kind == EXPERTS_ALONE)
+        linear = [_ONLINE_LINEAR_METHODS[of.linear.weight]] if of.linear else []
+        for method in (*linear, _ONLINE_MOE_METHODS[of.moe.weight]):
+            assert mark in inspect.getsource(method.process_weights_after_loading)
+
+
+@pytest.mark.slow
+def test_routers_and_towers_stay_as_they_are(tmp_path):
+    """vLLM hands Qwen3-MoE's, LFM2-MoE's and any tower's layers what quantizes others."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    transformers.Qwen3MoeConfig(**SMALL).save_pretrained(tmp_path)
+    for kind in {*CHOICES["rollout.quantization"]} - {EXPERTS_ALONE}:
+        rollout, model = RolloutConfig(quantization=kind), ModelConfig(path=str(tmp_path), dtype="bfloat16")
+        arguments = engine_arguments(model, rollout, 32, "cpu")
+        chosen = EngineArgs(**{name: arguments[name] for name in ("model", *OF_VLLM)}).quantization_config
+        method_of = OnlineQuantizationConfig(chosen).resolve_quant_method_cls
+        assert method_of(RowParallelLinear, "model.layers.0.self_attn.o_proj") is not None
+        assert all(method_of(GateLinear, f"model.layers.0.{block}.gate") is None for block in ("mlp", "feed_forward"))
+        assert method_of(RowParallelLinear, "visual.blocks.0.mlp.down_proj") is None
 
 
 @pytest.mark.slow

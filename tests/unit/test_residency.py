@@ -12,9 +12,10 @@ from scenes import Scene, scenes
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.planning.memory import Budget, memory_of, problems
+from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
+from rlfuse.planning.shortages import problems
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 
@@ -29,7 +30,7 @@ def scene_of(policy, estimator, zero, **more):
 
 def replay(world):
     run_virtual(world.run())
-    planned = contents()
+    planned = contents(world.trainer.residency == "step")
     for phase, items in world.ledger.seen.items():
         assert items <= planned[phase], phase
     return world
@@ -63,17 +64,46 @@ def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, model):
         assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
 
 
+@pytest.mark.parametrize("residency", ["forecast", "step"])
+@pytest.mark.parametrize("zero", ZERO)
+def test_optimizers_that_come_by_themselves_are_where_they_are_read(zero, residency, model):
+    for policy in POLICIES:
+        world = ResidentWorld(scene_of(policy, "gae", ZERO[zero]), resumed=True, residency=residency)
+        replay(world)
+        assert world.saved == [1, 2] and len(world.learned) == 2
+        assert not world.trainer.coming or residency == "forecast"
+        memory = plan_of(world.config(), ZERO[zero], model)
+        for phase, items in world.ledger.seen.items():
+            found = sum(part.size for part in memory.parts if part.item in items)
+            assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
+        assert (world.trainer.fetched > 0) == (residency == "forecast")
+
+
+def test_what_is_there_for_steps_alone_has_the_room_of_activations(model):
+    together, alone = (
+        plan_of(ResidentWorld(scene_of("serial", "gae", 1), residency=each).config(), 1, model)
+        for each in ("forecast", "step")
+    )
+    (states,) = {part.size for part in together.parts if part.item == Item.OPTIMIZER}  # of actor and critic alike
+    assert alone.total("syncing") == together.total("syncing") - 2 * states
+    assert together.total("training") - 2 * states <= alone.total("training") <= together.total("training") - states
+    for phase in ("loading", "generating", "saving"):
+        assert alone.total(phase) == together.total(phase)
+    assert alone.moved == together.moved and alone.host == together.host
+
+
 @pytest.mark.slow
 @exploring
 @given(
     scene=scenes(steps=1),
+    residency=st.sampled_from(("training", "forecast", "step")),
     zero=st.sampled_from(sorted(ZERO.values())),
     gib=st.floats(16, 400),
     share=st.sampled_from((0.3, 0.6, 0.9)),
     again=st.booleans(),
 )
-def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(scene, zero, gib, share, again, model):
-    world = replay(ResidentWorld(scene))
+def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(scene, residency, zero, gib, share, again, model):
+    world = replay(ResidentWorld(scene, residency=residency))
     config = world.config()
     config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = share, again
     memory = plan_of(config, zero, model, gib)
@@ -146,6 +176,9 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
         return begin
 
     class Ranks:
+        async def measure(self):
+            order.append("measured")
+
         async def leave_device(self, slot):
             order.append(f"leave {slot}")
 
@@ -155,11 +188,12 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     assert gpu.trainer_facts == {} and gpu.engine_facts == [7, 8]
     began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
-    assert order == [*began, "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
+    assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
     assert cpu.trainer_facts == {} and cpu.engine_facts == [7, 8]
     assert order[:4] == [f"{name} begins" for name in ("engine 0", "engine 1", "rewards", "ranks")]
+    assert order[-1] == "measured"
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
@@ -193,6 +227,8 @@ WRONG = {
         "wake(kv_cache) finds parameters, reference, optimizer on the device",
     ),
     "a checkpoint of ranks that are away": ((*STARTED, "save"), "save needs parameters, reference, optimizer"),
+    "a step without its optimizer": ((*STARTED, "sleep", "take_weights", "step"), "step needs optimizer on the device"),
+    "an optimizer that comes beside the engine": ((*STARTED, "fetch_optimizer"), "needs parameters on the device"),
     "generation without a KV cache": (
         (*STARTED, "sleep", "take_device", "wake(weights)", "push", "leave_device", "generate"),
         "generate needs KV cache on the device. There: engine weights, residents; the last call was leave_device",
@@ -212,6 +248,16 @@ def test_nobody_moves_while_somebody_works():
     ledger = listed(*STARTED)
     with ledger.doing("generate", 0), pytest.raises(ResidencyError, match="sleep begins while generate is under way"):
         ledger._begin("sleep", 0)
+
+
+def test_an_optimizer_comes_while_others_work_and_nothing_leaves_meanwhile():
+    ledger = listed(*STARTED, "sleep", "take_weights")
+    with ledger.doing("accumulate", 0), ledger.doing("fetch_optimizer", 0):
+        with ledger.doing("score", 0):
+            pass
+        with pytest.raises(ResidencyError, match="leave_device begins while accumulate is under way"):
+            ledger._begin("leave_device", 0)
+    assert {Item.OPTIMIZER, Item.ACTIVATIONS} <= ledger.seen["training"]
 
 
 def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():

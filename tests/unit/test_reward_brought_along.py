@@ -3,8 +3,7 @@
 import re
 
 import pytest
-
-from rlfuse.rewards.table import score_table
+from scored_rows import score_table
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 ROWS = [

@@ -1,16 +1,17 @@
 """Weights, gates, routing by source, dimensions: what a composed reward is, and who is asked for it."""
 
 import math
+from math import inf, nan
 
 import numpy as np
 import pytest
+from scored_rows import score_table
 
-from rlfuse.config.rewards import RewardEntry, read_entries
+from rlfuse.config.rewards import RewardConfig, RewardEntry, read_entries
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.combine import compose, unscored, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Score, item_of_row
-from rlfuse.rewards.table import score_table
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Reward, RewardFailure
 
@@ -181,15 +182,26 @@ def of_trl(prompts, completions, answer, scale, hint=None, **rest):
     return [0.0] * len(completions)
 
 
+@pytest.mark.parametrize(
+    "wrong, told",
+    [({"num_workers": 0}, "num_workers is 0"), *(({"timeout_s": s}, "timeout_s is") for s in (0, nan, inf))],
+)
+def test_a_pool_that_could_never_answer_is_refused(wrong, told):
+    with pytest.raises(RewardError, match=rf"reward\.{told}.* has to be"):
+        RewardPool(RewardConfig([wants_the_prompt], **wrong))
+
+
 def test_a_column_that_is_missing_is_found_in_the_data():
-    pool = RewardPool([{"path": of_trl, "sources": ["math"], "kwargs": {"scale": 1}}, {"path": of_all, "gate": False}])
+    pool = RewardPool(
+        RewardConfig([{"path": of_trl, "sources": ["math"], "kwargs": {"scale": 1}}, {"path": of_all, "gate": False}])
+    )
     row = {"prompt": "p", "answer": 3}
     pool.check_prompts(prompts(("math", row), ("code", {})))
     with pytest.raises(RewardError, match="reward function of_trl: its parameter 'answer' is no column of 1 of 2 rows"):
         pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.4)
     pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.5)
     with pytest.raises(RewardError, match="'prompt' is no column of 1 of 1 rows; row 0 has prompt"):
-        RewardPool([wants_the_prompt]).check_prompts(prompts(("", {"prompt": "p"})))
+        RewardPool(RewardConfig([wants_the_prompt])).check_prompts(prompts(("", {"prompt": "p"})))
 
 
 def of_all(data_source, solution_str, ground_truth):
@@ -201,7 +213,7 @@ def wants_the_prompt(solution_str, prompt):
 
 
 def test_a_source_that_nothing_scores_is_found_in_the_data():
-    pool = RewardPool([{"path": of_all, "sources": ["sums"]}])
+    pool = RewardPool(RewardConfig([{"path": of_all, "sources": ["sums"]}]))
     pool.check_prompts(prompts(("sums", {})))
     with pytest.raises(RewardError, match="no entry scores data_source 'code'"):
         pool.check_prompts(prompts(("sums", {}), ("code", {})))

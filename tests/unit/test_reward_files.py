@@ -5,13 +5,13 @@ import sys
 import time
 
 import pytest
+from scored_rows import score_table
 
 from rlfuse.config import own_modules
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.table import score_table
 
 COUNTED = """
 import dataclasses, multiprocessing, pickle, sys
@@ -78,6 +78,7 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
         assert pickle.loads(pickle.dumps(function)) is function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("stem", ["rewards_with_processes", "pytest"])
 def test_a_reward_may_use_processes(tmp_path, stem, method):

@@ -7,6 +7,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from scored_rows import score_table
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
@@ -14,7 +15,6 @@ from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row, item_of_sample
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge
-from rlfuse.rewards.table import score_table
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 ROWS = [

@@ -12,13 +12,13 @@ import hostile_rewards as hostile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored_rows import score_table
 
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.combine import compose
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row
-from rlfuse.rewards.table import score_table
 from rlfuse.samples import Reward, RewardFailure
 
 FILE = Path(hostile.__file__)

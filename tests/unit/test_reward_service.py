@@ -2,24 +2,28 @@
 
 import asyncio
 import json
+import os
+import signal
 import textwrap
 
 import aiohttp
 import pytest
 from aiohttp import web
+from scored_rows import score_table
 
 from rlfuse import cli
 from rlfuse.errors import RewardError
 from rlfuse.rewards import service
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row
-from rlfuse.rewards.table import score_table
 from rlfuse.samples import RewardFailure
 
 CODE = """
 import os, time
 
 def grade(solution_str, ground_truth, data_source):
+    if solution_str == "process":
+        return os.getpid()
     if solution_str == "hang":
         time.sleep(600)
     if solution_str == "exit":
@@ -107,6 +111,15 @@ async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mist
             assert "status 500" in failures[0].message and words in failures[0].message
         assert 'raise KeyError("what the user wrote")' in (await outcomes(url, "raise"))[0].traceback
         assert (await outcomes(url, "4"))[0].value == 1.0
+
+
+@pytest.mark.slow
+async def test_a_process_that_was_killed_while_it_had_no_request_is_replaced(graded):
+    async with Running(service.application(graded)) as url:
+        (before,) = await outcomes(url, "process")
+        os.kill(int(before.value), signal.SIGKILL)
+        both = await asyncio.gather(outcomes(url, "process"), outcomes(url, "process"))
+        assert both[0] == both[1] and both[0][0].value != before.value
 
 
 @pytest.mark.slow

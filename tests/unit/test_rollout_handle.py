@@ -244,6 +244,23 @@ async def test_the_successor_of_a_lost_engine_sleeps_before_it_has_weights(engin
     assert engine.handle.lost
 
 
+async def test_an_engine_is_not_asked_to_do_what_it_has_done(engine):
+    async def asked(turn):
+        before = len(engine.actors[-1].asked)
+        await turn
+        return len(engine.actors[-1].asked) - before
+
+    handle = engine.handle
+    assert await asked(handle.wake()) == await asked(handle.wake("weights")) == 0, "it starts awake"
+    assert [await asked(handle.sleep()) for _ in range(2)] == [1, 0]
+    assert [await asked(handle.wake("weights")) for _ in range(2)] == [1, 0]
+    assert [await asked(handle.wake()) for _ in range(2)] == [1, 0]
+    await handle.sleep()
+    handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    await engine.push()
+    assert await asked(handle.wake()) == 0 and await asked(handle.sleep()) == 1, "the next one starts awake, too"
+
+
 async def test_nothing_is_asked_of_a_successor_that_did_not_start(engine):
     task = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)

@@ -120,6 +120,16 @@ def test_baselines_have_their_published_makespans(number):
     assert baseline(whole, "zb-h1", barrier=True) == work + bubble
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_more_chunks_shorten_the_bubble_of_interleaved_ones(chunks):
+    """Megatron's: the bubble divided by the chunks; its order is one of those that the search starts from."""
+    model = MODEL | {"stages": 4, "micro_batches": 8}
+    given = parse({"devices": 4, "models": [model], "chunks_per_device": chunks, "placement": "interleaved"})
+    order = next(order for name, order in one_by_one(given) if name == "serial interleaved")
+    rows = timed(given, named(given, order))
+    assert max(row[-1].end for row in rows) == pytest.approx(8 * 3 + 3 * 3 / chunks)
+
+
 def test_zb_v_halves_the_bubble_and_interleaving_needs_whole_groups():
     whole = problem(5)
     assert baseline(whole, "zb-v", barrier=True) == 168 + 24.5

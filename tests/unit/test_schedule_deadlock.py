@@ -26,7 +26,9 @@ from rlfuse.fusion.schedules.transfers import lanes, programs
 MODELS = {"actor": "down", "critic": "up"}
 
 
-def problem(stages, models=tuple(MODELS), scored=0, split=False, chunks=1, micro_batches=None, pipelines=None):
+def problem(
+    stages, models=tuple(MODELS), scored=0, split=False, chunks=1, micro_batches=None, pipelines=None, placement="v"
+):
     """The critic in `pipelines` shorter ones, if given; `scored` micro-batches of the reference fill bubbles."""
     made = []
     for name in models:
@@ -35,13 +37,14 @@ def problem(stages, models=tuple(MODELS), scored=0, split=False, chunks=1, micro
         made.append(Model(name, stages // copies, count, 1.0, 2.0, copies, direction=MODELS[name]))
     if scored:
         made.append(Model("ref", stages, scored, 1.0, None))
-    return Problem(stages, tuple(made), split_backward=split, chunks_per_device=chunks)
+    return Problem(stages, tuple(made), split_backward=split, chunks_per_device=chunks, placement=placement)
 
 
 def layout(of):
     """Its models as ranks hold them."""
     return tuple(
-        Pipelines(each.name, each.stages, each.pipelines, each.direction, of.chunks(each)) for each in of.models
+        Pipelines(each.name, each.stages, each.pipelines, each.direction, of.chunks(each), of.placement)
+        for each in of.models
     )
 
 
@@ -62,6 +65,9 @@ PROBLEMS = {
     "passes in the bubbles": dict(scored=5, split=True),
     "V": dict(chunks=2, split=True),
     "V, backward whole": dict(chunks=2),
+    "interleaved": dict(chunks=2, split=True, placement="interleaved"),
+    "interleaved, backward whole": dict(chunks=2, placement="interleaved"),
+    "three chunks of one model": dict(models=("actor",), chunks=3, placement="interleaved"),
 }
 
 
@@ -213,12 +219,16 @@ def test_a_replay_that_does_not_end_names_each_device_and_its_operation(monkeypa
         check(rows, layout(given_problem))
 
 
-def test_every_pair_of_every_block_has_its_lanes_and_no_device_more_than_cuda_runs_side_by_side():
+@pytest.mark.parametrize("placement, chunks, pairs", [("v", 2, 28), ("interleaved", 2, 30), ("interleaved", 4, 31)])
+def test_every_pair_of_every_block_has_its_lanes_and_no_device_more_than_cuda_runs_side_by_side(
+    placement, chunks, pairs
+):
     """Each has a stream, of torch's pool of 32, and wants a connection of its own; so does the computation."""
-    three = [Pipelines(name, 8, chunks=2, direction=way) for name, way in (*MODELS.items(), ("ref", "down"))]
+    ways = (*MODELS.items(), ("ref", "down"))
+    three = [Pipelines(name, 8, chunks=chunks, direction=way, placement=placement) for name, way in ways]
     found = [lane for each in three for lane in lanes(each)]
-    assert len(found) == len(set(found)) == 3 * 2 * 2 * 7  # models, F and B, halves of the V, neighbours
-    assert all(abs(lane.sender - lane.receiver) == 1 for lane in found)
+    assert len(found) == len(set(found)) == 3 * pairs  # neighbours, F and B, first chunk or not
+    assert all((lane.sender - lane.receiver) % 8 in (1, 7) for lane in found)
     most = max(sum(device in (lane.sender, lane.receiver) for lane in found) for device in range(8))
     connections = {each.name: each.value for each in pipeline_settings()}["CUDA_DEVICE_MAX_CONNECTIONS"]
     assert most + 1 < int(connections) == 32

@@ -42,6 +42,17 @@ def test_chunks_in_a_v_share_their_stage():
     assert problem.duration(critic, 0, 2, "F") == 2.0
 
 
+def test_interleaved_chunks_go_round_and_have_times_of_their_own():
+    actor = {"name": "actor", "stages": 2, "micro_batches": 4, "forward": [1, 2, 3, 9], "backward": 8, "activation": 1}
+    problem = parse({"devices": 2, "models": [actor], "chunks_per_device": 2, "placement": "interleaved"})
+    (model,) = problem.models
+    assert [problem.device(model, 0, chunk) for chunk in range(4)] == [0, 1, 0, 1]
+    assert [problem.duration(model, 0, chunk, "F") for chunk in range(4)] == [1, 2, 3, 9]
+    assert problem.duration(model, 0, 3, "B") == 4 and problem.memory_unit == 2
+    whole = problem.variant(split_backward=False, chunks_per_device=1)
+    assert [whole.duration(whole.models[0], 0, stage, "F") for stage in range(2)] == [4, 11]
+
+
 def test_memory_is_relative_to_serial_1f1b_or_absolute():
     assert parse(PROBLEM).memory_unit == 4 * 4
     assert parse(PROBLEM | {"memory_cap": 1.5}).memory_limit == 24
@@ -55,7 +66,8 @@ def test_memory_is_relative_to_serial_1f1b_or_absolute():
         (["device"], 4, "device: unknown field; did you mean devices?"),
         (["models"], [], "models=[]"),
         (["memory_cap"], -1, "memory_cap=-1: needs a number above 0"),
-        (["chunks_per_device"], 3, "chunks_per_device=3: needs one of 1, 2"),
+        (["chunks_per_device"], 0, "chunks_per_device=0: needs a whole number of at least 1, at most 16"),
+        (["placement"], "w", "placement='w': needs one of v, interleaved"),
         (["models", 0, "stages"], 2, "make pipelines * stages = devices"),
         (["models", 0, "forward"], [1, 2], "has 2 values for stages=4: give one each, or a number"),
         (["models", 0, "forward"], [1, 2, 0, 1], "models[0].forward[2]=0: needs a number above 0"),

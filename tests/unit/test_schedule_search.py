@@ -54,7 +54,7 @@ def problems(draw, largest=4):
             "activation": draw(each),
             "direction": draw(st.sampled_from(["up", "down"])),
             "weight_gradient": draw(st.sampled_from([0.25, 0.5])),
-            "chunks_per_device": draw(st.sampled_from([None, None, 1, 2])),
+            "chunks_per_device": draw(st.sampled_from([None, None, 1, 2, 3])),
         }
 
     return parse(
@@ -64,6 +64,7 @@ def problems(draw, largest=4):
             "memory_cap": draw(st.sampled_from([None, 1.0, 1.3])),
             "communication": draw(st.sampled_from([0.0, 0.0, 0.3])),
             "chunks_per_device": draw(st.sampled_from([1, 1, 2])),
+            "placement": draw(st.sampled_from(["v", "interleaved"])),
             "models": [model(f"model {i}") for i in range(draw(st.integers(1, 3)))],
         }
     )

@@ -39,7 +39,7 @@ def test_one_sample_on_one_slot_is_one_chain():
     generation = 100 / 10_000 + 50 * 0.02
     assert bound.generation_s == pytest.approx(generation)
     assert bound.generation_and_scoring_s == pytest.approx(generation + 0.5 + 0.15)
-    assert bound.seconds == pytest.approx(generation + 0.5 + 0.15 + 0.3)
+    assert bound.seconds == pytest.approx(generation + 0.5 + 0.15 + 0.3 + 0.5)  # and back to generating
 
 
 def test_context_counts_every_token_of_every_step():
@@ -53,7 +53,7 @@ def test_equal_lengths_share_one_batch():
     bound = lower_bound(workload([50] * 8))
     generation = 8 * 0.01 + 50 * (0.02 + 4 * 1e-4)
     assert bound.generation_s == pytest.approx(generation, rel=1e-6)
-    assert bound.seconds == pytest.approx(generation + 0.5 + 8 * 0.15 + 8 * 0.3, rel=1e-6)
+    assert bound.seconds == pytest.approx(generation + 0.5 + 8 * 0.15 + 8 * 0.3 + 0.5, rel=1e-6)
 
 
 def test_siblings_prefill_their_prompt_once():
@@ -67,7 +67,7 @@ def test_later_mini_batches_follow_the_longest_sample():
     bound = lower_bound(workload(lengths, slots=2, mini_batches=2))
     second = max(2 * 110 / 500 / 2, 110 / 500)
     assert bound.bound_by == "longest sample"
-    assert bound.seconds == pytest.approx(0.01 + 8.0 + 0.5 + 1.0 + second)
+    assert bound.seconds == pytest.approx(0.01 + 8.0 + 0.5 + 1.0 + second + 0.5)
 
 
 def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_not():
@@ -75,8 +75,15 @@ def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_n
     def seconds(kind):
         return lower_bound(workload([10, 10, 10, 400], 2, 4, scoring={"tokens_per_s": 200, "kinds": [kind]})).seconds
 
-    assert seconds("old_log_prob") == pytest.approx(8.01 + 2.5 + 2 * 0.22 + 1.0)
-    assert seconds("ref") == pytest.approx(8.01 + 2.5 + 1.0)
+    assert seconds("old_log_prob") == pytest.approx(8.01 + 2.5 + 2 * 0.22 + 1.0 + 0.5)
+    assert seconds("ref") == pytest.approx(8.01 + 2.5 + 1.0 + 0.5)
+
+
+def test_what_follows_samples_that_end_together_is_shared_out_after_them():
+    # Eight samples of 400 steps on four slots: 8 * (0.5 + 1) s of scoring and training can't begin before 8.01 s.
+    assert lower_bound(workload([400] * 8, slots=4)).seconds == pytest.approx(0.01 + 8.0 + 8 * 1.5 / 4 + 0.5)
+    # The later the fewer: of one of them and seven short ones, none but its own.
+    assert lower_bound(workload([400, *[10] * 7], slots=4)).seconds == pytest.approx(0.01 + 8.0 + 1.5 + 0.5)
 
 
 def test_what_binds_is_named():

@@ -77,6 +77,7 @@ WRONG = [
     ({"scoring": 3}, r"scoring=3: needs an object with tokens_per_s"),
     ({"training": {"bubbles": 0.5}}, r"lockstep='none': stages of pipelines \(training.bubbles\) need 'all'"),
     ({"scoring": {"deferred": True}}, r"scoring.deferred=true: only pipelines have bubbles to fill"),
+    ({"scoring": {"by_update": True, "kinds": ["ref"]}}, r"scoring.by_update=true: of the passes it saves"),
     ({"lockstep": "some"}, r"lockstep='some': needs one of none, gradients, all"),
     ({"credit_samples": 0}, r"credit_samples=0: needs a whole number of at least 1"),
     ({"training": {"models": []}}, r"training.models=\[\]: a step trains at least one model"),

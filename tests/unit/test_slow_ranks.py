@@ -19,6 +19,7 @@ from rlfuse.engines.trainer.micro_batches import balance, split_evenly
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.schedules.baselines import BASELINES, baseline
 from rlfuse.fusion.schedules.bound import lower_bound
+from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Model, Problem, parse
 from rlfuse.fusion.schedules.schedule import timed
@@ -242,14 +243,31 @@ class Ranks(PipelineTrainer):
 
 async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
     (tmp_path / "trainer.json").write_text('{"pipelines": true}')
-    for room, layers in ((9, (8, 4)), (0, None)):
+    for room, layers in ((9, (8, 4)), (0, (6, 6))):
         group = Ranks(2, room)
         await group.setup([ACTOR, CRITIC], 10)
         await group.replan([1.0, 2.0])
-        assert group.layout["actor"].layers is None and group.planner._rates == (1.0, 2.0)
+        assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
         await group.replan([1.0, 2.0], Path(tmp_path))
         assert group.layout["actor"].layers == layers
-        assert group.asked == ["setup", "room"] + (["setup", "load"] if layers else [])
+        assert group.asked == ["setup", "room"] + (["setup", "load"] if room else [])
         group.asked.clear()
         await group.replan([1.0, 2.0], Path(tmp_path))
         assert "setup" not in group.asked
+
+
+@pytest.mark.parametrize("took, layers", [((10.0, 20.0), (9, 3)), ((10.0, 10.5), (6, 6)), ((10.0, 5.0), (6, 6))])
+async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, layers):
+    """Of an actor whose head takes a third, where that is worth it; the critic is as it was modelled."""
+    (tmp_path / "trainer.json").write_text('{"pipelines": true}')
+    group = Ranks(2, 9)
+    await group.setup([ACTOR, CRITIC], 10)
+    await group.replan([], tmp_path)
+    for stage, seconds in enumerate(took):
+        for kind, share in (("F", 1 / 3), ("B", 2 / 3)):
+            group.planner.learn(Operation("actor", 0, stage, 0, kind), share * seconds)
+    await group.replan([], tmp_path)
+    assert group.layout["actor"].layers == layers and group.layout["critic"].layers == (6, 6)
+    asked = len(group.asked)
+    await group.replan([], tmp_path)  # nothing was measured since
+    assert "setup" not in group.asked[asked:] and group.layout["actor"].layers == layers

@@ -43,11 +43,11 @@ def test_work_that_a_change_of_speed_meets_takes_what_is_left_of_it_so_many_time
 def test_the_bound_of_work_that_fills_every_slot_is_what_they_can_do_until_then():
     fields = {"slots": 4, "response_tokens": [2] * 64, "prompt_tokens": 100, "switch_s": 0.5}
     fields |= {"scoring": {"tokens_per_s": 1e6}, "training": {"tokens_per_s": 102}}
-    work = 4 * (lower_bound(parse(fields)).seconds - 0.5)
+    work = 4 * (lower_bound(parse(fields)).seconds - 2 * 0.5)  # there and back
     slow = [{"slot": 0, "rate": 4, "from_s": 4.0, "until_s": 12.0}, {"slot": 1, "rate": 2, "from_s": 4.0}]
     by_then, idle = 4 * 4 + 8 * (0.25 + 0.5 + 1 + 1), 0.5 * (0.25 + 0.5 + 1 + 1)
     bound = lower_bound(parse(fields | {"slowdowns": slow})).seconds
-    assert work > by_then and bound == pytest.approx(12 + (work + idle - by_then) / 3.5)
+    assert work > by_then and bound == pytest.approx(12 + (work + idle - by_then) / 3.5 + 0.5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

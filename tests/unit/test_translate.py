@@ -10,7 +10,7 @@ import yaml
 
 from rlfuse import cli
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.conversions import AS_HERE, CONVERSIONS, DEFAULTS
+from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import counterpart
@@ -187,6 +187,34 @@ def test_every_key_of_verl_is_in_the_file_or_told(tmp_path):
         assert name in printed or name in settled or (found and found.keys), name
     assert (job.trainer.save_freq, job.trainer.total_epochs, job.rollout.tensor_model_parallel_size) == (5, 30, 2)
     assert set(CONVERSIONS) & set(VERLS), "conversions are of verl's names"
+
+
+AS_HERE = {
+    "data.train_files": "required",
+    "data.val_files": "none here, a file of verl's examples there",
+    "model.path": "required",
+    "critic.path": "the actor's model",
+    "trainer.project_name": "a name",
+    "trainer.experiment_name": "a name",
+    "trainer.default_local_dir": "where runs are kept",
+    "trainer.logger": "what is shown",
+    "trainer.log_val_generations": "what is shown",
+    "rollout.name": "there is one engine",
+    "rollout.update_weights_bucket_mb": "memory",
+    "reward.num_workers": "processes",
+    "data.seed": "null is no number of anyone",
+    "cluster.device": "auto finds GPUs",
+    "actor.kl_loss_type": "k3 is low_var_kl",
+    "algorithm.kl_penalty": "k1 is kl",
+    "actor.clip_ratio_low": "null is clip_ratio",
+    "actor.clip_ratio_high": "null is clip_ratio",
+    "algorithm.kl_ctrl.target_kl": "without effect under kl_ctrl.type=fixed, verl's default",
+    "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
+    "video.freeze_tower": "towers of clips are trained when asked for",
+    "data.max_prompt_length": "the same number under another name",
+    "data.max_response_length": "the same number under another name",
+}
+"""Keys whose default differs from verl's and is not written -> why it stays ours."""
 
 
 def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():

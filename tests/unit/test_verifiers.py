@@ -10,11 +10,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from scored_rows import score_table
 
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.table import score_table
 from rlfuse.rewards.thoughts import answer_of
 from rlfuse.rewards.verifiers import box, choice, code, exact, interval, json_schema, numeric, pattern
 from rlfuse.rewards.verifiers import math as symbolic

@@ -235,7 +235,7 @@ def test_a_clip_that_ends_early_is_an_error_and_its_last_frame_is_not_repeated(f
     path = Path(write_video(folder / f"early.{kind}", steady(100), g="10", **options))
     plan = plan_video(probe(str(path)), SeedSampling(), "motion")
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    with pytest.raises(VideoError, match=rf"early.{kind}: (ends at|can't be decoded on the way to) [3-8]"):
+    with pytest.raises(VideoError, match=rf"early.{kind}: (ends at [3-8]|.* its index reaches to)"):
         decode(str(path), plan)
 
 

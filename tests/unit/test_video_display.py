@@ -78,22 +78,42 @@ def test_hdr_colours_keep_their_hue():
     assert found[0] > 210 and found[1:].max() < 25
 
 
-def write_hdr(path: Path) -> str:
+def write_hdr(path: Path, codec: str) -> str:
     """Three frames of paper white in PQ."""
-    tags = "colorprim=bt2020:transfer=smpte2084:colormatrix=bt2020nc"
+    options = {"x265-params": "log-level=none"} if codec == "libx265" else {}
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=10, options={"x264-params": tags, "crf": "5"})
-        stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv444p10le"
+        stream = container.add_stream(codec, rate=10, options=options)
+        stream.height, stream.width, stream.pix_fmt = 64, 64, HDR[codec]
+        context = stream.codec_context
+        context.color_primaries, context.color_trc, context.colorspace = ColorPrimaries.BT2020, ColorTrc.SMPTE2084, 9
         for number in range(3):
-            frame = flat((pq(WHITE),) * 3, 9, curve=ColorTrc.SMPTE2084)
+            frame = flat((pq(WHITE),) * 3, 9, curve=ColorTrc.SMPTE2084).reformat(format=HDR[codec])
             frame.pts, frame.time_base = number, Fraction(1, 10)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts"])
-def test_hdr_files_are_told_by_their_tags(tmp_path, kind):
-    path = write_hdr(tmp_path / f"hdr.{kind}")
+HDR = {
+    "libx264": "yuv444p10le",
+    "libx265": "yuv420p10le",
+    "libsvtav1": "yuv420p10le",
+    "prores_ks": "yuv422p10le",
+    "ffv1": "yuv420p10le",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [
+        *(("mkv", codec) for codec in HDR),
+        *(("mp4", codec) for codec in ("libx264", "libx265", "libsvtav1")),
+        ("mov", "prores_ks"),
+        ("ts", "libx265"),
+        ("webm", "libsvtav1"),
+    ],
+)
+def test_hdr_files_are_told_by_their_tags(tmp_path, kind, codec):
+    path = write_hdr(tmp_path / f"hdr.{kind}", codec)
     assert probe(path).frames == 3
     assert decode(path, VideoPlan((0.0, 0.2), 28, 28, 10.0, 1)).mean() > 210  # untold: 148

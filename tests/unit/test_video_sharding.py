@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfuse.video.sharding import CostModel, Load, Run, cost, shard
+from rlfuse.video.sharding import CostModel, Load, Run, cost, pool_size, shard
 
 LOADS = st.lists(st.builds(Load, st.integers(1, 60), st.integers(1, 10**12)), max_size=12)
 
@@ -64,3 +64,10 @@ def test_senseless_numbers_are_named(wrong):
         shard([Load(1, 1)], ranks, step)
     with pytest.raises(ValueError, match="units=0"):
         Load(0, 1)
+
+
+def test_as_few_ranks_encode_ahead_as_are_done_in_time():
+    assert pool_size(10.0, 5.0, 8) == 3
+    assert pool_size(10.0, 5000.0, 8) == 1
+    assert pool_size(10.0, 0.1, 8) == 8
+    assert pool_size(0.0, 5.0, 8) == pool_size(10.0, 0.0, 8) == 8, "not known yet"

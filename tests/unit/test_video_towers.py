@@ -3,9 +3,21 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, VideoLlama3ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen3VLForConditionalGeneration,
+    VideoLlama3ForConditionalGeneration,
+)
 
-from rlfuse.tasks.small_video_models import VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import (
+    VIDEO,
+    SmallModel,
+    byte_tokenizer,
+    write_small_qwen3_vl,
+    write_small_video_llama3,
+)
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.towers import Tower
 
@@ -35,6 +47,11 @@ def qwen25_vl(tmp_path_factory):
     Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
     Qwen2VLVideoProcessor().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory):
+    return write_small_qwen3_vl(tmp_path_factory.mktemp("models") / "qwen3_vl")
 
 
 def frames(count, height=56, width=84, seed=0):
@@ -85,9 +102,29 @@ def test_qwen25_vl_features_are_the_models(qwen25_vl, count):
     assert largest(features - expected) < 1e-5 < largest(expected)
 
 
-@pytest.mark.parametrize("model, step", [("video_llama3", 1), ("video_llama3", 3), ("qwen25_vl", 2)])
+@torch.no_grad()
+@pytest.mark.parametrize("count", [4, 5])
+def test_qwen3_vl_features_of_all_its_layers_are_the_models(qwen3_vl, count):
+    """On a grid that the tower's table of positions does not fit."""
+    from transformers import Qwen3VLVideoProcessor
+
+    clip = frames(count, 96, 160)
+    inputs = Qwen3VLVideoProcessor.from_pretrained(qwen3_vl)(
+        videos=[clip.permute(0, 3, 1, 2)], do_resize=False, do_sample_frames=False, return_tensors="pt"
+    )
+    model = Qwen3VLForConditionalGeneration.from_pretrained(qwen3_vl)
+    seen = model.get_video_features(**{name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")})
+    expected, tower = [seen.pooler_output[0], *(level[0] for level in seen.deepstack_features)], Tower(qwen3_vl)
+    features = tower.encode(clip)
+    assert features.shape == (-(-count // 2) * 3 * 5, tower.shape.hidden) and tower.shape.hidden == 3 * 128
+    for found, wanted in zip(features.split(128, dim=1), expected, strict=True):
+        assert largest(found - wanted) < 1e-5 < largest(wanted)
+
+
+@pytest.mark.parametrize("model, step", [("video_llama3", 1), ("video_llama3", 3), ("qwen25_vl", 2), ("qwen3_vl", 2)])
 def test_parts_cut_where_allowed_are_bitwise_the_whole(model, step, request):
-    tower, clip = Tower(request.getfixturevalue(model), step=step), frames(11, 140, 84)
+    height, width = (128, 96) if model == "qwen3_vl" else (140, 84)
+    tower, clip = Tower(request.getfixturevalue(model), step=step), frames(11, height, width)
     whole, cut = tower.encode(clip), tower.shape.cut
     for places in ([cut], [cut, 2 * cut], [cut * (10 // cut)]):
         assert torch.equal(torch.cat([tower.encode(part) for part in clip.tensor_split(places)]), whole)
@@ -148,7 +185,7 @@ def test_folders_that_do_not_fit_are_refused(video_llama3, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Tower(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"qwen2 model.*qwen2_5_vl, video_llama_3"):
+    with pytest.raises(ValueError, match=r"qwen2 model.*qwen2_5_vl, qwen3_vl, video_llama_3"):
         Tower(tmp_path)
     other = write_small_video_llama3(tmp_path / "other", SmallModel(tower_layers=1))
     (other / "config.json").write_bytes((video_llama3 / "config.json").read_bytes())

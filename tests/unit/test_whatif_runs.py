@@ -21,6 +21,7 @@ from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import Scoring, Training, of_costs
 from rlfuse.whatif.causes import Seen, likely
 from rlfuse.whatif.of_run import examine
+from rlfuse.whatif.operations import ALONE
 from rlfuse.whatif.questions import Simulated, answers
 from rlfuse.whatif.run_operations import Piece, operations
 from rlfuse.whatif.run_slowdown import Analysis
@@ -98,6 +99,19 @@ def test_stages_wait_for_one_another_and_ranks_step_together():
     assert {len([1 for other in steps if (other.step, other.group) == (each.step, each.group)]) for each in steps} == {
         2
     }
+
+
+def test_ranks_compute_a_head_that_they_share_together():
+    spans = [span for span in read_events(RECORDED["pipelines"] / "events.jsonl") if span.step == 3]
+    step = next(span for span in spans if span.kind == "step")
+    last = next(s for s in spans if s.kind == "backward" and s.attributes["model"] == "actor" and s.attributes["stage"])
+    heads = [
+        replace(last, kind="head", where=f"trainer/{rank}", start=last.start - 2e-5, end=last.start - 1e-5)
+        for rank in (0, 1)
+    ]
+    pieces = operations([(step, [*(span for span in spans if span is not step), *heads])]).pieces
+    assert len({each.group for each in pieces if each.kind == "head"} - {ALONE}) == 1
+    assert sum(each.kind == "head" for each in pieces) == 2
 
 
 # Slow machines -------------------------------------------------------------------------------------------------------

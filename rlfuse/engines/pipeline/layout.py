@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlfuse.fusion.schedules.operations import Operation
+from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.partition import LayerCosts, balanced, shared_out
+from rlfuse.fusion.schedules.operations import Operation, direction_of, place_of
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelines:
     """One model's pipelines in a block. Pipeline p stands on devices p * stages .. (p + 1) * stages - 1.
 
-    With two chunks a device holds two stages of a model in a V (Qi et al. 2024, arXiv 2405.15362): chunk-stages
-    0 .. 2 * stages - 1, of which c >= stages stands where 2 * stages - 1 - c does.
+    With several chunks a device holds as many stages of a model: chunk-stages 0 .. chunks * stages - 1, which go there
+    and back or round and round.
     """
 
     model: str
@@ -29,12 +31,16 @@ class Pipelines:
     direction: Literal["down", "up"] = "down"
     """Stage 0 stands on the pipeline's first device (down) or on its last (up)."""
     chunks: int = 1
+    placement: str = "v"
+    """`v` or `interleaved`; see `operations.place_of`."""
     layers: tuple[int, ...] | None = None
-    """Layers of each (chunk-)stage; None balances them by `partition.modelled_costs`."""
+    """Layers of each (chunk-)stage; None: as `balanced` has them of modelled costs."""
+    vocabulary: bool = False
+    """Whether all devices of a pipeline share the head: the device with stage s < stages has the s-th share."""
 
     def __post_init__(self):
-        if self.chunks not in (1, 2):
-            raise ValueError(f"{self.model}: chunks={self.chunks}, but a device holds 1 stage, or 2 in a V.")
+        if self.chunks < 1:
+            raise ValueError(f"{self.model}: chunks={self.chunks}, but a device holds at least 1 stage.")
         if self.layers is not None and len(self.layers) != self.depth:
             raise ValueError(f"{self.model}: layers={self.layers} names {len(self.layers)} stages, not {self.depth}.")
 
@@ -44,12 +50,17 @@ class Pipelines:
         return self.stages * self.chunks
 
     @property
+    def sharers(self) -> int:
+        """Of the head."""
+        return self.stages if self.vocabulary else 1
+
+    @property
     def devices(self) -> int:
         return self.stages * self.pipelines
 
     def device(self, pipeline: int, stage: int) -> int:
         """Where a stage stands within the block."""
-        position = stage if stage < self.stages else 2 * self.stages - 1 - stage
+        position = place_of(stage, self.stages, self.placement)
         return pipeline * self.stages + (position if self.direction == "down" else self.stages - 1 - position)
 
     def pipeline(self, device: int) -> int:
@@ -59,15 +70,38 @@ class Pipelines:
         pipeline = self.pipeline(device)
         return tuple(stage for stage in range(self.depth) if self.device(pipeline, stage) == device)
 
+    def balanced(self, costs: LayerCosts, rates: Sequence[float] = (), most: Sequence[int] = ()) -> tuple[int, ...]:
+        """Layers of each (chunk-)stage with which the slowest device is as fast as can be; `rates`, `most`: of each."""
+        layers, embedding, head = costs
+        head = 0.0 if self.vocabulary else head  # a share is on every device, whatever the cut
+        if self.chunks == 1:
+            return balanced(layers, embedding, head, self.stages, rates, most)
+        return shared_out(layers, embedding, head, [self.device(0, stage) for stage in range(self.depth)], rates, most)
+
     def source(self, operation: Operation) -> int | None:
-        """The stage whose result an operation waits for: before it in F, behind it in B; None at the ends and in W."""
-        stage = {"F": operation.stage - 1, "B": operation.stage + 1, "W": -1}[operation.kind]
+        """The stage whose result an operation waits for: before it in F, behind it in B; None at the ends, and in W and
+        H."""
+        stage = {"F": operation.stage - 1, "B": operation.stage + 1}.get(operation.kind, -1)
         return stage if 0 <= stage < self.depth else None
 
     def target(self, operation: Operation) -> int | None:
         """The stage that waits for an operation's result."""
-        stage = {"F": operation.stage + 1, "B": operation.stage - 1, "W": -1}[operation.kind]
+        stage = {"F": operation.stage + 1, "B": operation.stage - 1}.get(operation.kind, -1)
         return stage if 0 <= stage < self.depth else None
+
+
+def pipelines_of(config: Config, model: str) -> Pipelines:
+    """As a job has them: one in each block."""
+    training = config.training
+    split = training.split_backward and config.fusion.training == "fused"
+    return Pipelines(
+        model,
+        training.pipeline_parallel_size,
+        direction=direction_of(model, split),
+        chunks=training.virtual_pipeline_model_parallel_size,
+        placement=training.pipeline_placement,
+        vocabulary=training.vocabulary_parallel and model != "critic",
+    )
 
 
 def block_size(layout: Sequence[Pipelines], world: int) -> int:

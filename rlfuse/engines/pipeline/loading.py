@@ -5,7 +5,8 @@ merely gets hidden states instead of token ids, and hands hidden states on inste
 their names, so the stages' states together are the whole model's.
 
 Only a stage's own tensors are read. Qwen2, Llama and Qwen3 are tested; any family will do whose base model has
-`embed_tokens`, `layers`, `norm` and `rotary_emb` and whose checkpoints name tensors as its modules do.
+`embed_tokens`, `layers`, `norm` and `rotary_emb`, hands embeddings on as they are (`stages.check_first_layer`), and
+whose checkpoints name tensors as its modules do.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.pipeline.partition import LayerCosts, Part, balanced, modelled_costs, parts
+from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, modelled_costs, parts, share_with_logits
 from rlfuse.engines.trainer.families import head_name, value_class
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.video.models.base import register_language_models
@@ -35,20 +37,19 @@ class Absent(torch.nn.Module):
         return hidden_states
 
 
-def layer_costs(path: str, settings: ModelConfig, value: bool) -> LayerCosts:
-    """Of the model at `path`."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code).get_text_config()
-    return modelled_costs(config, 1 if value else config.vocab_size)
+def layer_costs(path: str, job: Config, value: bool) -> LayerCosts:
+    """Of the model at `path`, for rows as the job's limits have them."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=job.model.trust_remote_code).get_text_config()
+    return modelled_costs(config, 1 if value else config.vocab_size, share_with_logits(job.data))
 
 
-def partition(path: str, settings: ModelConfig, value: bool, stages: int, layers: tuple[int, ...] | None) -> list[Part]:
-    """The stages of the model at `path`, balanced unless `layers` says how many each has."""
-    costs = layer_costs(path, settings, value)
-    if layers is None:
-        layers = balanced(*costs, stages)
+def partition(path: str, job: Config, pipelines: Pipelines) -> list[Part]:
+    """The stages of the model at `path`, balanced unless the layout says how many layers each has."""
+    costs = layer_costs(path, job, pipelines.model == "critic")
+    layers = pipelines.layers or pipelines.balanced(costs)
     if sum(layers) != len(costs[0]):
         raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {len(costs[0])} layers.")
-    return parts(layers)
+    return parts(layers, pipelines.sharers)
 
 
 def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value: bool) -> PreTrainedModel:
@@ -65,7 +66,7 @@ def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value:
         else:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
     _prune(model, part)
-    _fill(model, path)
+    _fill(model, path, part)
     return trainer_ready(model.to(device), settings)
 
 
@@ -88,10 +89,33 @@ def _prune(model: PreTrainedModel, part: Part) -> None:
         base.embed_tokens = Absent()
     if not part.last:
         base.norm = Absent()
+    if part.head is None:
         setattr(model, "score" if hasattr(model, "score") else "lm_head", Absent())
+    elif part.shares_head:
+        model.lm_head = _share_of(model, *part.head)
 
 
-def _fill(model: PreTrainedModel, path: str) -> None:
+def _share_of(model: PreTrainedModel, share: int, sharers: int) -> torch.nn.Linear:
+    """Rows of the head, without their values; `first_id` is the token of the first."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.out_features % sharers:
+        raise ValueError(
+            f"training.vocabulary_parallel=true: the head of a {type(model).__name__} must be a linear layer whose "
+            f"tokens the {sharers} stages divide, but is {head}; set it to false."
+        )
+    rows = head.out_features // sharers
+    with torch.device("meta"):
+        own = torch.nn.Linear(head.in_features, rows, head.bias is not None, dtype=head.weight.dtype)
+    own.first_id = share * rows
+    return own
+
+
+def _rows(model: PreTrainedModel) -> slice:
+    """Of the head, those of this share."""
+    return slice(model.lm_head.first_id, model.lm_head.first_id + model.lm_head.out_features)
+
+
+def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
     """Replace meta tensors: weights by those at `path`, the rotary table by a computed one."""
     names = set(model.state_dict())
     files = _files(path)
@@ -99,9 +123,11 @@ def _fill(model: PreTrainedModel, path: str) -> None:
     if is_tied(model) and HEAD not in files:
         aliases[HEAD] = EMBEDDING
     aliases |= {alias: name for name in files if (alias := head_name(name)) in names}
-    found = _read(files, {alias for name, alias in aliases.items() if name in names})
-    dtype = model.dtype
-    state = {name: found[aliases[name]].to(dtype) for name in names if aliases[name] in found}
+    state, dtype = {}, model.dtype
+    share = {name for name in names if part.shares_head and name.startswith("lm_head.")}
+    for some, rows in ((names - share, None), (share, _rows(model) if share else None)):
+        found = _read(files, {aliases[name] for name in some}, rows)
+        state |= {name: found[aliases[name]].to(dtype) for name in some if aliases[name] in found}
     for name in names - state.keys():
         if name.startswith("score."):
             state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtype)
@@ -109,7 +135,10 @@ def _fill(model: PreTrainedModel, path: str) -> None:
         raise ValueError(f"{path} has no tensor {missing[0]} ({len(missing)} missing): its names must be the model's.")
     model.load_state_dict(state, assign=True)
     model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=model.config)
-    if is_tied(model) and EMBEDDING in names and HEAD in names:
+    if share:
+        for parameter in model.lm_head.parameters():  # marked as DeepSpeed and Megatron know it
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    elif is_tied(model) and EMBEDDING in names and HEAD in names:
         model.lm_head.weight = model.base_model.embed_tokens.weight
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise ValueError(f"{type(model).__name__} keeps {left[0]} out of checkpoints, so stages can't be loaded.")
@@ -128,7 +157,8 @@ def _files(path: str) -> dict[str, str]:
     raise FileNotFoundError(f"{path}: no model.safetensors there, and stages are read from nothing else. Convert it.")
 
 
-def _read(files: dict[str, str], names: Iterable[str]) -> dict[str, torch.Tensor]:
+def _read(files: dict[str, str], names: Iterable[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
+    """Tensors by name, or these `rows` of them."""
     wanted: dict[str, list[str]] = {}
     for name in names:
         if name in files:
@@ -136,5 +166,5 @@ def _read(files: dict[str, str], names: Iterable[str]) -> dict[str, torch.Tensor
     found = {}
     for file, inside in wanted.items():
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in inside}
+            found |= {name: tensors.get_slice(name)[rows] if rows else tensors.get_tensor(name) for name in inside}
     return found

@@ -9,6 +9,7 @@ micro-batches, sends a schedule with them, and puts answers back in the order of
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.remote import all_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.schedule_executor import Timed
@@ -29,7 +31,8 @@ from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
-from rlfuse.fusion.schedules.problem import ScheduleError
+from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
+from rlfuse.fusion.schedules.shared_heads import with_heads
 from rlfuse.samples import MicroBatch, Row
 
 SHAPE = {"pipelines": True}
@@ -83,7 +86,9 @@ class PipelineGroup(RankGroup):
         self._optimizer_steps = optimizer_steps
         facts = (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
         self.costs = facts.pop("costs")
-        self.work = work_of_devices(layout, self.costs)
+        cut = with_layers(layout, self.costs)
+        self.layout = {pipelines.model: pipelines for pipelines in cut}
+        self.work = work_of_devices(cut, self.costs)
         return facts
 
     def copies(self, model: str) -> int:
@@ -130,7 +135,7 @@ class PipelineGroup(RankGroup):
 
     def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
         """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
-        fullest = min(2 * self.layout[model].depth, -(-len(rows) // self.copies(model)))
+        fullest = min(2 * self.layout[model].stages, -(-len(rows) // self.copies(model)))
         return max(len(self._within_budget(model, rows)[0]), fullest)
 
     def _rates_of(self, model: str) -> list[float]:
@@ -196,10 +201,9 @@ class PipelineGroup(RankGroup):
                 self._owners[f"{model}/{name}"] = rank, stage
         return [bucket for stage in sorted(by_stage) for bucket in plan_buckets(by_stage[stage], room)]
 
-    async def export_bucket(self, names: list[str], path: str, model: str = "actor") -> list[str]:
+    async def export_bucket(self, names: list[str], path: str) -> list[str]:
         """The rank that has these tensors writes them to `path`; their checkpoint names."""
-        rank, stage = self._owners[f"{model}/{names[0]}"]
-        return await self._one(rank, "export_bucket", f"write weights to {path}", model, stage, names, Path(path))
+        return await self._write("actor", names, "export_bucket", Path(path))
 
     def writer(self, names: list[str]) -> int:
         return self._owners[f"actor/{names[0]}"][0]
@@ -220,15 +224,21 @@ class PipelineGroup(RankGroup):
         buckets, weight_map = await self.bucket_plan(model), {}
         for i, names in enumerate(buckets):
             shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
-            rank, stage = self._owners[f"{model}/{names[0]}"]
-            action = f"write {folder / shard}"
-            kept, problem = await self._one(rank, "save_bucket", action, model, stage, names, folder / shard)
+            kept, problem = await self._write(model, names, "save_bucket", folder / shard, model)
             check_written([problem])
             weight_map |= dict.fromkeys(kept, shard)
         await self._one(0, "save_config", f"write {folder}", model, folder)
         total = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    async def _write(self, model: str, names: list[str], method: str, path: Path, *arguments: Any) -> Any:
+        """By the rank that has these tensors; of a head whose shares it gathers, by all of its pipeline."""
+        rank, stage = self._owners[f"{model}/{names[0]}"]
+        together = [rank] if stage < self.layout[model].depth else [*range(self.layout[model].stages)]
+        async with self._turns.alone():
+            asked = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in together]
+            return (await all_of([*map(asyncio.ensure_future, asked)]))[together.index(rank)]
 
     async def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, under these or other stages, pipelines and ranks."""
@@ -241,19 +251,21 @@ class PipelineGroup(RankGroup):
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
     async def move_layers(self, saved: Path) -> bool:
-        """Cut models by the ranks' present rates, if that is sooner done; whether it was.
+        """Cut models by `costs` and the ranks' present rates, if that is sooner done; whether it was.
 
         `saved`: a checkpoint of what the ranks, which have their devices, hold: it is read anew, so that weights,
         optimizers and learning rates stay the same to the last bit.
         """
-        layout = with_layers(tuple(self.layout.values()), self.costs)
+        layout = list(self.layout.values())
         if cut_anew(layout, self.costs, self.rates) == layout:
             return False
         room = await self._all("room", "tell its free memory")
         least = [min(room[device :: self.block]) for device in range(self.block)]
         if (cut := cut_anew(layout, self.costs, self.rates, least)) == layout:
             return False
+        costs = self.costs
         await self.setup(cut, self._optimizer_steps)
+        self.costs, self.work = costs, work_of_devices(cut, costs)
         await self.load(saved)
         return True
 
@@ -264,7 +276,7 @@ class PipelineGroup(RankGroup):
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
     """A schedule that scores: every stage takes the micro-batches in order, a device its stages one after the other."""
-    return tuple(
+    rows = tuple(
         tuple(
             Operation(pipelines.model, pipelines.pipeline(device), stage, number, "F")
             for stage in pipelines.stages_on(device)
@@ -272,6 +284,12 @@ def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
         )
         for device in range(pipelines.devices)
     )
+    if not pipelines.vocabulary:
+        return rows
+    stages, name = pipelines.stages, pipelines.model
+    of = Model(name, stages, micro_batches, 1.0, None, pipelines.pipelines, 1.0, pipelines.direction)
+    problem = Problem(pipelines.devices, (of,), chunks_per_device=pipelines.chunks, placement=pipelines.placement)
+    return with_heads(problem, rows, {name: 1.0})
 
 
 def _micro_batch_counts(schedule: Rows) -> tuple[dict[str, int], dict[str, int]]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 from transformers import PreTrainedModel
 
 from rlfuse.engines.pipeline import training_state
+from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
 from rlfuse.engines.pipeline.layout import Pipelines, block_size
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
-from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body
+from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body, check_first_layer, check_head
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
+from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, take_step, trainable
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.weights.exporting import Exporter
@@ -46,17 +49,15 @@ class PipelineRank(Rank):
     """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
 
     executor: ScheduleExecutor | None = None
+    shares: Mapping[str, HeadShares] = MappingProxyType({})
+    """Of models whose head all devices share."""
 
     def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
         """Load this device's stages of every model in `layout`, instead of any before; returns facts to log.
 
-        `optimizer_steps`: length of the learning-rate schedule. ValueError for ZeRO stages but 1.
+        `optimizer_steps`: length of the learning-rate schedule.
         """
         config = self.config
-        if config.actor.zero_stage != 1:
-            raise ValueError(
-                f"actor.zero_stage={config.actor.zero_stage}: stages of a pipeline train under ZeRO 1. Set it to 1."
-            )
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.device_index = self.rank % block_size(layout, self.world)
@@ -66,18 +67,22 @@ class PipelineRank(Rank):
                 self.executor.close()
             self._let_go()
             self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.did)
+            self.shares = self.executor.shares
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
             packed = self._agree_on_packing(loaded)
+            for name, shares in self.shares.items():
+                check_head(loaded[name][shares.index], packed)
             for name, models in loaded.items():
                 parts = self._parts(name)
                 for stage, model in models.items():
+                    check_first_layer(model, packed)
                     self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
                     self.progress.follow(model)
                 if name != "ref":
                     self._make_trainable(name, models, optimizer_steps)
             self.beside = list(loaded.get("ref", {}).values())
         dtype = next(iter(self.stages.values())).dtype
-        costs = {name: layer_costs(self._path(name), config.model, name == "critic") for name in self.layout}
+        costs = {name: layer_costs(self._path(name), config, name == "critic") for name in self.layout}
         return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device), "costs": costs}
 
     def _let_go(self) -> None:
@@ -109,9 +114,7 @@ class PipelineRank(Rank):
         return own or config.model.path
 
     def _parts(self, name: str):
-        pipelines = self.layout[name]
-        path, value = self._path(name), name == "critic"
-        return partition(path, self.config.model, value, pipelines.depth, pipelines.layers)
+        return partition(self._path(name), self.config, self.layout[name])
 
     def _load(self, pipelines: Pipelines) -> dict[int, PreTrainedModel]:
         name, parts = pipelines.model, self._parts(pipelines.model)
@@ -136,7 +139,7 @@ class PipelineRank(Rank):
         lr = settings.optim.lr if name == "actor" else self.config.critic.optim.lr
         grid = _grid(self.world // pipelines.stages, pipelines.stages)
         if all(is_tied(model) for model in models.values()):
-            self.ties[name] = _Tie(pipelines, models, self.world)
+            self.ties[name] = _Tie(pipelines, models, self.world, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
         self.engines[name] = trainable(module, settings, lr, optimizer_steps, self.device, grid)
 
@@ -171,7 +174,7 @@ class PipelineRank(Rank):
         micro_batch = work[operation.model][operation.micro_batch]
         rows = micro_batch.rows if micro_batch.weight else ()
         return Span(
-            {"F": "forward", "B": "backward", "W": "weight_gradients"}[operation.kind],
+            {"F": "forward", "B": "backward", "W": "weight_gradients", "H": "head"}[operation.kind],
             self.recorder.where,
             timed.start,
             timed.end,
@@ -196,7 +199,7 @@ class PipelineRank(Rank):
         """
         engine, pipelines = self.engines[model], self.layout[model]
         facts = {"lr": engine.get_lr()[0]}
-        with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
+        with self.stepping(model) as span:
             if model in self.ties:
                 self.ties[model].add_gradients()
             facts["grad_norm"] = take_step(engine, count, self.world // pipelines.stages)
@@ -211,25 +214,39 @@ class PipelineRank(Rank):
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     def sizes(self, model: str) -> list[tuple[int, str, int]]:
-        """(stage, name, bytes) of the tensors on this rank, without a second copy of a tied one."""
+        """(stage, name, bytes) of the tensors on this rank, without a second copy of a tied one.
+
+        A head that stages share, whole: the rank of the last stage names it, for a stage behind that.
+        """
         tied_copy = {HEAD} if model in self.ties else set()
+        stages, shares = [stage for owner, stage in self.stages if owner == model], self.shares.get(model)
+        behind = shares.layout.depth if shares else None
         return [
             (stage, name, size)
-            for (owner, stage), part in self.stages.items()
-            if owner == model
-            for name, size in Exporter(part.model, 0).sizes()
-            if name not in tied_copy
+            for stage in ([*stages, behind] if shares and shares.answers else stages)
+            for name, size in self._exporter(model, stage).sizes()
+            if name not in tied_copy and (shares is None or name.startswith("lm_head.") == (stage == behind))
         ]
 
+    def _exporter(self, model: str, stage: int) -> Exporter:
+        """Of a stage here; of a head that stages share, behind the last of them, which its rank writes."""
+        shares = self.shares.get(model)
+        if shares is None or stage < shares.layout.depth:
+            return Exporter(self.stages[model, stage].model, 0)
+        return Exporter(self.stages[model, shares.index].model, 0 if shares.answers else 1, shares)
+
     @needs_models
-    def export_bucket(self, model: str, stage: int, names: list[str], path: Path) -> list[str]:
-        """Write these tensors of a stage on this rank to a safetensors file; returns their checkpoint names."""
-        return Exporter(self.stages[model, stage].model, 0).write(names, path)
+    def export_bucket(self, stage: int, names: list[str], path: Path) -> list[str]:
+        """Write these tensors of the actor's stage here to a safetensors file; returns their checkpoint names.
+
+        Of a head that stages share every rank of the pipeline is asked.
+        """
+        return self._exporter("actor", stage).write(names, path)
 
     def save_bucket(self, model: str, stage: int, names: list[str], path: Path) -> tuple[list[str], str | None]:
         """As `export_bucket`, for a checkpoint: also what could not be written, and why."""
-        with writing([self.engines[model]]) as files:
-            return Exporter(self.stages[model, stage].model, 0).write(names, path, files), files.problem
+        with on_device(self.engines[model], optimizer=False), writing() as files:
+            return self._exporter(model, stage).write(names, path, files), files.problem
 
     def save_config(self, model: str, folder: Path) -> None:
         """The Hugging Face configuration of a model, from a rank that has a stage of it."""
@@ -245,7 +262,8 @@ class PipelineRank(Rank):
         with writing(self.engines.values()) as files:
             for name, engine in self.engines.items():
                 writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
-                training_state.save(engine, folder / name / "pipeline", self.rank if writes else None, files)
+                shares = self.shares.get(name)
+                training_state.save(engine, folder / name / "pipeline", self.rank if writes else None, files, shares)
             check_finite(self.engines, self.engines)
         return files.problem
 
@@ -253,7 +271,8 @@ class PipelineRank(Rank):
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
-            training_state.load(engine, folder / name / "pipeline")
+            with self.optimizer_there(name):
+                training_state.load(engine, folder / name / "pipeline", self.shares.get(name))
 
 
 # Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
@@ -262,21 +281,21 @@ def _grid(data: int, stages: int) -> PipelineParallelGrid:
     return PipelineParallelGrid(ProcessTopology(["data", "pipe"], [data, stages]))
 
 
-@cache
-def _group(*ranks: int) -> Any:
-    return dist.new_group(list(ranks))
-
-
 class _Tie:
-    """A tensor that is embedding on the first stage and head on the last: two copies that must stay one."""
+    """A tensor that is embedding on the first stage and head on the last, or on all: copies that must stay one."""
 
-    def __init__(self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int):
+    def __init__(
+        self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int, shares: HeadShares | None
+    ):
         self.parameter: torch.nn.Parameter | None = None
-        self.group = None
+        self.group, self.shares, self.models = None, shares, models
+        if shares is not None:
+            models[shares.index].get_parameter(HEAD).ds_pipe_replicated = True  # counted as the embedding's
+            return
         apart = pipelines.device(0, 0) != pipelines.device(0, pipelines.depth - 1)
         for first in range(0, world, pipelines.stages) if apart else ():
             pair = [first + pipelines.device(0, stage) for stage in (0, pipelines.depth - 1)]
-            group = _group(*sorted(pair))
+            group = group_of(*sorted(pair))
             if dist.get_rank() in pair:
                 self.group = group
         first, last = models.get(0), models.get(pipelines.depth - 1)
@@ -289,9 +308,8 @@ class _Tie:
             self.parameter.ds_pipe_replicated = True  # DeepSpeed counts it once in the norm
 
     def add_gradients(self) -> None:
-        """Both copies get the sum; the two ranks of each pipeline wait for each other."""
-        if self.parameter is None:
-            return
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter, dtype=self.parameter.grad_dtype)
-        dist.all_reduce(self.parameter.grad, group=self.group)
+        """All copies get the sum; the ranks of each pipeline wait for each other."""
+        if self.shares is not None:
+            self.shares.add_tied_gradients(self.models)
+        elif self.parameter is not None:
+            dist.all_reduce(gradient_of(self.parameter), group=self.group)

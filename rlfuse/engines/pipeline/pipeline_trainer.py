@@ -3,7 +3,8 @@
 Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the
 same devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on
 and what it scores beside that, in the bubbles, is the fusion policy's to say. Slow ranks get fewer rows or, at a
-checkpoint, fewer layers (`slow_devices`), and the schedule is searched for what they take.
+checkpoint, fewer layers (`slow_devices`), and the schedule is searched for what they take. Stages are
+cut by modelled costs at first, and from a checkpoint on by measured ones, where that is worth it.
 
     controller --rows of all models---> PipelineTrainer --counts--> Planner (search, in a thread)
                                             | schedule, rows            ^
@@ -24,10 +25,11 @@ import numpy as np
 
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.layout import pipelines_of
+from rlfuse.engines.pipeline.partition import measured_costs
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
-from rlfuse.engines.pipeline.slow_devices import paces
-from rlfuse.fusion.schedules.planning import Planner
+from rlfuse.engines.pipeline.slow_devices import paces, work_of_devices
+from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
 
@@ -44,18 +46,15 @@ class PipelineTrainer(PipelineGroup):
         cls, config: Config, slots: Slots, optimizer_steps: int, cores: Sequence[int] | None = None
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
-        stages, training = config.training.pipeline_parallel_size, config.training
-        planner = Planner(stages, config.fusion.training, training.split_backward, training.activation_memory)
         wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
-        layout = [Pipelines(name, stages, direction=planner.direction(name)) for name in wanted if wanted[name]]
+        layout = [pipelines_of(config, name) for name in wanted if wanted[name]]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(
             super().start(config, slots, layout, optimizer_steps, cores), compiling
         )
-        trainer.planner = planner
-        sizes = [
-            tensor for rank in (await trainer._all("sizes", "list its weights", "actor"))[:stages] for tensor in rank
-        ]
+        trainer.planner = planner_of(config)
+        stages = (await trainer._all("sizes", "list its weights", "actor"))[: config.training.pipeline_parallel_size]
+        sizes = [tensor for rank in stages for tensor in rank]
         parameters = sum(size for _, _, size in sizes) // ITEM_BYTES[config.model.dtype]
         return trainer, facts | {"parameters": parameters}
 
@@ -84,12 +83,25 @@ class PipelineTrainer(PipelineGroup):
         return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores, done.gained
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Rows, schedules and, where what the ranks hold is `saved`, layers of stages follow these rates of slots."""
+        """Rows, schedules and, where what the ranks hold is `saved`, layers of stages follow these rates of slots.
+
+        Layers follow also what stages were measured to take.
+        """
         await super().replan(rates, saved)
-        if saved is not None and await self.move_layers(saved):
-            self.planner.forget(range(self.block))
+        if saved is not None:
+            self._learn_costs()
+            if await self.move_layers(saved):
+                self.planner.forget(range(self.block))
         paces = self._paces
         self.planner.replan([max(paces[device :: self.block]) for device in range(self.block)])
+
+    def _learn_costs(self) -> None:
+        """Of layers and heads, of models whose stages were all measured; where stages share the head none has more."""
+        for model, pipelines in self.layout.items():
+            if pipelines.depth > 1 and not pipelines.vocabulary and (seconds := self.planner.stage_seconds(model)):
+                measured = measured_costs(pipelines.layers, seconds, self.costs[model])
+                self.costs = {**self.costs, model: measured}
+        self.work = work_of_devices(tuple(self.layout.values()), self.costs)
 
     @property
     def _paces(self) -> list[float]:

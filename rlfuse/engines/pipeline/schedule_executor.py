@@ -4,16 +4,18 @@ Role: called by pipeline ranks, all ranks of a block with the same schedule. Car
 (`fusion.schedules.transfers`): any schedule whose replay ends (`fusion.schedules.deadlock`) ends here.
 
     device d, main thread: its row in order                 device e: likewise
-      result --isend--> lane (model, F or B, half of the V, d to e) --irecv, posted some operations early--> input
+      result --isend--> lane (model, F or B, first chunk or not, d to e) --irecv, posted some operations early--> input
       to a neighbouring stage on the same device: a dictionary
 
 Invariants:
 - a lane is a process group of its own (`lanes`). Messages are received in the order in which the peer's row sends
   them: right without tags (NCCL), and with them (gloo);
+- where devices share a head, all come to it in one order, and wait for each other there (`shared_heads`);
 - sends never wait and receives don't wait for each other (`waits`);
 - an operation's times are the device's: it waited for its input from `ready` to `start`. After an error the process
   group is of no more use.
-Waits: only before an operation, for its input, and at the end of the row, for its sends.
+Waits: before an operation for its input, within a shared head for the other devices, and at the end of the row for its
+sends.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlfuse.engines.pipeline.head_shares import HeadShares
 from rlfuse.engines.pipeline.lanes import LaneGroups, members
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.stages import Stage
@@ -34,7 +37,7 @@ from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.transfers import Program, Step, Transfer, programs
 
-_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients", "H": "head"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class ScheduleExecutor:
         self.layout, self.timeout, self.did = tuple(layout), timeout, did
         self.groups = LaneGroups(self.layout, timeout)
         self.device = self.groups.rank % self.groups.size
+        self.shares = {each.model: HeadShares(each, self.device, timeout) for each in layout if each.vocabulary}
 
     def run(self, rows: Rows, stages: Stages) -> list[Timed]:
         """Carry out this device's row; `stages` are those on it. Returns what ran when.
@@ -105,7 +109,7 @@ class _Run:
             if step.output is not None:
                 self._hand_over(step, result)
             end = self.waits.now()
-            self.waits.ended(end, f"for the end of {_described(step.operation)}", self._peer(step.input))
+            self.waits.ended(end, f"for the end of {_described(step.operation)}", self._awaited(step))
             moments.append((step.operation, ready, start, end))
         self.waits.finish()
         return [Timed(operation, *map(self.waits.seconds, each)) for operation, *each in moments]
@@ -115,6 +119,11 @@ class _Run:
         groups = self.executor.groups
         return groups.rank if transfer is None else members(transfer.lane, groups.block, groups.size)[0]
 
+    def _awaited(self, step: Step) -> int:
+        """The rank to name if an operation doesn't end."""
+        head = step.operation.kind == "H"
+        return self.executor.shares[step.operation.model].awaited if head else self._peer(step.input)
+
     def _post(self, transfer: Transfer) -> None:
         operation = transfer.operation
         stage = self.stages[operation.model, operation.stage]
@@ -122,6 +131,8 @@ class _Run:
         self.received[operation] = self._start(dist.irecv, transfer, buffer, self._peer(transfer)), buffer
 
     def _input(self, step: Step) -> Tensor | None:
+        if step.operation.kind == "H":
+            return self._before_head(step.operation)
         if step.input is None:
             return None
         if step.input.local:
@@ -133,11 +144,41 @@ class _Run:
     def _compute(self, operation: Operation, tensor: Tensor | None) -> Tensor | None:
         stage, key = self.stages[operation.model, operation.stage], operation.micro_batch
         same = (operation.model, operation.stage, key)
+        if operation.kind == "H":
+            return self._head(operation, tensor)
         if operation.kind == "F":
             return stage.forward(key, tensor, same in self.training)
         if operation.kind == "B":
             return stage.backward(key, tensor, same not in self.split)
         return stage.weight_gradients(key)
+
+    def _before_head(self, operation: Operation) -> Tensor:
+        """What the last stage has made."""
+        stage, last = self.stages[operation.model, operation.stage], self._last(operation)
+        if last is not None:
+            hidden = last.before_head.pop(operation.micro_batch)
+        else:
+            hidden = torch.empty(stage.head_shape(operation.micro_batch), dtype=stage.dtype, device=stage.device)
+        self.executor.shares[operation.model].hand_out(hidden, self._met(operation))
+        return hidden
+
+    def _head(self, operation: Operation, hidden: Tensor) -> None:
+        shares, last, met = self.executor.shares[operation.model], self._last(operation), self._met(operation)
+        stage, number = self.stages[operation.model, operation.stage], operation.micro_batch
+        training = (operation.model, operation.stage, number) in self.training
+        gradient = stage.head(number, hidden, training, lambda own: shares.gather(own, met), shares.answers)
+        if gradient is not None:
+            shares.sum(gradient, met)
+            if last is not None:
+                last.behind_head[number] = gradient
+
+    def _last(self, operation: Operation) -> Stage | None:
+        """The model's last stage, if it is here."""
+        return self.stages.get((operation.model, self.executor.shares[operation.model].layout.depth - 1))
+
+    def _met(self, operation: Operation) -> Callable[[Any], None]:
+        rank = self.executor.shares[operation.model].awaited
+        return lambda work: self.waits.arrived(work, f"for all stages in {_described(operation)}", rank)
 
     def _hand_over(self, step: Step, result: Tensor) -> None:
         if step.output.local:

@@ -1,7 +1,7 @@
-"""A stage at work: forward, backward and weight gradients of numbered micro-batches.
+"""A stage at work: forward, backward and weight gradients of numbered micro-batches, and its share of the head.
 
-Role: the executor calls `forward`, `backward` and `weight_gradients` in the order of a schedule; the rank hands over
-the micro-batches before (`begin`) and takes what the last stage computed after.
+Role: the executor calls `forward`, `backward`, `weight_gradients` and `head` in the order of a schedule; the rank hands
+over the micro-batches before (`begin`) and takes what the last stage computed after.
 Invariants: what F keeps lives until the whole B, or until W where the backward is split; losses and diagnostics are
 unnormalised sums, like a `TrainerRank`'s; a micro-batch that has no B leaves only its scores.
 """
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlfuse.algorithms.losses import share_log_probs
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values, visual_embeddings
-from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs, log_probs_gained, weighed
-from rlfuse.samples import MicroBatch
+from rlfuse.engines.trainer.passes import Loss, actor_loss, critic_loss, log_probs, log_probs_gained, loss_of, weighed
+from rlfuse.errors import EngineError
+from rlfuse.samples import MicroBatch, Row
 
 
 class DeviceStages(torch.nn.ModuleDict):
@@ -39,7 +42,7 @@ class _Kept:
 
     received: Tensor | None
     result: Tensor
-    """Hidden states, or the loss on the last stage."""
+    """Hidden states, or the loss on the last stage that has the whole head."""
 
 
 class Stage:
@@ -60,6 +63,11 @@ class Stage:
         self.micro_batches = list(micro_batches)
         self._batches: dict[int, Batch] = {}
         self.scores: dict[int, list[np.ndarray]] = {}
+        self.before_head: dict[int, Tensor] = {}
+        """Of the last stage where devices share the head, until they compute it: hidden states [R, hidden size] that
+        predict the response's tokens."""
+        self.behind_head: dict[int, Tensor] = {}
+        """From then on until B: the gradient of these."""
         self._kept.clear()
         self._pending.clear()
 
@@ -68,8 +76,17 @@ class Stage:
         ids = self._batch(micro_batch).inputs["input_ids"]
         return (*ids.shape, self.model.config.get_text_config().hidden_size)
 
+    @property
+    def _ends(self) -> bool:
+        """Whether it computes the head by itself."""
+        return self.part.last and self.part.head == (0, 1)
+
+    def head_shape(self, micro_batch: int) -> tuple[int, int]:
+        """Of `before_head`."""
+        return len(self._batch(micro_batch).predict), self.model.config.get_text_config().hidden_size
+
     def forward(self, micro_batch: int, received: Tensor | None, training: bool) -> Tensor | None:
-        """Hidden states for the next stage, None on the last, which computes loss or scores.
+        """Hidden states for the next stage, None on the last, which computes loss or scores unless the head is shared.
 
         `received`: hidden states, None on the first stage. `training`: a B will follow.
         """
@@ -79,9 +96,12 @@ class Stage:
             inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "input_ids"}
             batch = replace(batch, inputs=inputs | {"inputs_embeds": received})
         with torch.set_grad_enabled(training):
-            if not self.part.last:
+            if not self._ends:
                 with visual_embeddings(self.model, batch):
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+                if self.part.last:
+                    result = result[:, batch.keep].flatten(0, 1)[batch.predict]
+                    self.before_head[micro_batch] = result.detach()
             elif training:
                 result = self._loss(batch, micro_batch)
             else:
@@ -100,6 +120,7 @@ class Stage:
         """
         kept = self._kept.pop(micro_batch)
         self._batches.pop(micro_batch)
+        gradient = self.behind_head.pop(micro_batch, gradient)
         self.tape.deferring = not whole
         torch.autograd.backward(kept.result, gradient)
         if not whole:
@@ -110,6 +131,29 @@ class Stage:
         """W: what B left."""
         split_backward.run(self._pending.pop(micro_batch))
 
+    def head(
+        self, micro_batch: int, hidden: Tensor, training: bool, gather: Callable[[Tensor], Tensor], answers: bool
+    ) -> Tensor | None:
+        """Forward and backward of a share of the head; in training its part of the gradient of `hidden`.
+
+        `hidden`: the last stage's `before_head`. `gather`: statistics of all shares, as of `share_log_probs`.
+        `answers`: this device tells scores and diagnostics, which all of them have.
+        """
+        batch, coefficient = self._batch(micro_batch), self.config.actor.entropy_coeff
+        with torch.set_grad_enabled(training):
+            hidden = hidden.requires_grad_(training)
+            logits = self.model.lm_head(hidden).float() / self.config.rollout.temperature
+            found, entropy = share_log_probs(logits, batch.targets, self.model.lm_head.first_id, gather)
+            if not training:
+                self._batches.pop(micro_batch)
+                if answers:
+                    self.scores[micro_batch] = batch.split(found)
+                return None
+            loss = loss_of(self.config, batch, found, entropy if coefficient else entropy.detach())
+        self.tape.deferring = False
+        self._counted(loss, batch, micro_batch, answers).backward()
+        return hidden.grad
+
     def _batch(self, micro_batch: int) -> Batch:
         if micro_batch not in self._batches:
             rows = self.micro_batches[micro_batch].rows
@@ -119,11 +163,15 @@ class Stage:
         return self._batches[micro_batch]
 
     def _loss(self, batch: Batch, micro_batch: int) -> Tensor:
-        rows, weight = self.micro_batches[micro_batch].rows, self.micro_batches[micro_batch].weight
-        loss, sums = (actor_loss if self.name == "actor" else critic_loss)(self.config, self.model, batch)
-        if gained := log_probs_gained(self.name, rows, batch):
+        objective = actor_loss if self.name == "actor" else critic_loss
+        return self._counted(objective(self.config, self.model, batch), batch, micro_batch)
+
+    def _counted(self, of: Loss, batch: Batch, micro_batch: int, answers: bool = True) -> Tensor:
+        """The loss to go backward from; its diagnostics are added to the others', and what its rows gained is kept."""
+        (loss, sums), weight = of, self.micro_batches[micro_batch].weight
+        if answers and (gained := log_probs_gained(self.name, self.micro_batches[micro_batch].rows, batch)):
             self.scores[micro_batch] = gained
-        for name, value in sums.items():
+        for name, value in sums.items() if answers else ():
             self.sums[name] = self.sums.get(name, 0.0) + value.double() * weight
         return weighed(loss, weight)
 
@@ -131,6 +179,56 @@ class Stage:
         if self.name == "critic":
             return response_values(self.model, batch)
         return log_probs(self.config, self.model, batch)[0]
+
+
+def _hidden_states(model: PreTrainedModel, packed: bool) -> dict[str, Any]:
+    """Inputs of a stage behind the first: random hidden states of four tokens, `inputs_embeds`."""
+    ids = np.arange(4, 8, dtype=np.int32)
+    batch = collate([Row(ids[:1], ids[1:])], packed, model.device)
+    width = model.config.get_text_config().hidden_size
+    hidden = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
+    inputs = {name: each for name, each in batch.inputs.items() if name != "input_ids"}
+    return inputs | {"inputs_embeds": hidden, "use_cache": False}
+
+
+@torch.no_grad()
+def check_first_layer(model: PreTrainedModel, packed: bool) -> None:
+    """EngineError for a class that changes embeddings before its first layer: each stage would do it once more, to what
+    the stage before hands over."""
+    inputs, taken = _hidden_states(model, packed), []
+
+    def take(_: torch.nn.Module, positional: tuple, named: dict) -> None:
+        taken.append(positional[0] if positional else named["hidden_states"])
+
+    with model.base_model.layers[0].register_forward_pre_hook(take, with_kwargs=True):
+        model.base_model(**inputs)
+    if not torch.equal(taken[0], inputs["inputs_embeds"]):
+        raise EngineError(
+            f"training.pipeline_parallel_size above 1: the layers of a {type(model).__name__} take its embeddings "
+            "changed, and every stage would change what it is handed once more; set it to 1."
+        )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, packed: bool) -> None:
+    """EngineError for a class whose logits are not what its head, a share of which `model` has, makes of its body's
+    hidden states: what else it does to them, shares would not."""
+    inputs, taken = _hidden_states(model, packed), []
+    wide = torch.linspace(-300.0, 300.0, model.lm_head.out_features).to(model.device, model.dtype)
+
+    def answer(_: torch.nn.Module, given: tuple[Tensor], logits: Tensor) -> Tensor:
+        taken.append(given[0])
+        return torch.zeros_like(logits) + wide  # a cap shows in large logits alone, and the head's may be small
+
+    with model.lm_head.register_forward_hook(answer):
+        found = model(**inputs).logits
+    made = model.base_model(**inputs).last_hidden_state
+    whole = [each.shape for each in taken] == [made.shape] and found.shape == (*made.shape[:-1], *wide.shape)
+    if not whole or not torch.allclose(taken[0], made, rtol=0.02, atol=1e-4) or (found.float() != wide.float()).any():
+        raise EngineError(
+            f"training.vocabulary_parallel=true: a {type(model).__name__} does more between its layers and its logits "
+            "than its head, and stages can't share that; set it to false."
+        )
 
 
 def body(model: PreTrainedModel, vocabulary: int) -> Callable:

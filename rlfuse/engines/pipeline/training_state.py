@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -22,6 +24,7 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rlfuse.engines.pipeline.head_shares import HeadShares
 from rlfuse.engines.trainer.optimizer import use_own_settings
 from rlfuse.engines.trainer.saving import Writing
 
@@ -29,15 +32,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def save(engine: Any, folder: Path, rank: int | None, files: Writing) -> None:
-    """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file."""
+def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: HeadShares | None = None) -> None:
+    """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
+
+    A head that stages share (`shares`) is written whole by the last stage's rank, or as the embedding if it is tied.
+    """
     stepped = bool(engine.optimizer.optimizer.state)
     tensors = {}
     for name, parameter in _named(engine):
         whole = {"weight": safe_get_full_fp32_param(parameter)}
         for moment in MOMENTS if stepped else ():
             whole[moment] = safe_get_full_optimizer_state(parameter, moment)
-        if rank is not None:
+        writes = rank is not None
+        if is_model_parallel_parameter(parameter):
+            tied = getattr(parameter, PIPE_REPLICATED, False)
+            whole = {} if tied else {field: shares.whole(tensor).cpu() for field, tensor in whole.items()}
+            writes = writes and shares.answers
+        if writes:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
     if rank is not None:
         path = folder / f"rank_{rank}.safetensors"
@@ -48,8 +59,11 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing) -> None:
         files.write(folder, lambda: (folder / "schedule.json").write_text(json.dumps(schedule)))
 
 
-def load(engine: Any, folder: Path) -> None:
-    """Put back what `save` wrote for the parameters on this rank. FileNotFoundError if there is nothing."""
+def load(engine: Any, folder: Path, shares: HeadShares | None = None) -> None:
+    """Put back what `save` wrote for the parameters on this rank, or its shares of them.
+
+    FileNotFoundError if there is nothing.
+    """
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files or not (folder / "schedule.json").is_file():
         raise FileNotFoundError(f"{folder}: no pipeline state to resume from; was it saved by pipeline ranks?")
@@ -60,9 +74,11 @@ def load(engine: Any, folder: Path) -> None:
     schedule = json.loads((folder / "schedule.json").read_text())
     _make_moments(engine, schedule["steps"])
     for name, parameter in _named(engine):
-        safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder).to(parameter.device))
+        share = is_model_parallel_parameter(parameter)
+        rows = slice(shares.index * len(parameter), (shares.index + 1) * len(parameter)) if share else slice(None)
+        safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder, rows).to(parameter.device))
         for moment in MOMENTS if schedule["steps"] else ():
-            value = _read(where, moment, name, folder).to(parameter.device)
+            value = _read(where, moment, name, folder, rows).to(parameter.device)
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
     engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
@@ -75,14 +91,14 @@ def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield name.split(".", 1)[1], parameter
 
 
-def _read(where: dict[str, Path], field: str, name: str, folder: Path) -> torch.Tensor:
+def _read(where: dict[str, Path], field: str, name: str, folder: Path, rows: slice) -> torch.Tensor:
     key = f"{field}/{name}"
     if key not in where:  # saved where head and embedding were one parameter on one device
         key = f"{field}/{_TIED.get(name, name)}"
     if key not in where:
         raise FileNotFoundError(f"{folder} has no {field} of {name}: it was saved from another model.")
     with safe_open(where[key], "pt") as tensors:
-        return tensors.get_tensor(key)
+        return tensors.get_slice(key)[rows]
 
 
 def _make_moments(engine: Any, steps: int) -> None:

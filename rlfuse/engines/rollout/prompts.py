@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from rlfuse.errors import EngineError
 from rlfuse.samples import Visual
 from rlfuse.video.handover import Refusal, hand_over
-from rlfuse.video.models.base import Route, family_of
+from rlfuse.video.models.base import Route, embedding_width, family_of
 from rlfuse.video.placeholders import placeholder_ids
 
 
@@ -48,7 +48,7 @@ class Prompts:
 
     def __init__(self, config: PreTrainedConfig, batched_tokens: int):
         self._config, self._batched_tokens = config, batched_tokens
-        self._hidden = config.get_text_config().hidden_size
+        self._hidden = embedding_width(config)
         self._placeholders = placeholder_ids(config)
         self._shared: WeakValueDictionary[tuple[str | bytes, ...], torch.Tensor] = WeakValueDictionary()
         self.logit_bias = {token: -np.inf for token in self._placeholders} or None
@@ -97,17 +97,19 @@ class Prompts:
             text[np.concatenate([each.positions for each in visual])] = False
             rows = self._rows(ids, visual)
             return {"prompt_embeds": rows, "prompt_token_ids": ids.tolist(), "prompt_is_token_ids": text.tolist()}
-        further = np.concatenate([each.positions[1:] for each in visual])
-        once = np.delete(ids, further)  # vLLM puts as many as grids have
+        family, once, kept = family_of(self._config), ids.copy(), np.ones(len(ids), bool)
+        for each in visual:
+            first, behind = family.written_by_engine(self._config, ids, each)
+            once[first], kept[first + 1 : behind] = ids[each.positions[0]], False
         uuids, data = {}, {}
         for modality, alike in groupby(sorted(visual, key=_modality), key=_modality):
             shown = list(alike)
-            family, embeddings = family_of(self._config), [_read(each) for each in shown]
+            embeddings = [_read(each) for each in shown]
             inputs = [family.grid_inputs(self._config, each.plan) for each in shown]
             data[modality] = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
             data[modality][f"{modality}_embeds"] = embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings)
             uuids[modality] = [each.source.key for each in shown]
-        return {"prompt_token_ids": once.tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
+        return {"prompt_token_ids": once[kept].tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
 
     def _rows(self, ids: np.ndarray, visual: Sequence[Visual]) -> torch.Tensor:
         """bf16 [len(ids), hidden]: the embeddings at their places, NaN where vLLM embeds text itself."""

@@ -33,7 +33,7 @@ from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.engines.rollout.vllm_setup import NOTHING, Request
 from rlfuse.errors import EngineError, EngineFailed, EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
-from rlfuse.protocols import Load, Part, Sampling
+from rlfuse.protocols import PARTS, Load, Part, Sampling
 from rlfuse.samples import Partial, Response, Sample
 
 
@@ -72,6 +72,8 @@ class RolloutHandle:
         """The last one ended by one of these."""
         self._gone: ray.actor.ActorHandle | None = None
         """The last actor that was given up."""
+        self._asleep: set[Part] | None = None
+        """Its parts that sleep, as far as that is known."""
         self._served: ray.actor.ActorHandle | None = None
         """Who the present push of weights began with."""
         self._restart: asyncio.Task | None = None
@@ -98,6 +100,7 @@ class RolloutHandle:
     async def _begin(self) -> dict:
         action = "start its engine"
         facts = await call(self.actor.start.remote(*self._arguments), self.name, action, self.timeout_s)
+        self._asleep = set()
         self._heard = Pulse(0.0, "its start")
         self._watching = asyncio.create_task(self._watch(self.actor), name=f"watch {self.name}")
         return facts
@@ -169,15 +172,22 @@ class RolloutHandle:
         return []
 
     async def sleep(self) -> None:
-        """Give the device up; `EngineError` while samples are active."""
-        if self._has_engine:
-            with suppress(EngineLost):
-                await self._call("sleep", "give its device up")
+        """Give the device up, unless that is done; `EngineError` while samples are active."""
+        await self._turn({*PARTS}, "sleep", "give its device up")
 
     async def wake(self, part: Part | None = None) -> None:
-        if self._has_engine:
+        """Take it back, or only a part, unless that is done."""
+        asleep = ({*PARTS} if self._asleep is None else self._asleep) - ({part} if part else {*PARTS})
+        which = f" for its {part}" if part else ""
+        await self._turn(asleep, "wake", f"take its device back{which}", part)
+
+    async def _turn(self, asleep: set[Part], method: str, action: str, *arguments: Any) -> None:
+        """These parts of an engine sleep when this returns."""
+        if self._has_engine and self._asleep != asleep:
+            self._asleep = None
             with suppress(EngineLost):
-                await self._call("wake", f"take its device back{f' for its {part}' if part else ''}", part)
+                await self._call(method, action, *arguments)
+                self._asleep = asleep
 
     # Weights ---------------------------------------------------------------------------------------------------------
 

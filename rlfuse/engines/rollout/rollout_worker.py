@@ -36,6 +36,7 @@ from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
+from rlfuse.engines.rollout.engine_fork import forking
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
 from rlfuse.engines.rollout.vllm_setup import (
     Request,
@@ -105,8 +106,11 @@ class RolloutWorker:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
                 bring_along(model.video_family)
+                with self._garbage.importing():
+                    import vllm.v1.engine.async_llm  # noqa: F401
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
-                self._engine, self._kv_store = build(arguments, rollout, device, self._note)
+                with forking(device):
+                    self._engine, self._kv_store = build(arguments, rollout, device, self._note)
                 bind(core)
         except Exception as error:
             raise engine_death.no_start(self.name, model.path, self._errors, error) from error
@@ -177,8 +181,9 @@ class RolloutWorker:
         try:
             waiting = set(tasks.values())
             while waiting:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.sleep(TOGETHER_S)
+                _, running = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if running:
+                    await asyncio.sleep(TOGETHER_S)
                 finished = {task for task in waiting if task.done()}
                 waiting -= finished
                 yield [task.result() for task in finished]

@@ -19,6 +19,7 @@ import psutil
 
 from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
+from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import speculation
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
@@ -95,6 +96,8 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
         "worker_extension_cls": "rlfuse.engines.rollout.seeded_generators.WorkerExtension",
+        "quantization": rollout.quantization,
+        "quantization_config": {"ignore": [*KEPT]} if rollout.quantization else None,
     }
     if rollout.tensor_model_parallel_size > 1:
         # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but

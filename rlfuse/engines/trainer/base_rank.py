@@ -9,8 +9,8 @@ import copyreg
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -33,7 +33,7 @@ from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
-from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, to_device, to_host
 from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
@@ -108,6 +108,7 @@ class Rank:
 
     def join(self, host: str, port: int) -> None:
         """Meet the other ranks; waits for all of them, at most `limit_s`."""
+        self.garbage.keep()  # imports: under ZeRO-3 DeepSpeed collects all garbage for each model
         self.progress.calls_come_here()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
@@ -125,23 +126,56 @@ class Rank:
         dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
         deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there
 
-    def switch(self, role: str) -> None:
-        """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move."""
+    def switch(self, role: str) -> float:
+        """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move.
+
+        Returns seconds that optimizers which are to be fetched would take to come, as fast as the weights came.
+        """
         away = role != "trainer" and self.device != "cpu"
         with self.recorder.span("switch", cause="role", attributes={"to": role}):
             if away == self.away:
-                return
+                return 0.0
             self.away = True  # also where a move fails halfway
-            for model in (*self.engines.values(), *self.beside):
+            models = [*self.engines.values(), *self.beside]
+            before, began = sum(map(bytes_away, models)), time.monotonic()
+            for model in models:
                 to_host(model) if away else self._fetch(model)
             self.away = away
+        left, seconds = sum(map(bytes_away, models)), time.monotonic() - began
+        fetched = not away and self.config.actor.optimizer_residency == "forecast"
+        return seconds * left / (before - left) if fetched and left else 0.0
+
+    @ray.method(concurrency_group=WATCH)
+    def fetch_optimizers(self) -> None:
+        """Begin to bring back what only steps read, while another call is under way; critics step before actors."""
+        for engine in reversed([*self.engines.values()]):
+            fetch_optimizer(engine, self.limit_s)
+
+    @contextmanager
+    def stepping(self, model: str) -> Iterator[Span]:
+        """An optimizer step of the model, and its span."""
+        with self.optimizer_there(model), self.recorder.span("optimizer", cause=f"update_{model}") as span:
+            span.attributes["model"] = model
+            yield span
+
+    @contextmanager
+    def optimizer_there(self, model: str) -> Iterator[None]:
+        """What only steps of the model read is on the device for the length of the block, and stays where it may."""
+        engine = self.engines[model]
+        if size := bytes_away(engine):
+            attributes = {"model": model, "bytes": size}
+            with self.recorder.span("optimizer_wait", cause=f"update_{model}", attributes=attributes):
+                to_device(engine)
+        yield
+        if self.device != "cpu" and self.config.actor.optimizer_residency == "step":
+            to_host(engine, optimizer_alone=True)
 
     def _fetch(self, model: Any) -> None:
         """Onto the device; the memory of an engine that was killed a moment ago may not be free yet."""
         until = time.monotonic() + FREED_S
         while True:
             try:
-                return to_device(model)
+                return to_device(model, optimizer=self.config.actor.optimizer_residency == "training")
             except torch.OutOfMemoryError:
                 if time.monotonic() > until:
                     raise

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.tensor_parallel import check_cuttable
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
 from rlfuse.video.models.base import bring_along, register_language_models
@@ -110,6 +111,8 @@ def untrainable(config: Config) -> list[str]:
         try:
             family = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             _check_family(family, key == "critic.path", trust)
+            if (width := config.training.tensor_model_parallel_size) > 1:
+                check_cuttable(family, width)
             if key == "model.path":
                 check_pushable(family)
                 _check_computed_alike(config, family)

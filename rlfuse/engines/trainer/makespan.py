@@ -6,7 +6,9 @@ Role: pure; trainer groups note both for every plan over several ranks, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit
 
@@ -16,26 +18,54 @@ def makespan(shares: Sequence[Sequence[Share]], units: Sequence[Unit], costs: Co
     unit_of = {unit.rows[0]: unit for unit in units}
 
     def seconds(rank: int, share: Share) -> float:
+        """Of the first rank that has it; the others take as long."""
         if not share.rows:
             return 0.0
-        rate = costs.rate(rank // share.degree * share.degree, share.degree)
         work = sum(costs.seconds(unit_of[row], share.degree) for row in share.rows if row in unit_of)
-        return rate * (costs.start(share.degree) + work)
+        return costs.rate(rank, share.degree) * (costs.start(share.degree) + work)
 
-    taken = [[seconds(rank, share) for share in mine] for rank, mine in enumerate(shares)]
+    taken: list[list[float]] = []
+    for rank, mine in enumerate(shares):
+        firsts = [rank // share.degree * share.degree for share in mine]
+        taken.append([taken[first][at] if first < rank else seconds(rank, mine[at]) for at, first in enumerate(firsts)])
     if lockstep:
         return sum(map(costs.end, zip(*taken, strict=True)))
     return costs.end([sum(mine) for mine in taken])
 
 
-def bounds(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> tuple[float, float]:
-    """Two that no plan undercuts: all work shared out evenly, and the longest unit alone at the best degree that has
-    room for it. Micro-batches start for nothing, so that plans are above both where those count."""
-    fastest = min(costs.rate(rank, 1) for rank in range(ranks))
-    total = longest = 0.0
+def bounds(
+    units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs, lockstep: bool = False
+) -> tuple[float, float]:
+    """Two that no plan undercuts: all work shared out evenly, and long units. Micro-batches start for nothing, so that
+    plans are above both where those count.
+
+    Long units: the longest alone, at the best degree that has room for it; those that have to share a group of ranks;
+    and in `lockstep` those that fill more than half of a micro-batch of the highest degree, so that each has its own.
+    Example: 10, 9 and 8 tokens on 4 ranks with a budget of 5 and degrees 1, 2 -> 27 / 4, and (9 + 8) / 2.
+    """
+    highest, groups = degrees[-1], ranks // degrees[-1]
+    total, longest, times = 0.0, 0.0, list[tuple[float, float]]()
     for unit in units:
-        fitting = [degree for degree in degrees if unit.tokens <= degree * budget] or [degrees[-1]]
+        fitting = [degree for degree in degrees if unit.tokens <= degree * budget] or [highest]
         seconds = {degree: costs.seconds(unit, degree) for degree in fitting}
         total += min(degree * each for degree, each in seconds.items())
-        longest = max(longest, fastest * min(costs.crowded(degree) * each for degree, each in seconds.items()))
-    return costs.even(total, ranks), longest
+        crowded = {degree: costs.crowded(degree) * each for degree, each in seconds.items()}
+        longest = max(longest, min(crowded.values()))
+        times.append((crowded.pop(highest), min(crowded.values(), default=math.inf)))
+    longest = max(longest, _sharing(times, groups))
+    if lockstep:
+        alone = [whole for unit, (whole, _) in zip(units, times, strict=True) if 2 * unit.tokens > highest * budget]
+        longest = max(longest, sum(sorted(alone, reverse=True)[::groups]))
+    return costs.even(total, ranks), longest * min(costs.rate(rank, 1) for rank in range(ranks))
+
+
+def _sharing(times: Sequence[tuple[float, float]], groups: int) -> float:
+    """Of one more unit than n times the groups there are, n + 1 run on one, unless one has fewer ranks all its time.
+
+    `times`: of each unit on a whole group, and at its best on fewer ranks.
+    """
+    times = sorted(times, reverse=True)
+    sums = [0.0, *accumulate(whole for whole, _ in times)]
+    fewer = list(accumulate((each for _, each in times), min))
+    counts = range(1, (len(times) - 1) // groups + 1)
+    return max((min(sums[n * groups + 1] - sums[n * groups - n], fewer[n * groups]) for n in counts), default=0.0)

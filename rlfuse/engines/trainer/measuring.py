@@ -1,4 +1,4 @@
-"""What sequence parallelism costs on these ranks: passes of the real model, timed when the ranks have met.
+"""What sequence parallelism costs on these ranks: passes of the real model, timed when all parts of a job stand.
 
 Role: every trainer rank calls `measured_costs` at start-up, all at the same time; the driver plans by what one of them
 found. Passes are timed while all ranks run one, and while only some do: on CPU hosts ranks may share cores, and then
@@ -40,16 +40,18 @@ def measured_costs(
     dtype: torch.dtype,
     device: str,
     lockstep: bool,
+    width: int = 1,
 ) -> Costs:
     """Costs of passes by `forward` at these degrees.
 
-    `token`: about the seconds that one takes on this rank. `lockstep`: no rank runs a pass without all others (ZeRO 3).
+    `token`: about the seconds that one takes on this rank. `lockstep`: no rank runs a pass without others (ZeRO 3, or
+    layers cut over `width` ranks).
     """
     watch = Stopwatch(device)
     longest = min(LONGEST, getattr(text, "max_position_embeddings", LONGEST))
     long = min(longest, max(4 * SHORT, int(LONG_S / watch.most(token)))) // SHORT * SHORT
     slower = (1.0,) if lockstep else watch.crowding(lambda: forward(long, 1))
-    pair = watch.seconds(lambda: _attention(text, long, dtype, device)) / (long**2 / 2) * text.num_hidden_layers
+    pair = watch.seconds(lambda: _attention(text, long, dtype, device)) / (long**2 / 2) * text.num_hidden_layers / width
     taken = {d: [watch.seconds(lambda d=d, n=n: forward(n, d)) for n in (SHORT, long)] for d in degrees}
     return fitted(taken, (SHORT, long), pair, slower)
 

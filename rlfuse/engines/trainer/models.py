@@ -28,7 +28,7 @@ from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.errors import EngineError
 from rlfuse.samples import Row
-from rlfuse.video.models.base import register_language_models
+from rlfuse.video.models.base import embedding_width, register_language_models
 from rlfuse.video.placeholders import exclude
 
 if TYPE_CHECKING:
@@ -75,35 +75,49 @@ def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
 
 @contextmanager
 def visual_embeddings(model: Callable, batch: Batch) -> Iterator[None]:
-    """The batch's visual embeddings take the place of the tokens' own while the model runs.
+    """The batch's visual embeddings take the place of the tokens' own while the model runs, and feed its first layers.
 
     At the output of the embedding, and not as `inputs_embeds`: so the embedding runs inside the engine's forward, where
-    ZeRO 3 gathers its weights, and the text's tokens train it.
+    ZeRO 3 gathers its weights, and the text's tokens train it. Layers are fed by the model's own code, beyond what is
+    run again when activations are recomputed.
     """
     if not batch.visual:
         yield
         return
+    module = getattr(model, "module", model)
+    hidden, width = module.config.get_text_config().hidden_size, embedding_width(module.config)
+    for at, embeddings in batch.visual:
+        if embeddings.shape != (len(at), width):
+            raise ValueError(
+                f"visual embeddings of shape {list(embeddings.shape)} for {len(at)} positions of a model that takes "
+                f"{width} numbers each: encode them with the tower and projector of this model."
+            )
 
-    def replace(module: torch.nn.Module, _: tuple, output: torch.Tensor) -> torch.Tensor:
+    def replace(_: torch.nn.Module, __: tuple, output: torch.Tensor) -> torch.Tensor:
         flat = output.flatten(0, 1)
         for at, embeddings in batch.visual:
-            if embeddings.shape != (len(at), flat.shape[-1]):
-                raise ValueError(
-                    f"visual embeddings of shape {list(embeddings.shape)} for {len(at)} positions of a model with "
-                    f"hidden size {flat.shape[-1]}: encode them with the tower and projector of this model."
-                )
-            flat = flat.index_copy(0, at, embeddings.to(flat.dtype))
+            flat = flat.index_copy(0, at, embeddings[:, :hidden].to(flat.dtype))
         return flat.view_as(output)
 
-    handle = getattr(model, "module", model).get_input_embeddings().register_forward_hook(replace)
+    def feed(_: torch.nn.Module, positional: tuple, named: dict) -> tuple[tuple, dict]:
+        places, features = (torch.cat(parts) for parts in zip(*batch.visual, strict=True))  # in the batch's order
+        shown = torch.zeros_like(batch.inputs["input_ids"], dtype=torch.bool)
+        shown.view(-1)[places] = True
+        levels = list(features[:, hidden:].split(hidden, dim=1))
+        return positional, named | {"visual_pos_masks": shown, "deepstack_visual_embeds": levels}
+
+    handles = [module.get_input_embeddings().register_forward_hook(replace)]
+    if width > hidden:
+        handles.append(module.get_decoder().register_forward_pre_hook(feed, with_kwargs=True))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def load_policy(path: str, settings: ModelConfig) -> PreTrainedModel:
-    """The causal language model at `path`, ready to train; of a Qwen2.5-VL without its tower."""
+    """The causal language model at `path`, ready to train; of a Qwen2.5-VL or Qwen3-VL without its tower."""
     return _load(AutoModelForCausalLM, path, settings)
 
 

@@ -1,24 +1,31 @@
 """Models give their device up for a while: their tensors' memory goes to the host and comes back, in place.
 
 Role: trainer ranks move models between a slot's roles; checkpoints bring them back for as long as they are written.
+What only steps read, masters and moments, can come later than the rest and leave alone (actor.optimizer_residency).
 
-    to_host      storages on the device --copy, one behind the other--> pieces of pinned host memory; they are emptied
-    to_device    the storage gets memory again <--copy-- ; every tensor on it is what it was
+    to_host            storages on the device --copy, one behind the other--> pieces of pinned host memory; emptied
+    to_device          the storage gets memory again <--copy-- ; every tensor on it is what it was
+    fetch_optimizer    the same in a thread, on a stream of its own, while passes and gradients are computed
 
 Invariants: no tensor is replaced. Flat buffers, the parameters, partitions and fragments that view them, masters that
 may be the weights themselves, an optimizer's states and hooks on parameters stay what they are to each other and keep
 their device: whatever DeepSpeed keeps where, there is nothing to link again, and a storage that was overlooked costs
-memory, nothing else. (DeepSpeed's own `offload_states` unlinks the masters, so that checkpoints of them are zeros, and
-leaves the masters and moments of ZeRO 3.) What is away has no memory: reading it kills the process or, in CUDA, its
-context, so ranks refuse calls while they are away.
-Waits: for all streams of the device, before memory is given up and before it is used again.
+memory, nothing else. (DeepSpeed's own `offload_states` unlinks the masters, so that checkpoints of them are zeros,
+refuses ZeRO 3 without its own FusedAdam, and knows no ZeRO 0.) What is away has no memory: reading it kills the process
+or, in CUDA, its context, so ranks refuse calls while they are away. One thing moves at a time: moves wait for a fetch
+under way, and a fetch begins only where nothing moves and the weights are there.
+Waits: for all streams of the device, before memory is given up and before it is used again; for a fetch, at most as
+long as was said when it began.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,48 +37,152 @@ from rlfuse.errors import EngineError
 
 _PIECE = 1 << 28
 """Bytes of a piece of pinned memory: a power of two, because torch rounds pinned memory up to the next."""
-_away: WeakKeyDictionary[torch.nn.Module, list[tuple[torch.UntypedStorage, list[torch.Tensor]]]] = WeakKeyDictionary()
-"""Model -> its storages without memory, with their bytes."""
 
 
-def to_host(model: torch.nn.Module) -> None:
-    """Give up the device memory of a module, or of a DeepSpeed engine with all that its optimizer keeps."""
-    accelerator = get_accelerator()
-    accelerator.synchronize()
-    away = _away.setdefault(model, [])
-    storages = _storages(model)
-    host = _HostPieces(sum(storage.nbytes() for storage in storages))
-    leaving = [(storage, host.copies(_bytes(storage))) for storage in storages]
-    accelerator.synchronize()
-    for storage, _ in leaving:
-        storage.resize_(0)
-    away += leaving
-    accelerator.empty_cache()
+@dataclass(frozen=True, slots=True, eq=False)
+class _Away:
+    """A storage without memory, and its bytes."""
+
+    storage: torch.UntypedStorage
+    copies: list[torch.Tensor]
+    of_optimizer: bool
+    """Only steps read it."""
+
+    @property
+    def size(self) -> int:
+        return sum(copy.numel() for copy in self.copies)
 
 
-def to_device(model: torch.nn.Module) -> None:
-    """Undo `to_host`. Where the device has too little memory the rest stays away, and it can be tried again."""
-    away = _away.get(model, [])
-    while away:
-        storage, copies = away[-1]
-        sizes = [copy.numel() for copy in copies]
-        storage.resize_(sum(sizes))
-        for part, copy in zip(_bytes(storage).split(sizes), copies, strict=True):
-            part.copy_(copy, non_blocking=True)
-        away.pop()
-    get_accelerator().synchronize()
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    done: Future
+    limit_s: float
+
+
+_away: WeakKeyDictionary[torch.nn.Module, list[_Away]] = WeakKeyDictionary()
+_fetches: WeakKeyDictionary[torch.nn.Module, _Fetch] = WeakKeyDictionary()
+_fetching = ThreadPoolExecutor(1, "optimizer")
+_moving = threading.RLock()
+
+
+def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
+    """Give up the device memory of a module, or of a DeepSpeed engine with all that its optimizer keeps.
+
+    `optimizer_alone`: only of what its steps alone read.
+    """
+    with _moving:
+        _settle(model)
+        late = _of_optimizer(model)
+        _leave(model, [each for each in _storages(model) if each.data_ptr() in late or not optimizer_alone], late)
+
+
+def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
+    """Undo `to_host`; `optimizer`: also for what only steps read, which a fetch may bring already.
+
+    Where the device has too little memory the rest stays away, and it can be tried again.
+    """
+    with _moving:
+        _settle(model)
+        away = _away.get(model, [])
+        for each in [each for each in reversed(away) if optimizer or not each.of_optimizer]:
+            each.storage.resize_(each.size)
+            _copy_back(each)
+            away.remove(each)
+        get_accelerator().synchronize()
+
+
+def fetch_optimizer(model: torch.nn.Module, limit_s: float) -> None:
+    """Begin to bring back what only steps read; a move that waits for it gives up after `limit_s`.
+
+    Nothing begins where it is there or coming, where the weights are away, or while something moves.
+    """
+    if not _moving.acquire(blocking=False):
+        return
+    try:
+        away = _away.get(model)
+        if away and model not in _fetches and all(each.of_optimizer for each in away):
+            _fetches[model] = _Fetch(_fetching.submit(_bring_back, away), limit_s)
+    finally:
+        _moving.release()
+
+
+def bytes_away(model: torch.nn.Module) -> int:
+    """Of what is on the host, or on its way from there."""
+    return sum(each.size for each in _away.get(model, []))
 
 
 @contextmanager
-def on_device(model: torch.nn.Module) -> Iterator[None]:
-    """The model is there for the length of the block, and then where it was."""
-    moved = bool(_away.get(model))
-    to_device(model)
+def on_device(model: torch.nn.Module, optimizer: bool = True) -> Iterator[None]:
+    """The model is there for the length of the block, and then what was away is away again.
+
+    `optimizer`: also what only steps read, which else stays where it is.
+    """
+    with _moving:
+        _settle(model)
+        left = [each.storage for each in _away.get(model, []) if optimizer or not each.of_optimizer]
+        to_device(model, optimizer)
     try:
         yield
     finally:
-        if moved:
-            to_host(model)
+        if left:
+            with _moving:
+                _leave(model, left, _of_optimizer(model))
+
+
+def _leave(model: torch.nn.Module, storages: list[torch.UntypedStorage], late: set[int]) -> None:
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    storages = sorted(storages, key=lambda each: each.data_ptr() in late)  # what comes back later shares no piece
+    host = _HostPieces(sum(storage.nbytes() for storage in storages))
+    leaving = [_Away(each, host.copies(_bytes(each)), each.data_ptr() in late) for each in storages]
+    accelerator.synchronize()
+    for each in leaving:
+        each.storage.resize_(0)
+    _away.setdefault(model, []).extend(leaving)
+    accelerator.empty_cache()
+
+
+def _bring_back(away: list[_Away]) -> None:
+    """In a thread: until all of it is there, or none. On GPUs memory is taken from where the computing stream takes its
+    own, and written behind what that was given so far, which may still use it."""
+    stream = torch.cuda.Stream() if get_accelerator().device_name() == "cuda" else None
+    try:
+        for each in away:
+            each.storage.resize_(each.size)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for each in away:
+                _copy_back(each)
+        if stream is not None:
+            stream.synchronize()
+    except BaseException:
+        for each in away:
+            each.storage.resize_(0)
+        raise
+    away.clear()
+
+
+def _copy_back(each: _Away) -> None:
+    sizes = [copy.numel() for copy in each.copies]
+    for part, copy in zip(_bytes(each.storage).split(sizes), each.copies, strict=True):
+        part.copy_(copy, non_blocking=True)
+
+
+def _settle(model: torch.nn.Module) -> None:
+    """Nothing of the model is on its way. EngineError where that takes too long; without room the rest stays away."""
+    if (fetch := _fetches.pop(model, None)) is None:
+        return
+    try:
+        fetch.done.result(fetch.limit_s)
+    except torch.OutOfMemoryError:
+        get_accelerator().empty_cache()
+    except TimeoutError:
+        raise EngineError(
+            f"waited {fetch.limit_s:g} s for {bytes_away(model):,} bytes of an optimizer's masters and moments, which "
+            "were to come from host memory to the device while gradients were computed. Its host copies too slowly, "
+            "or not at all; actor.optimizer_residency=training has them come with the weights."
+        ) from None
 
 
 class _HostPieces:
@@ -86,7 +197,7 @@ class _HostPieces:
         while source.numel():
             if not self._room.numel():
                 size = min(_PIECE, 1 << (self._left - 1).bit_length())
-                self._room = _pinned(size, source.device.type != "cpu")
+                self._room = pinned(size, source.device.type != "cpu")
             count = min(source.numel(), self._room.numel())
             found.append(self._room[:count].copy_(source[:count], non_blocking=True))
             self._room, source = self._room[count:], source[count:]
@@ -94,7 +205,7 @@ class _HostPieces:
         return found
 
 
-def _pinned(size: int, pin: bool) -> torch.Tensor:
+def pinned(size: int, pin: bool) -> torch.Tensor:
     """EngineError where the host has no room, of which CUDA speaks as it does of a full GPU."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
@@ -110,6 +221,23 @@ def _pinned(size: int, pin: bool) -> torch.Tensor:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _of_optimizer(model: Any) -> set[int]:
+    """Addresses of what only a DeepSpeed engine's steps read: masters and moments, but for what are weights too."""
+    inner, sharded = getattr(model, "basic_optimizer", None), "fp32_partitioned_groups_flat"
+    if inner is None:
+        return set()
+    masters = [each for group in inner.param_groups for each in group["params"]]
+    masters += [*inner.state, *getattr(model.optimizer, sharded, [])]  # ZeRO 3 hands them over in a step alone
+    moments = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    weights = [*model.module.buffers(), *model.module.parameters()]
+    weights += [each.ds_tensor for each in weights if hasattr(each, "ds_tensor")]
+    return {*_addresses([*masters, *moments])} - {*_addresses(weights)}
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    return (tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def _storages(model: Any) -> list[torch.UntypedStorage]:

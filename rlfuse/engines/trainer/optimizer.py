@@ -16,11 +16,13 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig, OptimConfig
 from rlfuse.engines.trainer.gradient_memory import REDUCED
+from rlfuse.engines.trainer.tensor_parallel import counted
 from rlfuse.errors import EngineError
 
 
@@ -29,29 +31,50 @@ def trainable(
 ) -> deepspeed.DeepSpeedEngine:
     """`model` under AdamW, the learning-rate schedule over `steps` optimizer steps, clipping and ZeRO.
 
-    `grid`: of pipeline ranks; `model` is then this rank's stages, and the clipped norm is that of all stages.
+    `grid`: of ranks with parts of a model, stages or shares of layers; `model` is then this rank's part, and the norm
+    that is clipped is that of all parts.
     """
     optimizer = _optimizer(model, settings, lr, device)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.optim, steps))
     config = _config(settings, model.dtype)
-    plain = settings.zero_stage == 0 and model.dtype == torch.float32
-    if plain:  # here DeepSpeed clips without telling the norm or looking at it, so the optimizer's hook does all that
+    own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
+    if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
         config["gradient_clipping"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=grid)
-    if plain:
-        limit = settings.grad_clip or math.inf
-
-        def clip(*_: Any) -> None:
-            engine._global_grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
-            # What DeepSpeed's own optimizers call a step to skip; AdamW leaves parameters without a gradient alone.
-            optimizer.overflow = not math.isfinite(engine._global_grad_norm)
-            if optimizer.overflow:
-                optimizer.zero_grad()
-
-        optimizer.register_step_pre_hook(clip)
+    if own:
+        _clip_before_steps(engine, optimizer, settings.grad_clip or math.inf, grid)
     if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
         _sum_in_float32(engine)
     return engine
+
+
+def _clip_before_steps(
+    engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer, limit: float, grid: Any
+) -> None:
+    """Before every step gradients with a norm beyond `limit` are scaled down to it; without a finite one none is made.
+
+    The norm is over all parts of the model, and stands in `engine.optimizer`: `optimizer` itself or, of other weights
+    than float32, what has it step on a copy of them.
+    """
+    wrapper = engine.optimizer
+    stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    mine = [each for each, parameter in zip(stepped, trained, strict=True) if counted(parameter, grid)]
+
+    def clip(*_: Any) -> None:
+        norm = torch.nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None])
+        if grid is not None:
+            square = norm.square()
+            dist.all_reduce(square, group=grid.get_model_parallel_group())
+            norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(stepped, limit, norm)
+        wrapper._global_grad_norm = float(norm)
+        # What DeepSpeed's own optimizers call a step to skip; AdamW leaves parameters without a gradient alone.
+        wrapper.overflow = not math.isfinite(wrapper._global_grad_norm)
+        if wrapper.overflow:
+            optimizer.zero_grad()
+
+    optimizer.register_step_pre_hook(clip)
 
 
 def _sum_in_float32(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -196,12 +219,12 @@ def _rate(step: int, optim: OptimConfig, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def matmul_rate(dtype: torch.dtype, device: str, size: int = 512, repeats: int = 5) -> float:
+def matmul_rate(dtype: torch.dtype, device: str) -> float:
     """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
-    size = size if device == "cpu" else 8192
+    size = 512 if device == "cpu" else 8192
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best = math.inf
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
         product = left @ right
         float(product[0, 0])  # waits for the device

@@ -34,13 +34,18 @@ def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
     Rows without `old_log_probs` are of the weights that they are learned from first: their old log-probs are those of
     this very pass, which the batch gains.
     """
-    settings, longest = config.actor, config.data.max_response_length
     found, logits = log_probs(config, model, batch)
-    with torch.set_grad_enabled(bool(settings.entropy_coeff)):
+    with torch.set_grad_enabled(bool(config.actor.entropy_coeff)):
         entropy = batch.whole(entropy_from_logits(logits))
+    return loss_of(config, batch, found, entropy)
+
+
+def loss_of(config: Config, batch: Batch, found: torch.Tensor, entropy: torch.Tensor) -> Loss:
+    """`actor_loss` from log-probs and entropy, float32 [R] of the response tokens."""
     new = batch.matrix(found)
     batch.tensors.setdefault("old_log_probs", new.detach())
-    return actor_objective(settings, new, batch.matrix(entropy), batch.mask, batch.tensors, longest)
+    longest = config.data.max_response_length
+    return actor_objective(config.actor, new, batch.matrix(entropy), batch.mask, batch.tensors, longest)
 
 
 def log_probs_gained(model: str, rows: Sequence[Row], batch: Batch) -> list[np.ndarray]:

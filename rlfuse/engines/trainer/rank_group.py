@@ -57,6 +57,10 @@ class RankGroup:
         """Model -> response tokens of each row since its last step."""
         self._known: set[tuple[int, str]] = set()
         """(rank, call) that have ended well once: each rank compiles for itself."""
+        self._roles: dict[int, str] = {}
+        """Slot -> what its ranks were told last, once they have done it."""
+        self.optimizers_away: dict[int, float] = {}
+        """Slot whose ranks are there but for what only optimizer steps read -> seconds that this takes to come."""
         self.rates = (1.0,) * len(self.ranks)
         """By rank: how many times longer than expected it takes."""
 
@@ -65,12 +69,29 @@ class RankGroup:
         """What is trained."""
         return ("actor", "critic") if self.config.uses_critic else ("actor",)
 
+    async def measure(self) -> None:
+        """Time what plans go by, while nothing else is under way on the slots; where they learn it later, nothing."""
+
     async def take_device(self, slot: int) -> None:
-        await self._call("switch", "take its device", slot, lambda rank: ("trainer",))
+        await self._switch(slot, "trainer", "take its device")
 
     async def leave_device(self, slot: int) -> None:
         """The slot's ranks move their models to host memory; until `take_device` nothing may be asked of them."""
-        await self._call("switch", "leave its device", slot, lambda rank: ("rollout",))
+        await self._switch(slot, "rollout", "leave its device")
+
+    async def _switch(self, slot: int, role: str, action: str) -> None:
+        if self._roles.get(slot) != role:
+            self._roles.pop(slot, None)
+            self.optimizers_away.pop(slot, None)
+            seconds = max(await self._call("switch", action, slot, lambda rank: (role,)))
+            self._roles[slot] = role
+            if seconds:
+                self.optimizers_away[slot] = seconds
+
+    async def fetch_optimizers(self, slot: int) -> None:
+        """They set out, beside whatever the ranks compute; a step waits for them."""
+        self.optimizers_away.pop(slot, None)
+        await all_of([self._ask(rank, "fetch_optimizers", "fetch its optimizers") for rank in self._ranks(slot)])
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
         """Calls of several ranks are shared out by these rates of slots from now on; none: as if all were alike."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.cluster.placement import Slots
+from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference
 from rlfuse.engines.trainer.degrees import Unit
@@ -20,7 +21,6 @@ from rlfuse.engines.trainer.rank_group import start_ranks, step_metrics
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
-MODEL = "reward_model"
 UNSEEN = np.zeros(1, dtype=np.int32)
 """Stands behind a row's last token, where the score is; causal models never look at it."""
 
@@ -41,15 +41,15 @@ class RewardModelTrainer(TrainerGroup):
 
     @property
     def models(self) -> tuple[str, ...]:
-        return (MODEL,)
+        return (MODEL_PART,)
 
     async def learn(self, pairs: Sequence[Preference]) -> dict[str, float]:
         """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them."""
         rows = rows_of(pairs, self.labels)
-        await self.accumulate(MODEL, rows)
-        self._accumulated[MODEL] = []
-        sums = await self._all("step", "update the reward model", MODEL, len(pairs))
-        return step_metrics(MODEL, sums, len(pairs), [1] * len(pairs))
+        await self.accumulate(MODEL_PART, rows)
+        self._accumulated[MODEL_PART] = []
+        sums = await self._all("step", "update the reward model", MODEL_PART, len(pairs))
+        return step_metrics(MODEL_PART, sums, len(pairs), [1] * len(pairs))
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
         """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
@@ -18,8 +19,6 @@ from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.rewards.api.labels import head_labels
 from rlfuse.samples import MicroBatch
-
-MODEL = "reward_model"
 
 
 class RewardModelRank(TrainerRank):
@@ -38,16 +37,19 @@ class RewardModelRank(TrainerRank):
             if not head_labels(path, config.model.trust_remote_code):
                 zero_head(model, len(labels))
             model.config.get_text_config().pad_token_id = padding
-            self.engines = {MODEL: trainable(model, config.actor, config.actor.optim.lr, optimizer_steps, self.device)}
+            self.engines = {
+                MODEL_PART: trainable(model, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
+            }
         if model.is_remote_code():
             check_forward(model, path)
-        self.tower, self.sums, self.ropes = None, {}, {MODEL: None}
-        self.exporters = {MODEL: Exporter(model, self.rank)}
+        self.tower, self.sums, self.ropes = None, {}, {MODEL_PART: None}
+        self.exporters = {MODEL_PART: Exporter(model, self.rank)}
         self.progress.follow(model)
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
-        parameters = sum(size for _, size in self.sizes(MODEL)) // model.dtype.itemsize
+        parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
+        self._offload_activations()
         return {"packed": self.packed, "parameters": parameters}
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""
-        return self._score("values", MODEL, micro_batches, response_scores)
+        return self._score("values", MODEL_PART, micro_batches, response_scores)

@@ -1,8 +1,9 @@
 """DeepSpeed Ulysses over consecutive trainer ranks: each holds a slice of a micro-batch's tokens and runs all layers.
 
 Role: a trainer rank makes one `SequenceParallel` when it has met the others, and takes from it its `Part` of a
-micro-batch of some degree. In attention the ranks of a part trade: an all-to-all gives each rank whole sequences of
-some heads, another one gives the slices back (Jacobs et al. 2023, arXiv 2309.14509).
+micro-batch of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they
+trade: an all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al.
+2023, arXiv 2309.14509).
 What is DeepSpeed's: `deepspeed.sequence.layer.DistributedAttention`, the differentiable all-to-all around a local
 attention. Its `UlyssesSPAttentionHF` is registered once per process with one group, one batch size and one model, so
 that the degree could not vary; it gathers positions again in every layer, drops padding masks, and refuses key-value
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -26,16 +28,20 @@ from rlfuse.engines.trainer.attention import Segment, attend
 
 
 class SequenceParallel:
-    """Groups of 2, 4, ... up to `largest` consecutive ranks; every rank makes one, at the same time."""
+    """Groups of 2, 4, ... up to `largest` models, each on `width` consecutive ranks, that follow one another.
 
-    def __init__(self, rank: int, world: int, largest: int, timeout: timedelta):
+    Every rank makes one, at the same time.
+    """
+
+    def __init__(self, rank: int, world: int, largest: int, timeout: timedelta, width: int = 1):
         self._parts: dict[int, Part] = {}
         degree = 2
         while degree <= largest:
-            for first in range(0, world, degree):
-                group = dist.new_group(range(first, first + degree), timeout=timeout)
-                if first <= rank < first + degree:
-                    self._parts[degree] = Part(degree, rank - first, group)
+            for first, share in product(range(0, world, degree * width), range(width)):
+                ranks = range(first + share, first + degree * width, width)
+                group = dist.new_group(ranks, timeout=timeout)
+                if rank in ranks:
+                    self._parts[degree] = Part(degree, ranks.index(rank), group)
             degree *= 2
 
     def part(self, degree: int) -> Part | None:

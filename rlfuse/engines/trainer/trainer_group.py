@@ -38,6 +38,7 @@ class TrainerGroup(RankGroup):
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         super().__init__(config, ranks)
         self.costs, self.shares_prompts = Costs(), False
+        self._buckets: dict[str, list[list[str]]] = {}
 
     @classmethod
     async def start(
@@ -55,17 +56,15 @@ class TrainerGroup(RankGroup):
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # imports DeepSpeed: only when ranks are started
 
-        if config.video.freeze_tower:
-            tower = None
-        elif tower is None:
-            raise ValueError(
-                "video.freeze_tower=false: there is no tower to train. Give a video model, or set it to true."
-            )
+        tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         facts = (await group._all("setup", "load its models", optimizer_steps, tower))[0]
         group.shares_prompts = facts.pop("shares_prompts")
-        group.costs = (await group._all("measure", "time passes"))[0]
         return group, facts
+
+    async def measure(self) -> None:
+        if self._largest_degree > 1:
+            self.costs = (await self._all("measure", "time passes"))[0]
 
     @property
     def lockstep(self) -> bool:
@@ -74,6 +73,11 @@ class TrainerGroup(RankGroup):
     @property
     def lockstep_backward(self) -> bool:
         return self.config.lockstep_backward
+
+    @property
+    def _width(self) -> int:
+        """Consecutive ranks that hold a model together, and get the same rows."""
+        return self.config.training.tensor_model_parallel_size
 
     @property
     def _largest_degree(self) -> int:
@@ -126,20 +130,23 @@ class TrainerGroup(RankGroup):
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees = self._ranks(slot), self._degrees(slot)
-        units = self._units(rows, budget * degrees[-1], len(ranks))
-        costs = replace(self.costs, rates=tuple(self.rates[rank] for rank in ranks))
+        ranks, degrees, width = self._ranks(slot), self._degrees(slot), self._width
+        if len(ranks) % width:
+            raise ValueError(f"Slot {slot} alone has a part of a model of {width} ranks: ask without a slot.")
+        holders = len(ranks) // width
+        units = self._units(rows, budget * degrees[-1], holders)
+        costs = replace(self.costs, rates=tuple(max(self.rates[i : i + width]) for i in ranks[::width]))
         costs = costs.trained() if least_stage == 2 else costs
         with self.recorder.span("plan", cause="a pass") as span:
             if lockstep and degrees[-1] > 1:
-                shares = plan_in_columns(units, len(ranks), budget, degrees, costs, most)
+                shares = plan_in_columns(units, holders, budget, degrees, costs, most)
             else:
-                shares = plan(units, len(ranks), budget, degrees, costs, most, lockstep)
+                shares = plan(units, holders, budget, degrees, costs, most, lockstep)
             if slot is None:
-                even, longest = bounds(units, len(ranks), budget, degrees, costs)
+                even, longest = bounds(units, holders, budget, degrees, costs, lockstep)
                 took = makespan(shares, units, costs, lockstep)
                 span.attributes |= {"makespan": took, "even": even, "longest": longest}
-        return shares
+        return [mine for mine in shares for _ in range(width)]
 
     def _degrees(self, slot: int | None) -> Sequence[int]:
         """That a row may have, ascending."""
@@ -153,9 +160,11 @@ class TrainerGroup(RankGroup):
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
-        """The model's tensors in buckets of rollout.update_weights_bucket_mb."""
-        sizes = (await self._all("sizes", "list its weights", model))[0]
-        return plan_buckets(sizes, self.config.rollout.update_weights_bucket_mb << 20)
+        """The model's tensors, always the same, in buckets of rollout.update_weights_bucket_mb."""
+        if model not in self._buckets:
+            sizes = (await self._all("sizes", "list its weights", model))[0]
+            self._buckets[model] = plan_buckets(sizes, self.config.rollout.update_weights_bucket_mb << 20)
+        return self._buckets[model]
 
     async def export_bucket(self, names: list[str], path: str) -> None:
         await self._all("export_bucket", f"write weights to {path}", names, Path(path))
@@ -170,12 +179,12 @@ class TrainerGroup(RankGroup):
         """
         return (await self._all("save_tower", f"write its tower to {path}", Path(path).absolute()))[0]
 
-    # `DeviceWeightExporter`: not run without GPUs
-
     async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
+        """`weights.cuda_ipc`'s, of every rank that shares a GPU with an engine; the ranks keep the tensors."""
         return await self._all("share_ipc", "share a bucket", names)
 
     async def release_ipc(self) -> None:
+        """The ranks let go of what `share_ipc` kept."""
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
@@ -207,6 +216,7 @@ class TrainerGroup(RankGroup):
             "critic": self.config.uses_critic,
             "model.dtype": self.config.model.dtype,
             "video.freeze_tower": self.config.video.freeze_tower,
+            "training.tensor_model_parallel_size": self._width,
         }
 
 
@@ -222,5 +232,9 @@ def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int
 
 
 def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """How optimizer state is kept: under ZeRO 2 as under 1."""
-    return {**shape, "actor.zero_stage": {2: 1}.get(shape["actor.zero_stage"], shape["actor.zero_stage"])}
+    """How optimizer state is kept: under ZeRO 2 as under 1, of whole models where nothing is said."""
+    return {
+        "training.tensor_model_parallel_size": 1,
+        **shape,
+        "actor.zero_stage": {2: 1}.get(shape["actor.zero_stage"], shape["actor.zero_stage"]),
+    }

@@ -2,14 +2,15 @@
 
 Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
 under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
-cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens (`sequence_parallel`).
+cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens (`sequence_parallel`),
+and every call with models is where ranks hold shares of layers (`tensor_parallel`).
 All else this rank does alone, whatever the others do meanwhile.
 Invariants:
 - gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
   any split into ranks, calls and micro-batches, in any order, gives one gradient;
 - in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
-- ranks with slices of a micro-batch all compute its whole loss, each the gradient through its own tokens; the first of
-  them alone counts its diagnostics and answers with its scores;
+- ranks with slices of a micro-batch, or shares of layers, all compute its whole loss, each the gradient through what it
+  has; the first of them alone counts its diagnostics and answers with its scores;
 - gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not);
 - a step whose loss or gradient is not finite is skipped on every rank alike, as its event says; weights that are not
   finite all the same are never saved.
@@ -19,13 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from rlfuse.config.schema import ModelConfig, OptimConfig
+from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
@@ -52,6 +57,7 @@ from rlfuse.engines.trainer.optimizer import (
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, weighed
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
+from rlfuse.engines.trainer.tensor_parallel import TensorParallel
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -68,12 +74,20 @@ _CUT = (
 class TrainerRank(Rank):
     """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
 
+    activations: RankActivations | None = None
+    """Where they don't simply stay."""
+
     def join(self, host: str, port: int) -> None:
-        """Meet the other ranks, all of them and those of each sequence-parallel group."""
+        """Meet the other ranks, all of them and those of each group that shares layers or sequences."""
         super().join(host, port)
-        limit = timedelta(seconds=self.config.cluster.timeout_s)
-        largest = self.config.training.ulysses_sequence_parallel_size
-        self.parallel = SequenceParallel(self.rank, self.world, largest, limit)
+        self.meet_groups()
+
+    def meet_groups(self) -> None:
+        """As the configuration has them; every rank calls."""
+        training, limit = self.config.training, timedelta(seconds=self.config.cluster.timeout_s)
+        width, largest = training.tensor_model_parallel_size, training.ulysses_sequence_parallel_size
+        self.tensor = TensorParallel(self.rank, self.world, width, limit) if width > 1 else None
+        self.parallel = SequenceParallel(self.rank, self.world, largest, limit, width)
 
     def setup(self, optimizer_steps: int, tower: TowerSettings | None = None) -> dict[str, Any]:
         """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log.
@@ -84,20 +98,18 @@ class TrainerRank(Rank):
         bring_along(config.model.video_family)
         torch.manual_seed(config.data.seed)
         self.engines: dict[str, Any] = {}
-        self.tower = tower and TrainedTower(tower, self.device, config.model.dtype, config.uses_reference)
+        self.tower = tower and TrainedTower(tower, self.device, config.uses_reference)
         self.beside = self.tower.modules if self.tower else []
         with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
-            policy = load_policy(start, config.model)
+            policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
-            self.engines["actor"] = trainable(policy, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
+            self.engines["actor"] = self._trainable(policy, config.actor.optim, optimizer_steps)
             if config.uses_critic:
-                critic = load_critic(config.critic.path or start, config.model)
-                self.engines["critic"] = trainable(
-                    critic, config.actor, config.critic.optim.lr, optimizer_steps, self.device
-                )
+                critic = self._load(load_critic, config.critic.path or start)
+                self.engines["critic"] = self._trainable(critic, config.critic.optim, optimizer_steps)
             if config.uses_reference:
-                reference = load_policy(config.ref.path or start, config.model)
+                reference = self._load(load_policy, config.ref.path or start)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
         modules = {name: getattr(each, "module", each) for name, each in self.engines.items()}
         for module in (*modules.values(), *self.beside):
@@ -105,7 +117,9 @@ class TrainerRank(Rank):
         self.ropes = {name: m_rope(each.config) for name, each in modules.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {
-            name: Exporter(engine.module, self.rank) for name, engine in self.engines.items() if name != "ref"
+            name: Exporter(engine.module, self.rank, self.tensor)
+            for name, engine in self.engines.items()
+            if name != "ref"
         }
         self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
         self.shares = self.packed and all(map(attends_by_layout, modules.values()))
@@ -114,9 +128,29 @@ class TrainerRank(Rank):
             "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
             "peak_flops": matmul_rate(policy.dtype, self.device),
         }
-        self._token_s = 2 * facts["parameters"] / facts["peak_flops"]
+        self._token_s = 2 * facts["parameters"] / facts["peak_flops"] / self._width
+        self._offload_activations()
         self._check_split()
         return facts | {"shares_prompts": self.shares}
+
+    def _offload_activations(self) -> None:
+        """Of the models that are trained; every rank calls."""
+        trained = {name: self.engines[name].module for name in self.exporters}
+        wanted = self.config.model.enable_activation_offload
+        self.activations = RankActivations(self.config, trained, self.device) if wanted else None
+
+    def _load(self, load: Callable[[str, ModelConfig], PreTrainedModel], path: str) -> PreTrainedModel:
+        """The model at `path`, or this rank's share of its layers."""
+        model = self.config.model
+        return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
+
+    def _trainable(self, model: PreTrainedModel, optim: OptimConfig, steps: int) -> Any:
+        return trainable(model, self.config.actor, optim.lr, steps, self.device, self.tensor)
+
+    @property
+    def _width(self) -> int:
+        """Ranks that share a model's layers."""
+        return self.config.training.tensor_model_parallel_size
 
     def _packs(self, name: str) -> bool:
         engine = self.engines[name]
@@ -131,7 +165,7 @@ class TrainerRank(Rank):
         key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
         for name, engine in self.engines.items():
             module = getattr(engine, "module", engine)
-            if (heads := module.config.get_text_config().num_attention_heads) % largest:
+            if (heads := module.config.get_text_config().num_attention_heads // self._width) % largest:
                 raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
             if not attends_by_layout(module):
                 raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
@@ -142,12 +176,10 @@ class TrainerRank(Rank):
     @needs_models
     def measure(self) -> Costs:
         """What sequence parallelism costs here; every rank calls."""
-        largest = self.config.training.ulysses_sequence_parallel_size
-        if largest == 1:
-            return Costs()
-        module, lockstep = self.engines["actor"].module, self.config.actor.zero_stage == 3
-        text, degrees = module.config.get_text_config(), degrees_up_to(largest)
-        return measured_costs(self._probe, degrees, text, self._token_s, module.dtype, self.device, lockstep)
+        degrees = degrees_up_to(self.config.training.ulysses_sequence_parallel_size)
+        module, width = self.engines["actor"].module, self._width
+        text, lockstep = module.config.get_text_config(), width > 1 or self.config.actor.zero_stage == 3
+        return measured_costs(self._probe, degrees, text, self._token_s, module.dtype, self.device, lockstep, width)
 
     @torch.no_grad()
     def _probe(self, tokens: int, degree: int) -> None:
@@ -189,7 +221,7 @@ class TrainerRank(Rank):
                 batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 span.attributes["run"] = batch.inputs["input_ids"].numel()
                 scores = batch.split(function(engine, batch))
-                results.append(scores if _first(part) else [])
+                results.append(scores if self._answers(part) else [])
         return results
 
     # Updates -----------------------------------------------------------------------------------------------------
@@ -205,16 +237,17 @@ class TrainerRank(Rank):
         engine.train()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
-            with self._span("forward", micro_batch, f"update_{model}", model=model):
+            with self._span("forward", micro_batch, f"update_{model}", model=model) as span:
                 rows, clips = self._rows_and_clips(model, micro_batch)
                 batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
-                loss, sums = objective(self.config, engine, batch)
+                with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
+                    loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model):
                 engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
                 if clips:
                     self.tower.backward(clips)
-            results.append(log_probs_gained(model, rows, batch) if _first(part) else [])
-            counted = micro_batch.weight * _first(part)
+            results.append(log_probs_gained(model, rows, batch) if self._answers(part) else [])
+            counted = micro_batch.weight * self._answers(part)
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
         return results
@@ -235,11 +268,11 @@ class TrainerRank(Rank):
         """
         engine = self.engines[model]
         facts = {"lr": engine.get_lr()[0]}
-        with self.recorder.span("optimizer", cause=f"update_{model}", attributes={"model": model}) as span:
+        with self.stepping(model) as span:
             trained = self.tower if model == "actor" else None
             if trained:
                 trained.add_gradients_to(engine)
-            facts["grad_norm"] = take_step(engine, count, self.world)
+            facts["grad_norm"] = take_step(engine, count, self.world // self._width)
             span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
             if trained:
                 trained.copy_weights_from(engine)
@@ -303,7 +336,8 @@ class TrainerRank(Rank):
     def load(self, folder: Path) -> None:
         """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
         for name in self.exporters:
-            loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
+            with self.optimizer_there(name):
+                loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
             if loaded is None:
                 raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
             use_own_settings(self.engines[name])
@@ -315,15 +349,15 @@ class TrainerRank(Rank):
 
     def _span(self, kind: str, micro_batch: MicroBatch, cause: str, **attributes: Any):
         rows, degree = micro_batch.rows if micro_batch.weight else (), micro_batch.degree
-        tokens = sum(row.tokens for row in rows)
+        tokens, sharers = sum(row.tokens for row in rows), degree * self._width
         return self.recorder.span(
             kind,
             cause=cause,
             samples=tuple(row.id for row in rows),
-            tokens=len(range(self.rank % degree, tokens, degree)),  # this rank's share, to one token
+            tokens=len(range(self.rank % sharers, tokens, sharers)),  # this rank's share, to one token
             attributes=attributes | {"degree": degree},
         )
 
-
-def _first(part: Part | None) -> bool:
-    return part is None or part.index == 0
+    def _answers(self, part: Part | None) -> bool:
+        """Whether this rank speaks for all that have something of a micro-batch."""
+        return (part is None or part.index == 0) and (self.tensor is None or self.tensor.index == 0)

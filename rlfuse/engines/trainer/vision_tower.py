@@ -58,13 +58,8 @@ class TowerSettings:
 class TrainedTower:
     """`updates`: optimizer steps so far; `encoded_at`: those of the tower that made the embeddings which rows bring."""
 
-    def __init__(self, settings: TowerSettings, device: str, dtype: str, reference: bool):
+    def __init__(self, settings: TowerSettings, device: str, reference: bool):
         encoder = settings.encoder
-        if encoder.dtype != dtype:
-            raise ValueError(
-                f"the encoder ranks run the tower in {encoder.dtype}, it can't be trained in model.dtype={dtype}: give "
-                "both the same"
-            )
         tower = (encoder.model_path, device, encoder.dtype, encoder.step)
         self.present = Tower(*tower, trainable=True)
         self.initial = Tower(*tower) if reference else None

@@ -1,8 +1,8 @@
 """A model's weights as a checkpoint names them, bucket by bucket: for weight sync and for `huggingface/` folders.
 
 Role: used by a trainer rank on its own models. Under ZeRO-3 every rank must call the same method with the same names,
-because the shards of a bucket are gathered from all of them; only rank 0 then writes. Never more than one bucket of
-weights exists beside the model.
+because the shards of a bucket are gathered from all of them; where ranks share layers, those that do. Only rank 0 then
+writes. Never more than one bucket of weights exists beside the model.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -22,12 +24,16 @@ from transformers.dynamic_module_utils import custom_object_save
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
+if TYPE_CHECKING:
+    from rlfuse.engines.trainer.tensor_parallel import TensorParallel
+
 
 class Exporter:
     """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
 
-    def __init__(self, model: PreTrainedModel, rank: int):
-        self.model, self.rank = model, rank
+    def __init__(self, model: PreTrainedModel, rank: int, ranks: TensorParallel | None = None):
+        """`ranks`: those that hold the other shares of the model's layers."""
+        self.model, self.rank, self.ranks = model, rank, ranks
         tied = set(model.all_tied_weights_keys or ())
         self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
         stored = {name for name in model.state_dict() if not name.startswith(f"{TOWER}.")}
@@ -37,9 +43,12 @@ class Exporter:
     def sizes(self) -> list[tuple[str, int]]:
         """(name, bytes) of every tensor, whole even where it is sharded; tied weights once."""
         return [
-            (name, getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size())
+            (name, getattr(tensor, "ds_numel", tensor.numel()) * self._shares(tensor) * tensor.element_size())
             for name, tensor in self.tensors.items()
         ]
+
+    def _shares(self, tensor: torch.Tensor) -> int:
+        return self.ranks.degree if self.ranks and is_model_parallel_parameter(tensor) else 1
 
     @contextmanager
     def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -47,8 +56,13 @@ class Exporter:
         tensors = {name: self.tensors[name] for name in names}
         sharded = [tensor for tensor in tensors.values() if hasattr(tensor, "ds_id")]
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-            whole = {name: tensor.detach() for name, tensor in tensors.items()}
-            yield revert_weight_conversion(self.model, whole) if everywhere or self.rank == 0 else {}
+            has, whole = everywhere or self.rank == 0, {}
+            for name, tensor in tensors.items():
+                needed = self._shares(tensor) > 1 and (everywhere or self.rank < self.ranks.degree)
+                found = self.ranks.whole(tensor) if needed else tensor.detach()
+                if has:  # else each is let go before the next one comes
+                    whole[name] = found
+            yield revert_weight_conversion(self.model, whole) if has else {}
 
     def write(self, names: list[str], path: Path, files: Writing | None = None) -> list[str]:
         """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0).

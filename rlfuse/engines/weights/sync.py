@@ -61,16 +61,6 @@ class WeightExporter(Ranks, Protocol):
         """The rank on whose node `export_bucket` writes."""
 
 
-class DeviceWeightExporter(WeightExporter, Protocol):
-    """What `ipc` needs besides, a thin call of `weights.cuda_ipc` on the ranks' own devices."""
-
-    async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
-        """`share_ipc` of every rank that shares a GPU with an engine; the ranks keep the tensors."""
-
-    async def release_ipc(self) -> None:
-        """The ranks let go of what `share_ipc` kept."""
-
-
 class WeightReceiver(Sleeper, Protocol):
     """A rollout engine as weight sync sees it, implemented by `RolloutHandle`."""
 
@@ -140,8 +130,6 @@ def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
     if setting == "auto":
         # CUDA IPC is made for two processes on one GPU, but a stage's GPU is not that of every engine that needs it.
         return "ipc" if device == "cuda" and stages == 1 else "shm"
-    if setting not in ("shm", "ipc"):
-        raise ValueError(f"rollout.weight_transfer={setting!r}: choose auto, shm or ipc")
     if device != "cuda" and setting != "shm":
         raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, this run's device is {device}: choose shm")
     return setting

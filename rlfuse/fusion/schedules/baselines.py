@@ -5,8 +5,8 @@ the search starts from and never falls behind. Drawing ZB-V is the one thing her
 
 - `gpipe` (arXiv 1811.06965): all forwards, then all backwards.
 - `1f1b` (PipeDream-flush, arXiv 2006.09503): stage s of S runs S - s forwards ahead, then one backward, one forward.
-- `interleaved` (Megatron-LM, arXiv 2104.04473): two chunks of each stage, chunk c on device c mod S, in groups of S
-  micro-batches; needs micro-batches in multiples of S.
+- `interleaved` (Megatron-LM, arXiv 2104.04473): two or more chunks of each stage, chunk c on device c mod S, in groups
+  of S micro-batches; needs micro-batches in multiples of S.
 - `zb-h1` (Zero Bubble, arXiv 2401.10241): 1F1B with B and W split; W of stage s comes s micro-batches late, which
   fills the bubbles of the end at the memory of 1F1B's first stage.
 - `zb-v` (arXiv 2405.15362): two chunks in a V, B and W split, memory of 1F1B; here by list scheduling, which reaches
@@ -31,7 +31,7 @@ from rlfuse.fusion.schedules.operations import Kind
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.rules import Draws
 from rlfuse.fusion.schedules.schedule import Timed
-from rlfuse.fusion.schedules.shop import KINDS, LOOSE, NONE, Shop, compiled, lanes, stages
+from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, stages
 from rlfuse.fusion.schedules.timing import makespan, planned
 
 Baseline = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -49,19 +49,24 @@ def never() -> bool:
 
 def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[[], bool] = never) -> float | None:
     """Makespan of the models one after the other; None where the method can't run the problem."""
-    chunked = name in ("interleaved", "zb-v")
-    problem = problem.variant(split_backward=name.startswith("zb"), chunks_per_device=2 if chunked else 1)
-    if name == "interleaved" and any(model.micro_batches % model.stages for model in problem.models):
+    chunks = 2 if name in ("interleaved", "zb-v") else 1
+    placement = "interleaved" if name == "interleaved" else "v"
+    problem = problem.variant(split_backward=name.startswith("zb"), chunks_per_device=chunks, placement=placement)
+    if name == "interleaved" and not _in_groups(problem):
         return None
-    shop_of = _interleaved_shop if name == "interleaved" else compiled
     try:
         parts = [_order(problem.only(model), name, over) for model in problem.models]
     except ScheduleError:
         return None
     if barrier:
         alone = map(problem.only, problem.models)
-        return sum(makespan(shop_of(each), part) for each, part in zip(alone, parts, strict=True))
-    return makespan(shop_of(problem), joined(parts))
+        return sum(makespan(compiled(each), part) for each, part in zip(alone, parts, strict=True))
+    return makespan(compiled(problem), joined(parts))
+
+
+def _in_groups(problem: Problem) -> bool:
+    """Whether micro-batches come in the groups that interleaving needs."""
+    return not any(model.micro_batches % model.stages for model in problem.models)
 
 
 def serial_1f1b(problem: Problem) -> float:
@@ -94,7 +99,10 @@ def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[t
         split: list[Baseline] = ["zb-h1"] if problem.split_backward else []
         for name in whole + split:
             yield f"serial {name}", joined([_order(each, name) for each in alone])
-    chosen = "serial zb-v" if chunked == {2} and problem.split_backward else "serial list"
+    if 1 not in chunked and problem.placement == "interleaved" and _in_groups(problem):
+        yield "serial interleaved", joined([_order(each, "interleaved") for each in alone])
+    v = chunked == {2} and problem.placement == "v"
+    chosen = "serial zb-v" if v and problem.split_backward else "serial list"
     with contextlib.suppress(ScheduleError):  # too little memory for it
         yield chosen, joined([_listed(each, over) for each in alone])
 
@@ -116,7 +124,8 @@ def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -
         for stage in range(model.stages):
             places: tuple[int, ...]
             if name == "interleaved":
-                line, places = _interleaved(model, stage), (stage, stage + model.stages)
+                line = _interleaved(model, stage, problem.chunks(model), problem.split_backward)
+                places = tuple(range(stage, problem.stages(model), model.stages))
             else:
                 line, places = LINES[name](model, stage, problem.split_backward), (stage,)
             kinds = problem.kinds(model)  # some models only score
@@ -132,20 +141,6 @@ def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarr
     for own in set(row.tolist()):
         order[row == own] = shop.first[own] + np.arange(shop.micro_batches[own])
     return order
-
-
-def _interleaved_shop(problem: Problem) -> Shop:
-    """With chunk c of a model on the device of stage c mod S, whose times it has."""
-    shop = compiled(problem)
-    places = [
-        (model, pipeline, stage % model.stages, KINDS[kind])
-        for model, pipeline in lanes(problem)
-        for stage, kind in stages(problem, model)
-    ]
-    device = np.array([problem.device(*place[:3]) for place in places])
-    duration = np.array([problem.duration(*place) for place in places])
-    far = (shop.before != NONE) & (device[shop.before] != device)
-    return shop._replace(device=device, duration=duration, lag=np.where(far, problem.communication, 0.0))
 
 
 @functools.lru_cache(16)
@@ -195,15 +190,18 @@ def _zb_h1(model: Model, stage: int, split: bool) -> Line:
     return line + [("W", 0)] * min(stage, count)
 
 
-def _interleaved(model: Model, stage: int) -> Line:
-    """Megatron's order for the device of a stage."""
-    stages, total = model.stages, 2 * model.micro_batches
-    chunk = [i % (2 * stages) // stages for i in range(total)]
-    ahead = min((stages - stage - 1) * 2 + stages, total)
+def _interleaved(model: Model, stage: int, chunks: int, split: bool) -> Line:
+    """Megatron's order for the device of a stage; W, if any, right after its B."""
+    stages, total = model.stages, chunks * model.micro_batches
+    chunk = [i % (chunks * stages) // stages for i in range(total)]
+    kinds: tuple[Kind, ...] = ("B", "W") if split else ("B",)
+    ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
     line: Line = [("F", chunk[i]) for i in range(ahead)]
-    for i in range(ahead, total):
-        line += [("F", chunk[i]), ("B", 1 - chunk[i - ahead])]
-    return line + [("B", 1 - chunk[i]) for i in range(total - ahead, total)]
+    for i in range(total):
+        if i + ahead < total:
+            line.append(("F", chunk[i + ahead]))
+        line += [(kind, chunks - 1 - chunk[i]) for kind in kinds]
+    return line
 
 
 LINES: dict[str, Callable[[Model, int, bool], Line]] = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zb_h1}

@@ -8,8 +8,8 @@ one queue are carried out one after the other, a transfer when it has come first
 
     gloo: a queue for each transfer    NCCL: one for each lane, a communicator of two ranks, which has a stream
 
-Over NCCL the host goes on where this replay waits, but what it then posts runs behind the operation all the same, so
-that one ends where the other does.
+At a head that devices compute together each waits for all of them. Over NCCL the host goes on where this replay waits,
+but what it then posts runs behind the operation all the same, so that one ends where the other does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from rlfuse.fusion.schedules.operations import Operation, Rows
+from rlfuse.fusion.schedules.operations import Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
-from rlfuse.fusion.schedules.transfers import Lane, Program, Stages, Transfer, programs, told
+from rlfuse.fusion.schedules.transfers import Lane, Program, Stages, Transfer, meetings, programs, told
 
 Queue = Callable[[Transfer], Hashable]
 """Which of a device's queues the call for a transfer goes to."""
@@ -58,6 +58,8 @@ class _Replay:
         self.programs, self.queue = made, queue
         self.calls: dict[tuple[int, Hashable], deque[Transfer]] = defaultdict(deque)
         self.arrived: set[Operation] = set()
+        self.members = meetings(tuple(tuple(step.operation for step in program) for program in made))
+        self.met: dict[Operation, set[int]] = defaultdict(set)
         self.reached = [0] * len(made)
         self.runnable = list(range(len(made)))
 
@@ -78,12 +80,22 @@ class _Replay:
             step = program[self.reached[device]]
             if step.input is not None and step.operation not in self.arrived:
                 return
+            if step.operation.kind == "H" and not self._all_met(device, step.operation):
+                return
             self.reached[device] += 1
             if step.output is not None and step.output.local:
                 self.arrived.add(step.output.operation)
             elif step.output is not None:
                 self._call(device, step.output)
             self._post(device, program)
+
+    def _all_met(self, device: int, head: Operation) -> bool:
+        """Whether all devices that compute a head have come to it; the others go on as soon as they have."""
+        came, count = self.met[meeting(head)], self.members[meeting(head)]
+        if device not in came:
+            came.add(device)
+            self.runnable += came - {device} if len(came) == count else ()
+        return len(came) == count
 
     def _post(self, device: int, program: Program) -> None:
         if self.reached[device] < len(program):

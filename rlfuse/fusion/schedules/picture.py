@@ -2,7 +2,7 @@
 
 Role: `draw` is called by `rlfuse schedule --picture` and whoever has rows with times, planned or measured. Schedules
 stand below each other on one time axis. Every model has a hue of its own; forwards are pale, backwards full, weight
-gradients dark. White is idle.
+gradients dark, heads that devices share greyish. White is idle.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.fusion.schedules.schedule import Timed
 
 HUES = (
-    {"F": "#a9cdec", "B": "#3f86c6", "W": "#16426f"},
-    {"F": "#f9d59a", "B": "#ec9a29", "W": "#9c5b06"},
-    {"F": "#b5dcc6", "B": "#3f9e6e", "W": "#1e5c3c"},
-    {"F": "#d8cbe9", "B": "#8d72bd", "W": "#4d3580"},
+    {"F": "#a9cdec", "B": "#3f86c6", "W": "#16426f", "H": "#6f8fae"},
+    {"F": "#f9d59a", "B": "#ec9a29", "W": "#9c5b06", "H": "#c4a26a"},
+    {"F": "#b5dcc6", "B": "#3f9e6e", "W": "#1e5c3c", "H": "#7da98f"},
+    {"F": "#d8cbe9", "B": "#8d72bd", "W": "#4d3580", "H": "#a596bd"},
 )
-WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
+WORDS = {"F": "forward", "B": "backward", "W": "weight gradient", "H": "head"}
 LABELLED = 800
 """Micro-batch numbers are written where a schedule has at most so many operations."""
 INK, PALE = "#2b2b2b", "#8a8a8a"

@@ -5,7 +5,8 @@ ran when. Durations are medians over the last mini-batches, by model, stage and 
 from those that were, a backward counting like two forwards. They are those of a device that is as fast as expected;
 what a slow one takes is that times its rate. A schedule is kept until rates change, micro-batches in number, or a
 duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
-backward; in the schedule they are the model's, numbered behind those that it trains on.
+backward; in the schedule they are the model's, numbered behind those that it trains on. Heads whose vocabulary devices
+share come into what was searched (`shared_heads`); a head takes what it took the device that came to it last.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
 
+from rlfuse.config.schema import Config
+from rlfuse.fusion.schedules import shared_heads
 from rlfuse.fusion.schedules.baselines import serial_1f1b, serial_1f1b_rows
-from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, direction_of, place_of
 from rlfuse.fusion.schedules.problem import Model, Problem
-from rlfuse.fusion.schedules.schedule import timed
+from rlfuse.fusion.schedules.schedule import Timed, timed
 from rlfuse.fusion.schedules.search import search
 
 DRIFT = 0.2
@@ -30,7 +32,7 @@ SCORED = " (scored)"
 """Behind the name of a model whose micro-batches have no backward."""
 Key = tuple[tuple[tuple[str, int], ...], ...]
 """Micro-batches of each model, trained on and scored."""
-GUESS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "W": 1.0}
+GUESS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "W": 1.0, "H": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,29 @@ class Plan:
 
 
 class Planner:
-    """`training`: `fused` searches, `serial` is 1F1B of one model after the other, backward whole.
+    """`training`: `fused` searches, `serial` is 1F1B of one model after the other, backward whole, one stage a device.
 
-    `memory_cap`: activations on a device, relative to `serial`; None: as many as there are.
+    `memory_cap`: activations on a device, relative to `serial`; None: as many as there are. `chunks`: of a stage.
+    `vocabulary`: devices share the heads of all models but the critic.
     """
 
-    def __init__(self, stages: int, training: str = "fused", split: bool = False, memory_cap: float | None = None):
+    def __init__(
+        self,
+        stages: int,
+        training: str = "fused",
+        split: bool = False,
+        memory_cap: float | None = None,
+        chunks: int = 1,
+        placement: str = "v",
+        vocabulary: bool = False,
+    ):
+        self.vocabulary = vocabulary
         self.stages, self.training, self.memory_cap = stages, training, memory_cap
+        self.chunks, self.placement = chunks, placement
         self.split = split and training == "fused"
+        self._kinds: tuple[Kind, ...] = ("F", "B", "W") if self.split else ("F", "B")
         self._seconds: dict[tuple[str, int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
-        self._plans: dict[Key, tuple[Problem, Rows]] = {}
+        self._plans: dict[Key, tuple[Problem, Rows, list[Rows]]] = {}
         self._rates: tuple[float, ...] = ()
 
     def replan(self, rates: Sequence[float]) -> None:
@@ -89,44 +104,77 @@ class Planner:
         """It took so long, without its wait for a peer (`Plan.timed_as`), or would have on a device as expected."""
         self._seconds[operation.model, operation.stage, operation.kind].append(seconds)
 
+    def stage_seconds(self, model: str) -> list[float] | None:
+        """Of each stage of a model that is trained, forward and backward of a micro-batch; None until all are known."""
+        keys = [[(model, stage, kind) for kind in self._kinds] for stage in range(self.stages * self.chunks)]
+        if not all(self._seconds.get(key) for stage in keys for key in stage):
+            return None
+        return [sum(median(self._seconds[key]) for key in stage) for stage in keys]
+
     def plan(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Plan:
         """The schedule for so many micro-batches of each model; searched if there is none or its times are old."""
         key: Key = tuple(tuple(sorted(each.items())) for each in (trained, scored or {}))
         problem = self.problem(trained, scored)
         if key not in self._plans or _drifted(self._plans[key][0], problem):
-            self._plans[key] = problem, self._search(problem)
-        rows = self._plans[key][1]
-        planned = timed(problem, rows) if self._seconds else ()
+            self._plans[key] = problem, self._search(problem), self._serial_with_heads(problem)
+        _, rows, serial = self._plans[key]
+        planned = self._timed(problem, rows) if self._seconds else ()
         times = tuple(tuple((each.start, each.end) for each in row) for row in planned)
         ran = tuple(tuple(_as_run(each, trained) for each in row) for row in rows)
-        return Plan(ran, times, serial_1f1b(problem), trained)
+        return Plan(ran, times, self._serial_s(problem, serial), trained)
 
     def _search(self, problem: Problem) -> Rows:
-        if self.training == "serial":
-            return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
-        return search(problem, time_limit=SEARCH_S).operations
+        heads = self._heads(problem)
+        alone = len(problem.models) == 1 and not self.split and self.chunks == 1  # 1F1B is as short as any
+        if self.training == "serial" or (heads and alone):
+            rows = _serial(problem)
+        else:
+            rows = search(problem, time_limit=SEARCH_S).operations
+        return shared_heads.best(problem, rows, heads) if heads else rows
+
+    def _timed(self, problem: Problem, rows: Rows) -> tuple[tuple[Timed, ...], ...]:
+        return timed(problem, rows, shared_heads.duration(problem, self._heads(problem)))
+
+    def _serial_with_heads(self, problem: Problem) -> list[Rows]:
+        """1F1B of each model, where devices share heads."""
+        heads = self._heads(problem)
+        return [shared_heads.with_heads(each, _serial(each), heads) for each in _one_by_one(problem)] if heads else []
+
+    def _serial_s(self, problem: Problem, with_heads: list[Rows]) -> float:
+        if not with_heads:
+            return serial_1f1b(problem)
+        parts = zip(_one_by_one(problem), with_heads, strict=True)
+        return sum(max(row[-1].end for row in self._timed(*part)) for part in parts)
+
+    def _heads(self, problem: Problem) -> dict[str, float]:
+        """Model -> what its devices take for a micro-batch's head together, where they share it."""
+        policies = [each.name for each in problem.models if each.name.removesuffix(SCORED) != "critic"]
+        slowest = max(self._rates, default=1.0)
+        return {
+            name: slowest * min(self._typical(name, stage, "H") for stage in range(self.stages))
+            for name in (policies if self.vocabulary else ())
+        }
 
     def problem(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Problem:
         """What `plan` searches a schedule for."""
         models = [self._model(name, count) for name, count in sorted(trained.items())]
         models += [self._scoring(name, count) for name, count in sorted((scored or {}).items())]
         return Problem(
-            self.stages, tuple(models), split_backward=self.split, memory_cap=self.memory_cap, rates=self._rates
+            self.stages,
+            tuple(models),
+            split_backward=self.split,
+            memory_cap=self.memory_cap,
+            chunks_per_device=self.chunks,
+            placement=self.placement,
+            rates=self._rates,
         )
 
     def _device(self, model: str, stage: int) -> int:
-        return stage if self.direction(model.removesuffix(SCORED)) == "down" else self.stages - 1 - stage
-
-    def direction(self, model: str) -> Literal["down", "up"]:
-        """Opposite for actor and critic, so that one's first stages fill the bubbles of the other's last ones.
-
-        For the reference the one in which it fills more beside the actor: searched for 2 to 8 stages and as many or
-        twice as many micro-batches, `up` is shorter by about a tenth where weights' gradients are apart, else `down`.
-        """
-        return "up" if model == "critic" or (model == "ref" and self.split) else "down"
+        place = place_of(stage, self.stages, self.placement)
+        return place if direction_of(model.removesuffix(SCORED), self.split) == "down" else self.stages - 1 - place
 
     def _model(self, name: str, micro_batches: int) -> Model:
-        forward, inputs, direction = self._times(name, "F"), self._times(name, "B"), self.direction(name)
+        forward, inputs, direction = self._times(name, "F"), self._times(name, "B"), direction_of(name, self.split)
         if not self.split:
             return Model(name, self.stages, micro_batches, forward, inputs, direction=direction)
         weights = self._times(name, "W")
@@ -136,10 +184,11 @@ class Planner:
 
     def _scoring(self, name: str, micro_batches: int) -> Model:
         forward = self._times(name + SCORED, "F")
-        return Model(name + SCORED, self.stages, micro_batches, forward, None, direction=self.direction(name))
+        direction = direction_of(name, self.split)
+        return Model(name + SCORED, self.stages, micro_batches, forward, None, direction=direction)
 
     def _times(self, name: str, kind: Kind) -> tuple[float, ...]:
-        return tuple(self._typical(name, stage, kind) for stage in range(self.stages))
+        return tuple(self._typical(name, stage, kind) for stage in range(self.stages * self.chunks))
 
     def _typical(self, model: str, stage: int, kind: Kind) -> float:
         """To two digits: noise is no reason for another schedule."""
@@ -151,6 +200,31 @@ class Planner:
 
     def _guess(self, kind: Kind) -> float:
         return GUESS[kind] / (2 if kind == "B" and self.split else 1)
+
+
+def planner_of(config: Config) -> Planner:
+    """As the job has it."""
+    training = config.training
+    return Planner(
+        training.pipeline_parallel_size,
+        config.fusion.training,
+        training.split_backward,
+        training.activation_memory,
+        training.virtual_pipeline_model_parallel_size,
+        training.pipeline_placement,
+        training.vocabulary_parallel,
+    )
+
+
+def _one_by_one(problem: Problem) -> list[Problem]:
+    """Its models alone, a stage a device, backward whole."""
+    plain = problem.variant(split_backward=False, chunks_per_device=1)
+    return [plain.only(model) for model in plain.models]
+
+
+def _serial(problem: Problem) -> Rows:
+    """1F1B of one model after the other."""
+    return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
 
 
 def _as_run(operation: Operation, trained: Mapping[str, int]) -> Operation:
@@ -167,7 +241,7 @@ def _drifted(before: Problem, now: Problem) -> bool:
     def times(problem: Problem) -> Iterable[float]:
         for model in problem.models:
             for kind in problem.kinds(model):
-                for stage in range(model.stages):
+                for stage in range(problem.stages(model)):
                     yield problem.duration(model, 0, stage, kind)
 
     old, new = list(times(before)), list(times(now))

@@ -2,13 +2,12 @@
 
 Role: `read_problem` and `parse` turn the JSON of `rlfuse schedule` into a `Problem`; every other module here reads it.
 Invariants: fields were checked by their schema when they were read (`problem.schema.json`, written from the annotations
-here); every model covers every device exactly once, so a device holds one stage of each model, whole or as two chunks.
+here); every model covers every device exactly once, so a device holds one stage of each model, whole or in chunks.
 Times share one unit, whichever it is, and so do activations.
 
 Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1, stage 0 first when its direction is
-`down` and last when it is `up`. With two chunks per device (a V, arXiv 2405.15362) the chunk-stages are 0 .. 2S-1:
-chunk-stage c stands where stage c does for c < S and where stage 2S-1-c does otherwise, with half of that stage's times
-and activation.
+`down` and last when it is `up`. With k chunks per device the chunk-stages are 0 .. kS-1, placed by
+`operations.place_of`; each has times of its own, or the k-th part of its device's.
 
 A slow device has a rate above 1, by which all its times are multiplied; the search and its bound hold as they stand.
 """
@@ -32,7 +31,7 @@ from rlfuse.config.input_files import (
     read,
     read_json,
 )
-from rlfuse.fusion.schedules.operations import Kind
+from rlfuse.fusion.schedules.operations import Kind, place_of
 
 MOST_DEVICES, MOST_OPERATIONS = 1024, 500_000
 """Of a problem that is read: what a search of seconds, and a file with all its operations, can hold."""
@@ -45,16 +44,17 @@ class ScheduleError(InputError):
 
 
 def per_stage(*, above: bool) -> Schema:
-    """One number for all stages, or a list with one for each."""
+    """One number for all stages, or a list with one for each, or for each chunk-stage."""
     one = number(above=above)
     return Schema(anyOf=[one, {"type": "array", "items": one}])
 
 
-CHUNKS = one_of(1, 2)
-"""A stage per device, or two chunks of it, in a V."""
+CHUNKS = number(1, whole=True, most=16)
+"""A stage per device, or so many chunks of it."""
 NAME = Schema(type="string", minLength=1)
 SHARE = Schema(type="number", exclusiveMinimum=0, exclusiveMaximum=1)
 Times = Annotated[float | tuple[float, ...], per_stage(above=True)]
+PER_STAGE = "forward", "backward", "activation"
 Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
 
 
@@ -78,11 +78,6 @@ class Model:
     chunks_per_device: Annotated[int, CHUNKS] | None = None
     """None: the problem's."""
 
-    def of(self, field: str, stage: int) -> float:
-        """`forward`, `backward` or `activation` of a stage (not chunk-stage)."""
-        value = getattr(self, field)
-        return value[stage] if isinstance(value, tuple) else value
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -98,6 +93,8 @@ class Problem:
     communication: AtLeastZero = 0.0
     """From the end of an operation to the start of the one that needs its result, on another device."""
     chunks_per_device: Annotated[int, CHUNKS] = 1
+    placement: Annotated[str, one_of("v", "interleaved")] = "v"
+    """Of chunks: there and back, or round and round."""
     rates: tuple[Positive, ...] = ()
     """Of each device: how many times longer than stated everything takes there. None: 1 each."""
 
@@ -121,11 +118,12 @@ class Problem:
                     f"{model.pipelines * model.stages} devices, but devices={self.devices}; every model covers all "
                     "devices: make pipelines * stages = devices"
                 )
-            for field in ("forward", "backward", "activation"):
+            for field in PER_STAGE:
                 value = getattr(model, field)
-                if isinstance(value, tuple) and len(value) != model.stages:
+                if isinstance(value, tuple) and len(value) not in (model.stages, self.stages(model)):
                     count = f"{len(value)} values for stages={model.stages}"
-                    yield f"{where}.{field} has {count}: give one each, or a number"
+                    chunks = f" (of {self.stages(model)} chunks)" * (self.chunks(model) > 1)
+                    yield f"{where}.{field} has {count}: give one each{chunks}, or a number"
 
     # One model's stages ----------------------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ class Problem:
         return model.chunks_per_device or self.chunks_per_device
 
     def stages(self, model: Model) -> int:
-        """Stages of one of its pipelines, or chunk-stages where devices hold two."""
+        """Stages of one of its pipelines, or chunk-stages where devices hold several."""
         return model.stages * self.chunks(model)
 
     def device(self, model: Model, pipeline: int, stage: int) -> int:
@@ -151,8 +149,8 @@ class Problem:
 
     def duration(self, model: Model, pipeline: int, stage: int, kind: Kind) -> float:
         """Of an operation, on the device where it stands."""
-        place, backward = self._place(model, stage), kind != "F"
-        whole = model.of("backward" if backward else "forward", place) / self.chunks(model)
+        backward = kind != "F"
+        whole = self._of(model, "backward" if backward else "forward", stage)
         whole *= self.rates[self.device(model, pipeline, stage)] if self.rates else 1.0
         if not backward or not self.split_backward:
             return whole
@@ -162,7 +160,7 @@ class Problem:
         """What a micro-batch keeps on a stage or chunk-stage."""
         if model.backward is None:
             return 0.0
-        return model.of("activation", self._place(model, stage)) / self.chunks(model)
+        return self._of(model, "activation", stage)
 
     def kinds(self, model: Model) -> tuple[Kind, ...]:
         """What a micro-batch needs on every stage, in this order."""
@@ -171,7 +169,24 @@ class Problem:
         return ("F", "B", "W") if self.split_backward else ("F", "B")
 
     def _place(self, model: Model, stage: int) -> int:
-        return stage if stage < model.stages else 2 * model.stages - 1 - stage
+        return place_of(stage, model.stages, self.placement)
+
+    def _of(self, model: Model, field: str, stage: int) -> float:
+        """`forward`, `backward` or `activation` of a stage or chunk-stage."""
+        value = getattr(model, field)
+        if isinstance(value, tuple) and len(value) == self.stages(model):
+            return value[stage]
+        return (value[self._place(model, stage)] if isinstance(value, tuple) else value) / self.chunks(model)
+
+    def _whole(self, model: Model, field: str) -> Any:
+        """The same of all chunks of each device together, as a model has it."""
+        value = getattr(model, field)
+        if not isinstance(value, tuple) or len(value) == model.stages:
+            return value
+        sums = [0.0] * model.stages
+        for stage, each in enumerate(value):
+            sums[self._place(model, stage)] += each
+        return tuple(sums)
 
     # The whole problem -----------------------------------------------------------------------------------------------
 
@@ -188,10 +203,10 @@ class Problem:
 
         1 where nothing is kept.
         """
+        whole = self.variant(split_backward=False, chunks_per_device=1)
         held = (
-            min(model.stages - stage, model.micro_batches) * model.of("activation", stage)
-            for model in self.models
-            if model.backward is not None
+            min(model.stages - stage, model.micro_batches) * whole.activation(model, stage)
+            for model in whole.models
             for stage in range(model.stages)
         )
         return max(held, default=0.0) or 1.0
@@ -210,10 +225,19 @@ class Problem:
             self, models=(model,), memory_cap=None, memory_per_device=None if limit == float("inf") else limit
         )
 
-    def variant(self, *, split_backward: bool, chunks_per_device: int) -> Problem:
-        """The same work, divided otherwise."""
-        models = tuple(replace(model, chunks_per_device=None) for model in self.models)
-        return replace(self, models=models, split_backward=split_backward, chunks_per_device=chunks_per_device)
+    def variant(self, *, split_backward: bool, chunks_per_device: int, placement: str = "v") -> Problem:
+        """The same work of each device, divided otherwise."""
+        whole = ({field: self._whole(model, field) for field in PER_STAGE} for model in self.models)
+        models = tuple(
+            replace(model, chunks_per_device=None, **fields) for model, fields in zip(self.models, whole, strict=True)
+        )
+        return replace(
+            self,
+            models=models,
+            split_backward=split_backward,
+            chunks_per_device=chunks_per_device,
+            placement=placement,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """What `parse` reads."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlfuse.config.input_files import read_json
-from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
 LOOSE = 1e-6
@@ -124,23 +125,35 @@ def timed(
 ) -> tuple[tuple[Timed, ...], ...]:
     """Earliest times of rows, each run in its order; `duration` (measured, say) instead of the problem's own.
 
-    Raises ScheduleError for a deadlock, naming the operations that wait for each other, and for operations that the
-    problem doesn't have.
+    A head that devices compute together, which no problem knows, begins when all have come to it; `duration` tells its
+    length. Raises ScheduleError for a deadlock, naming the operations that wait for each other, and for operations that
+    the problem doesn't have.
     """
     lengths = _lengths(problem)
     duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
-    if unknown := where.keys() - expected(problem).keys():
+    together = Counter(meeting(each) for each in where if each.kind == "H")
+    met: dict[Operation, set[int]] = defaultdict(set)
+    if unknown := {each for each in where if each.kind != "H"} - expected(problem).keys():
         raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
     ends: dict[Operation, float] = {}
     result: list[list[Timed]] = [[] for _ in rows]
-    waiting: dict[Operation, int] = {}
-    runnable = list(range(len(rows)))
+    waiting, runnable = dict[Operation, int](), list(range(len(rows)))
     while runnable:
-        device = runnable.pop()
-        row = rows[device]
+        row = rows[device := runnable.pop()]
         while len(result[device]) < len(row):
             each = row[len(result[device])]
+            if each.kind == "H":
+                came = met[meeting(each)]
+                came.add(device)
+                if len(came) < together[meeting(each)]:
+                    break
+                start = max((result[other][-1].end for other in came if result[other]), default=0.0)
+                for other in came:
+                    own = rows[other][len(result[other])]
+                    result[other].append(Timed(own, start, start + duration(own)))
+                runnable += came - {device}
+                continue
             need = needs(problem, each)
             if need is not None and need not in ends:
                 waiting[need] = device
@@ -178,7 +191,7 @@ def show(each: Operation) -> str:
 
 
 def _waits(problem: Problem, each: Operation) -> str:
-    need = needs(problem, each)
+    need = needs(problem, each) if each.kind != "H" else None
     return f"{show(each)} waits for {show(need)}" if need else show(each)
 
 

@@ -8,6 +8,7 @@ for, where its own result goes. Ranks execute their device's program, `deadlock`
 
 Invariants:
 - a lane takes messages one way, from one device to another, and they are received in the order in which they are sent;
+- a head that several devices compute together is where they meet: none goes on before all have come;
 - a receive is posted at most LOOKAHEAD operations early, so that buffers are few, and never before the own operations
   that its message comes of: no later, since it can't be sent before those ran, and until then it would wait for this
   very device, which hangs wherever a device waits for all that was posted (memory, kernels that load, one stream).
@@ -15,13 +16,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.fusion.schedules.schedule import show
 
@@ -37,8 +38,11 @@ class Stages(Protocol):
     stages: int
     pipelines: int
     depth: int
+    vocabulary: bool
 
     def device(self, pipeline: int, stage: int) -> int: ...
+
+    def stages_on(self, device: int) -> tuple[int, ...]: ...
 
     def source(self, operation: Operation) -> int | None: ...
 
@@ -52,7 +56,7 @@ class Lane:
     model: str
     kind: Kind
     returning: bool
-    """Whether the receiving stage is in the second half of a V."""
+    """Whether the receiving stage is not its device's first."""
     sender: int
     receiver: int
 
@@ -82,7 +86,7 @@ class Step:
 
 Program = tuple[Step, ...]
 
-BEFORE: dict[Kind, Kind | None] = {"F": None, "B": "F", "W": "B"}
+BEFORE: dict[Kind, Kind | None] = {"F": None, "B": "F", "W": "B", "H": None}
 """What the same stage has done with the micro-batch."""
 
 
@@ -102,6 +106,7 @@ def programs(rows: Rows, layout: tuple[Stages, ...]) -> tuple[Program, ...]:
     makers = {each: _maker(models[each.model], each) for each, transfer in inputs.items() if transfer}
     outputs = {makers[each]: transfer for each, transfer in inputs.items() if transfer}
     _check_made(rows, outputs, models)
+    _check_heads(rows, models)
     launched = _launched_before(rows, makers)
     sent: dict[Lane, deque[Transfer]] = defaultdict(deque)
     for transfer in (outputs[each] for row in rows for each in row if each in outputs):
@@ -146,10 +151,24 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
     counts: dict[Operation, list[int]] = {}
     latest = [[0] * len(rows) for _ in rows]
     reached, runnable, waiting = [0] * len(rows), list(range(len(rows))), {}
+    met, members = defaultdict[Operation, set[int]](set), meetings(rows)
     while runnable:
         device = runnable.pop()
         while reached[device] < len(rows[device]):
             operation = rows[device][reached[device]]
+            if operation.kind == "H":
+                came = met[meeting(operation)]
+                came.add(device)
+                if len(came) < members[meeting(operation)]:
+                    break
+                for each in came:
+                    reached[each] += 1
+                    latest[each][each] = reached[each]
+                together = [max(counted) for counted in zip(*(latest[each] for each in came), strict=True)]
+                for each in came:
+                    latest[each] = list(together)
+                runnable += came - {device}
+                continue
             maker = makers.get(operation)
             if maker is not None and maker not in counts:
                 waiting[maker] = device
@@ -165,6 +184,11 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
     if stuck:
         raise ScheduleError(f"The schedule waits for itself: {told(stuck)}. Search it again.")
     return counts
+
+
+def meetings(rows: Rows) -> Counter[Operation]:
+    """Of each head that devices compute together, how many they are."""
+    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
 
 
 def told(stuck: Mapping[int, Operation]) -> str:
@@ -201,4 +225,23 @@ def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mappi
             before = BEFORE[each.kind]
             if before and each._replace(kind=before) not in done:
                 raise ScheduleError(f"{show(each)} comes before its own {before}, or without it.")
+            done.add(each)
+
+
+def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
+    """Where a model's devices share its head: all come to it, between F and B of the last stage."""
+    members = meetings(rows)
+    for device, row in enumerate(rows):
+        done = set()
+        for each in row:
+            shared, last = models[each.model], models[each.model].depth - 1
+            if each.kind == "H" and members[meeting(each)] != (shared.stages if shared.vocabulary else 0):
+                raise ScheduleError(f"{show(each)} is computed by {members[meeting(each)]} devices.")
+            if shared.vocabulary and shared.device(each.pipeline, last) == device:
+                head = each._replace(stage=shared.stages_on(device)[0], kind="H")
+                before = {"H": each._replace(stage=last, kind="F"), "B": head}.get(each.kind)
+                if before and (each.kind, each.stage) in (("H", head.stage), ("B", last)) and before not in done:
+                    raise ScheduleError(f"{show(each)} comes before {show(before)}, or without it.")
+                if (each.kind, each.stage) == ("F", last) and not members[meeting(head)]:
+                    raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
             done.add(each)

@@ -1,6 +1,6 @@
 """From several functions' outcomes for one sample to its reward: who is asked, in which order, and what it comes to.
 
-Role: pure; called by the reward pool for every sample and by `table.score_table` in notebooks, which differ only in how
+Role: pure; called by the reward pool for every sample and by `table.score_items` in notebooks, which differ only in how
 they ask. Entries are those that `entries.load_entries` gave: named and weighted.
 
     gate -> gate -> ... -> all others that score this data_source -> sum of weight * value

@@ -1,7 +1,7 @@
 """Finding a user's reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
 
 Role: the configuration checks load every function once in the driver, so that a typing error is seen before any process
-starts; reward workers load them again in theirs; notebooks call `score_table` (in `table`) with no cluster.
+starts; reward workers load them again in theirs; notebooks call `score_items` (in `table`) with no cluster.
 Invariants:
 - what is in a file now is what runs, also in a notebook after an edit; as long as it stays the same it is one module
   (`config.own_modules`), whose globals all of its functions share;

@@ -23,14 +23,13 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rlfuse.config.rewards import MODEL_PART
+from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.labels import check_trust, columns, head_labels, read_config, saved
 from rlfuse.rewards.api.results import failure, headline
 from rlfuse.samples import RewardFailure
 
-DTYPES = ("float32", "bfloat16", "float16")
-BACKENDS = ("hf", "vllm")
 MAX_BATCH_TOKENS = 16384
 """Padded tokens of one forward pass; a longer sequence goes alone."""
 KEPT = 4096
@@ -70,9 +69,9 @@ class Classifier:
         `device`: cpu | cuda | auto, a GPU if this process has one (backend vllm: as vLLM was built). `label`: whose
         score it is; empty for a model with one.
         """
-        for name, value, valid in (("model_dtype", dtype, DTYPES), ("model_backend", backend, BACKENDS)):
-            if value not in valid:
-                raise RewardError(f"reward.{name} is {value!r}; it has to be one of {valid}")
+        for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
+            if value not in (valid := CHOICES[key]):
+                raise RewardError(f"{key} is {value!r}; it has to be one of {valid}")
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART

@@ -29,14 +29,13 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster.nodes import this_node_id
 from rlfuse.cluster.placement import Slots, reward_device, reward_options
-from rlfuse.config.rewards import MODEL_PART, Given, RewardConfig, RewardEntry, is_model
+from rlfuse.config.rewards import MODEL_PART, RewardConfig, RewardEntry, is_model
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.events import Span
 from rlfuse.rewards.api.combine import Outcomes, compose, covers, unscored, wanted, waves
@@ -55,55 +54,40 @@ ASYNC_ITEMS = 32
 ASYNC_GRACE_S = 5.0
 # A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
 CALL_S = 0.05
-AS_IN_CONFIG = ("functions", "weights", "model_path", "num_workers", "timeout_s", "memory_mb", "device", "batch_items",
-                "batch_age_s", "engine_kwargs")  # fmt: skip
-"""Parameters of the pool that are keys of the group `reward`."""
 
 
 class RewardPool:
-    """Reward functions in `num_workers` processes, and each model and judge in one more."""
+    """Reward functions in `reward.num_workers` processes, and each model and judge in one more."""
 
     def __init__(
         self,
-        functions: Sequence[Given | RewardFunction] = (),
-        weights: Sequence[float] = (),
-        model_path: str | None = None,
-        num_workers: int = 1,
-        timeout_s: float = 30.0,
-        memory_mb: int | None = None,
-        *,
+        reward: RewardConfig,
+        trust_remote_code: bool = False,
         engine_timeout_s: float = 1800.0,
         prompt_key: str = "prompt",
-        device: str = "auto",
-        batch_items: int = 32,
-        batch_age_s: float = 0.02,
-        **model: Any,
     ):
         """Loads the functions here, in the driver, and starts nothing.
 
-        `timeout_s` bounds one call of a function, `engine_timeout_s` a process's start and one call of a model.
-        `device` and `batch_*` are of all models, as in `reward`; `model` of that at `model_path`, see
-        `model.Classifier`.
+        `engine_timeout_s` bounds a process's start and one call of a model.
         """
-        _check_numbers(num_workers, timeout_s)
-        self.entries, self._functions = load_entries(functions, weights, model_path, **model)
+        _check_numbers(reward.num_workers, reward.timeout_s)
+        self.entries, self._functions = load_entries(
+            reward.functions,
+            reward.weights,
+            reward.model_path,
+            backend=reward.model_backend,
+            dtype=reward.model_dtype,
+            trust_remote_code=trust_remote_code,
+            engine_kwargs=reward.engine_kwargs,
+        )
         self._models = _by_process(self.entries, self._functions)
         self._plain = [name for name, function in self._functions.items() if not function.is_model]
-        self._timeout_s, self._memory_mb, self._engine_timeout_s = timeout_s, memory_mb, engine_timeout_s
-        self._workers = num_workers if self._plain else 0
-        self._prompt_key, self._device = prompt_key, device
-        self._batch_items, self._batch_age_s = batch_items, batch_age_s
+        self._workers = reward.num_workers if self._plain else 0
+        self._settings, self._engine_timeout_s, self._prompt_key = reward, engine_timeout_s, prompt_key
         self._pace: dict[str, float] = {}  # seconds per sample, lately
         self._handles: list[RewardWorkerHandle] = []
         self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
         self._tasks: list[asyncio.Task] = []
-
-    @classmethod
-    def of(cls, reward: RewardConfig, trust_remote_code: bool = False, **more: Any) -> RewardPool:
-        """As a configuration says; `more`: what is not of the group `reward`."""
-        given = {name: getattr(reward, name) for name in AS_IN_CONFIG}
-        model = {"backend": reward.model_backend, "dtype": reward.model_dtype, "trust_remote_code": trust_remote_code}
-        return cls(**given, **model, **more)
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
         """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
@@ -141,7 +125,7 @@ class RewardPool:
         shared = asyncio.Queue(2 * max(self._workers, 1))
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
-            self._queues |= dict.fromkeys(names, Batches(self._batch_items, self._batch_age_s))
+            self._queues |= dict.fromkeys(names, Batches(self._settings.batch_items, self._settings.batch_age_s))
         self._handles = [self._function_worker(i, shared) for i in range(self._workers)]
         self._handles += [self._model_worker(i, model, slots) for i, model in enumerate(self._models)]
         try:
@@ -224,7 +208,7 @@ class RewardPool:
         are put together again, by `Batches`.
         """
         function = self._functions[entry.name]
-        told = self._engine_timeout_s if function.is_model else self._timeout_s
+        told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
         limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
         if function.is_model:  # by length, so that a batch's items pad each other little
             positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
@@ -259,12 +243,12 @@ class RewardPool:
         beside = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
         sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
-        create = partial(actor.remote, where, sources, self._timeout_s, self._memory_mb)
+        create = partial(actor.remote, where, sources, self._settings.timeout_s, self._settings.memory_mb)
         return RewardWorkerHandle(where, queue, create, self._engine_timeout_s)
 
     def _model_worker(self, index: int, model: str, slots: Slots | None) -> RewardWorkerHandle:
         names, where = self._models[model], f"reward/{model.removeprefix('reward_')}"
-        on = reward_device(self._device, slots.device if slots else "cpu")
+        on = reward_device(self._settings.device, slots.device if slots else "cpu")
         options = reward_options(index, len(self._models), slots, on, environment(on)) | {"max_restarts": 0}
         actor = ray.remote(RewardWorker).options(**options)
         create = partial(actor.remote, where, [pack(self._functions[name]) for name in names], self._engine_timeout_s)
@@ -281,6 +265,7 @@ def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunct
 
 
 def _check_numbers(num_workers: int, timeout_s: float) -> None:
+    """`rlfuse reward replay` and notebooks have no other check of them."""
     if num_workers < 1:
         raise RewardError(f"reward.num_workers is {num_workers}; it has to be at least 1")
     if not (timeout_s > 0 and math.isfinite(timeout_s)):

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -36,11 +37,13 @@ from transformers.modeling_layers import GenericForTokenClassification
 from rlfuse.config.own_modules import load
 from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
+from rlfuse.samples import Visual
 from rlfuse.video import models
-from rlfuse.video.plan import Timestamps, VideoPlan
+from rlfuse.video.plan import VideoPlan
 from rlfuse.video.positions import MRope
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.sharding import CostModel
+from rlfuse.video.timestamps import Timestamps
 
 
 class Route(StrEnum):
@@ -79,8 +82,8 @@ class VideoFamily(torch.nn.Module, ABC):
 
     @abstractmethod
     def forward(self, patches: torch.Tensor, grid: torch.Tensor, merge: int) -> torch.Tensor:
-        """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, hidden], each of
-        merge x merge patches."""
+        """[patches, 3 * temporal_patch * side * side] of one grid (units, rows, columns) -> [tokens, width], each of
+        merge x merge patches: hidden features in place of the token's own, then as many for each layer that is fed."""
 
     @staticmethod
     @abstractmethod
@@ -101,9 +104,20 @@ class VideoFamily(torch.nn.Module, ABC):
         return None
 
     @staticmethod
+    def fed_layers(config: PreTrainedConfig) -> int:
+        """How many layers of the text part, from the first on, get features of their own, added to their output."""
+        return 0
+
+    @staticmethod
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
         """With `VIDEO_EMBEDS`: what vLLM takes of a clip or image beside its embeddings."""
         return {f"{plan.modality}_grid_thw": torch.tensor([plan.grid])}
+
+    @staticmethod
+    def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
+        """With `VIDEO_EMBEDS`: from where to where (exclusive) vLLM writes a prompt itself, for one placeholder of this
+        clip or image."""
+        return int(visual.positions[0]), int(visual.positions[-1]) + 1
 
     @classmethod
     def export(cls, folder: str | Path, out: str | Path) -> Path:
@@ -167,6 +181,12 @@ def m_rope(config: PreTrainedConfig) -> MRope | None:
     """How models of this configuration count positions on three axes; None for 1-D positions."""
     family = family_of(config)
     return family and family.rope(config)
+
+
+def embedding_width(config: PreTrainedConfig) -> int:
+    """Features of a visual token in models of this configuration: of the text part's input, and of layers it feeds."""
+    family = family_of(config)
+    return config.get_text_config().hidden_size * (1 + (family.fed_layers(config) if family else 0))
 
 
 def known_families() -> str:

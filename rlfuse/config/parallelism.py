@@ -1,0 +1,77 @@
+"""What is wrong with how models and sequences are cut over trainer ranks: checks.py's part about `training`.
+
+Role and invariants: as checks.py. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rlfuse.config.facts import Facts
+from rlfuse.config.problems import problem
+from rlfuse.config.schema import Config
+
+
+def pipelines(config: Config, facts: Facts) -> Iterator[str]:
+    """What speaks against stages."""
+    stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
+    several = "training.virtual_pipeline_model_parallel_size"
+    chunks = config.training.virtual_pipeline_model_parallel_size
+    if chunks > 1 and (stages <= 1 or config.fusion.training == "serial"):
+        yield problem(config, several, f"needs {name} above 1 and fusion.training=fused", "set these, or this to 1")
+    shared, vocabulary = "training.vocabulary_parallel", facts.vocabulary or stages
+    if config.training.vocabulary_parallel and stages <= 1:
+        yield problem(config, shared, f"needs {name} above 1: it is stages that share a head", "set it to false")
+    elif config.training.vocabulary_parallel and vocabulary % stages:
+        valid = f"{name}={stages} must divide the {vocabulary} tokens of {config.model.path}"
+        common = math.gcd(stages, vocabulary)
+        yield problem(config, shared, valid, "set it to false" + (f", or {name}={common}" if common > 1 else ""))
+    if stages <= 1:
+        return
+    if slots >= 1 and slots % stages:
+        yield problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(stages, slots)}")
+    if facts.layers and stages * chunks > facts.layers:
+        valid = f"needs a layer for each of its {stages * chunks} stages, {config.model.path} has {facts.layers}"
+        yield problem(config, name, valid, f"set {name}={max(1, facts.layers // chunks)} or less")
+    if config.actor.zero_stage != 1:
+        yield problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
+    if config.rollout.weight_transfer == "ipc":
+        valid = "stages hand their weights over through shared memory: a stage's GPU is not every engine's"
+        yield problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=auto")
+
+
+def slices(config: Config, facts: Facts) -> Iterator[str]:
+    """What speaks against cutting sequences."""
+    degree, name = config.training.ulysses_sequence_parallel_size, "training.ulysses_sequence_parallel_size"
+    width = max(1, config.training.tensor_model_parallel_size)
+    slots, heads = config.slots // width, facts.attention_heads and facts.attention_heads // width
+    if degree <= 1 or slots < 1:
+        return
+    common = math.gcd(slots, heads) if heads else slots
+    if degree & (degree - 1) or common % degree:
+        of = f" and the {heads} attention heads of {config.model.path}" if heads else ""
+        of += f" (training.tensor_model_parallel_size={width} ranks share a model)" if width > 1 else ""
+        valid = f"must be a power of two that divides the {slots} slots{of}"
+        yield problem(config, name, valid, f"set {name}={min(common & -common, 1 << degree.bit_length() - 1)}")
+    if config.training.pipeline_parallel_size > 1:
+        valid = "needs whole models on the ranks, so training.pipeline_parallel_size=1"
+        yield problem(config, name, valid, "set one of the two to 1")
+
+
+def shares(config: Config, facts: Facts) -> Iterator[str]:
+    """What speaks against sharing layers."""
+    training, name, zero = config.training, "training.tensor_model_parallel_size", config.actor.zero_stage
+    width, local, heads = training.tensor_model_parallel_size, config.trainer.n_gpus_per_node, facts.attention_heads
+    if width <= 1 or local < 1:
+        return
+    common = math.gcd(local, heads) if heads else local
+    if common % width:
+        of = f"the {heads} attention heads of {config.model.path} and " if heads else ""
+        valid = f"must divide {of}the {local} slots of a node, which a model's ranks do not leave"
+        yield problem(config, name, valid, f"set {name}={math.gcd(common, width)}")
+    if zero > 1:
+        valid = f"ZeRO {zero} divides what ranks with {name}={width} hold in parts already"
+        yield problem(config, "actor.zero_stage", valid, "set actor.zero_stage=1")
+    if training.pipeline_parallel_size > 1:
+        yield problem(config, name, "can't be had beside stages of a pipeline", "set one of the two to 1")

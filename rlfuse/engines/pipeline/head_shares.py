@@ -1,0 +1,112 @@
+"""The head of a policy whose vocabulary all devices of a pipeline share: who has which rows, and what they exchange.
+
+Role: a pipeline rank makes one `HeadShares` for each such model. The executor calls it where a schedule has an `H`,
+ranks where a step needs one gradient of tied weights, checkpoints and exporters where they need the head whole.
+`fusion.schedules.shared_heads` says why all devices come to the same head.
+
+    last stage --hidden states that predict--> all devices
+    each: a share of the logits --[4, R] of online softmax--> all devices: log-probs, entropy, loss
+    each: the gradient of its rows, and its part of that of the hidden states --sum--> last stage
+
+Logits live only within an `H`. Over NCCL as with `lanes`: what it connects inside the first call of a kind is connected
+before a schedule runs, and its watchdog ends the process only after the executor, which tells more.
+Waits: for the other devices of the pipeline, at most the executor's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlfuse.engines.pipeline.lanes import LATER
+from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
+
+Arrived = Callable[[Any], None]
+"""Waits for a collective."""
+
+
+# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+@cache
+def group_of(*ranks: int, limit: timedelta | None = None) -> Any:
+    """Of these ranks, whose calls wait so long at most, else as the default group's; all ranks call."""
+    return dist.new_group(list(ranks), limit)
+
+
+class HeadShares:
+    """This device among those of its pipeline. All ranks make theirs at the same time. An exporter's `ranks`."""
+
+    def __init__(self, pipelines: Pipelines, device: int, timeout: float):
+        """`device`: within the block. `timeout`: the executor's, in seconds."""
+        self.degree, self.layout, rank = pipelines.stages, pipelines, dist.get_rank()
+        limit = timedelta(seconds=LATER * timeout)
+        for first in range(0, dist.get_world_size(), self.degree):
+            group = group_of(*range(first, first + self.degree), limit=limit)
+            if first <= rank < first + self.degree:
+                self.group, self._first = group, first
+        self.index = pipelines.stages_on(device)[0]
+        self.last = self._first + pipelines.device(0, pipelines.depth - 1)
+        """The rank that has the last stage."""
+        self.answers = rank == self.last
+        self._connect()
+
+    def _connect(self) -> None:
+        number = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        for exchange in (self.hand_out, self.gather, self.sum):
+            exchange(number, lambda work: work.wait())
+        number.item()  # the device has been through all of them
+
+    @property
+    def awaited(self) -> int:
+        """The rank to name where a wait for the others is in vain: the last stage's, there another one's."""
+        return self._first + (self.last == self._first) if self.answers else self.last
+
+    def hand_out(self, hidden: Tensor, arrived: Arrived) -> None:
+        """Into `hidden` on every device, what it is on the last stage's."""
+        arrived(dist.broadcast(hidden, self.last, group=self.group, async_op=True))
+
+    def gather(self, statistics: Tensor, arrived: Arrived) -> Tensor:
+        """[...] -> [shares, ...]"""
+        parts = [torch.empty_like(statistics) for _ in range(self.degree)]
+        arrived(dist.all_gather(parts, statistics, group=self.group, async_op=True))
+        return torch.stack(parts)
+
+    def sum(self, gradient: Tensor, arrived: Arrived) -> None:
+        """Into `gradient` on the last stage's device, those of all."""
+        arrived(dist.reduce(gradient, self.last, group=self.group, async_op=True))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """From the shares of a tensor, on the last stage's rank; every rank of the pipeline calls."""
+        parts = [torch.empty_like(tensor) for _ in range(self.degree)] if self.answers else None
+        dist.gather(tensor.detach().contiguous(), parts, self.last, group=self.group)
+        return torch.cat([parts[self.layout.device(0, share)] for share in range(self.degree)]) if parts else tensor
+
+    def add_tied_gradients(self, models: Mapping[int, nn.Module]) -> None:
+        """Rows of the embedding and shares of a head that are one tensor both get the sum of their gradients."""
+        share, rank = models[self.index].get_parameter(HEAD), dist.get_rank()
+        first = self._first + self.layout.device(0, 0)
+        if rank == first:
+            rows = gradient_of(models[0].get_parameter(EMBEDDING)).chunk(self.degree)
+            for index, own in enumerate(rows):
+                other = self._first + self.layout.device(0, index)
+                sent = gradient_of(share) if other == rank else torch.empty_like(own)
+                if other != rank:
+                    dist.recv(sent, other, self.group)
+                own += sent
+                sent.copy_(own) if other == rank else dist.send(own, other, self.group)
+        else:
+            dist.send(gradient_of(share), first, self.group)
+            dist.recv(gradient_of(share), first, self.group)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """What is summed so far, if only zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return parameter.grad

@@ -1,0 +1,86 @@
+"""vLLM's engine process on CPU hosts: a fork of its actor, which has imported already what both run.
+
+Role: `RolloutWorker` starts its engine within `forking`. vLLM would start a new process, a third of whose start is the
+import of vLLM: on GPUs it has to, as CUDA does not outlive a fork; on CPU hosts so that OpenMP's threads take what is
+preloaded for them, and an engine here has one thread. Before it starts its processes it has no Python thread at work.
+Invariants, all of them true of a new process by itself:
+- it holds none of the actor's sockets, files and locks, so that whoever waits for the actor's end learns of it;
+- it does not know of Ray, answers signals as a new process does, and collects its own garbage;
+- it ends with its actor.
+A fork has the thread that forked, and no other: what another had locked stays so. Others are Ray's, whose native side
+the fork never calls, sockets' of vLLM, which has new ones there, and one that watches the size of the log. OpenMP waits
+for ever for threads that stayed behind: actors have one (`rollout_env`). Called by actors; waits for nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkContext, ForkProcess
+from unittest import mock
+
+import ray
+
+from rlfuse.cluster.child_processes import end_with_parent
+
+
+class EngineFork(ForkProcess):
+    """The process."""
+
+    def run(self) -> None:
+        """Leave the actor, then do what the process is for."""
+        _leave_garbage()
+        _answer_signals()
+        _leave_files()
+        ray._private.worker.global_worker.set_is_connected(False)
+        ray._raylet.setproctitle(f"VLLM::{self.name}")  # vLLM can't: Ray has moved the actor's title
+        end_with_parent()
+        super().run()
+
+
+class Forks(ForkContext):
+    """What multiprocessing makes processes by."""
+
+    Process = EngineFork
+
+
+@contextmanager
+def forking(device: str) -> Iterator[None]:
+    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`."""
+    if device != "cpu":
+        yield
+        return
+    from vllm.v1.engine import utils
+
+    with mock.patch.object(utils, "get_mp_context", Forks):
+        yield
+
+
+def _leave_garbage() -> None:
+    """What is the actor's is not looked through, so nothing of it ends here; its recorder is told of no collection."""
+    gc.freeze()
+    gc.callbacks.clear()
+    gc.enable()
+
+
+def _answer_signals() -> None:
+    """As a new process does: Ray's and the watchdog's handlers are the actor's."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave_files() -> None:
+    """All but the standard streams, and pipes, by which the two learn of each other's end.
+
+    Their numbers stay taken, by what takes all and gives nothing: some object of the actor's may still close one.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the list's own has gone
+            if number > 2 and not stat.S_ISFIFO(os.fstat(number).st_mode):
+                os.dup2(nothing, number, inheritable=False)

@@ -1,0 +1,324 @@
+"""Activations of long micro-batches wait off the device until their backward pass, or are computed again.
+
+Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`. `activation_places` decides,
+`activation_stores` holds the bytes.
+
+    forward    autograd saves a tensor --pack--> its storage goes to a tier, once, whoever saves it and by whatever view
+    backward   autograd needs it --unpack--> the storage comes back, and with it those that are needed next
+
+Invariants: gradients are those of activations that stay, bit by bit. Parameters and what views them stay, so do small
+storages, what embedding, head and loss save, and whatever a tier has no room for. Bytes are let go when autograd lets
+go of them. Ranks that exchange anything while a layer is run again (ZeRO 3's weights, slices of a sequence) decide
+alike, by the most that any of them needs. What a layer leaves is learned from the last one, which stays: until the
+first micro-batch has told, layers are run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlfuse.cluster.host_memory import free_bytes
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.activation_places import Layer, Place, Places, Room, places
+from rlfuse.engines.trainer.activation_stores import AHEAD, Disk, HostMemory, Wait, speed_of
+from rlfuse.engines.trainer.model_inputs import Batch
+from rlfuse.engines.trainer.optimizer import matmul_rate
+from rlfuse.errors import EngineError
+from rlfuse.events import Span
+
+MIB = 1 << 20
+OF_PEAK = 0.5
+"""Of the rate of large products, what layers reach."""
+SMALLEST = 1 << 20
+"""Bytes of a storage from which on it is worth a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What activations of a rank's models may take where, one model at a time."""
+
+    device: float
+    """Bytes that layers may leave on the device."""
+    tiers: Mapping[Place, Room]
+    stores: Mapping[Place, HostMemory | Disk]
+
+
+class RankActivations:
+    """Of all models that a rank trains, by name; every rank makes one at the same time."""
+
+    def __init__(self, config: Config, models: Mapping[str, PreTrainedModel], device: str):
+        self._alike, again = config.actor.zero_stage == 3, config.model.enable_gradient_checkpointing
+        self._budget = _budget(config, device)
+        flops = OF_PEAK * matmul_rate(getattr(torch, config.model.dtype), device)
+        self._models = {name: ActivationOffloading(each, self._budget, flops, again) for name, each in models.items()}
+
+    @contextmanager
+    def leaving(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
+        """A forward pass of a model, to go backward from; `span` is told how many layers' activations are where."""
+        model, part = self._models[name], batch.part.group if batch.part else None
+        disk = self._budget.stores.get(Place.DISK)
+        written = disk.written if disk else 0
+        with model.leaving(batch, dist.group.WORLD if self._alike else part):
+            yield
+        counts = Counter(model.places.layers)
+        span.attributes |= {f"layers_{place}": counts[place] for place in Place if place in counts}
+        if disk:
+            span.attributes["disk_bytes"] = disk.written - written
+
+
+def _budget(config: Config, device: str) -> Budget:
+    """What all ranks have; EngineError for a disk that can't be written to."""
+    model, cuda, stores = config.model, device != "cpu", {}
+    host = model.activation_host_mb
+    host = free_bytes() // 4 // config.trainer.n_gpus_per_node if host is None else host * MIB
+    sizes = {Place.HOST: host if cuda else 0, Place.DISK: model.activation_disk_mb * MIB}
+    rooms = {}
+    for place, size in sizes.items():
+        least = torch.tensor(size, dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        if not (size := int(least)):
+            continue
+        folder = Path(config.trainer.default_local_dir).absolute()
+        stores[place] = HostMemory(size, cuda) if place is Place.HOST else Disk(size, cuda, folder)
+        speed = torch.tensor(speed_of(stores[place], size, device), dtype=torch.float64, device=device)
+        dist.all_reduce(speed, dist.ReduceOp.MIN)
+        rooms[place] = Room(size, float(speed))
+    return Budget(model.activation_device_mb * MIB, rooms, stores)
+
+
+class ActivationOffloading:
+    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case."""
+
+    def __init__(self, model: PreTrainedModel, budget: Budget, flops: float, again: bool):
+        self._layers, text = decoder_layers(model), model.config.get_text_config()
+        self._parameters = [list(layer.parameters()) for layer in self._layers]
+        self._budget, self._again = budget, again
+        weights = sum(getattr(each, "ds_numel", each.numel()) for own in self._parameters for each in own)
+        self._token_s = 2 * weights / len(self._layers) / flops
+        self._pair_s = 4 * text.hidden_size / flops
+        self._inputs = text.hidden_size * model.dtype.itemsize
+        self._activations, self._longest = float("inf"), 0
+        self._next, self._stored = 0, weakref.WeakValueDictionary[tuple[int, int, int], _Stored]()
+        self._last: weakref.ref[_Stored] | None = None
+        self.places = Places((Place.DEVICE,) * len(self._layers))
+        """Of the last micro-batch."""
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    @contextmanager
+    def leaving(self, batch: Batch, together: dist.ProcessGroup | None) -> Iterator[None]:
+        """A forward pass of this batch; its backward pass may come whenever it likes.
+
+        `together`: ranks that run layers again at the same time, and all call.
+        """
+        self.places = self._places(batch, together)
+        usual = Place.AGAIN if self._again else Place.DEVICE
+        stays = set(self.places.layers) == {usual} and self.places.inputs is Place.DEVICE
+        if stays and (self._again or self._longest >= _tokens(batch)):
+            yield
+            return
+        self._next, self._last, counted = 0, None, _Counted()
+        hooks = [handle for i, layer in enumerate(self._layers) for handle in self._followed(i, layer, counted)]
+        for layer, place in zip(self._layers, self.places.layers, strict=True):
+            layer.gradient_checkpointing = place is Place.AGAIN
+        try:
+            with saved_tensors_hooks(partial(self._pack, counted), self._unpack):
+                yield
+            self._settle()
+        finally:
+            for handle in hooks:
+                handle.remove()
+            for layer in self._layers:
+                layer.gradient_checkpointing = self._again
+        if counted.bytes and _tokens(batch) > self._longest:
+            self._longest = _tokens(batch)
+            self._activations = counted.bytes / self._longest
+
+    def _settle(self) -> None:
+        """What left is gone a layer later, and before head and loss, which take the most."""
+        for store in self._budget.stores.values():
+            store.settle()
+
+    def _places(self, batch: Batch, together: dist.ProcessGroup | None) -> Places:
+        tokens = _tokens(batch)
+        seconds = self._token_s * tokens + self._pair_s * _pairs(batch)
+        layer = [self._activations * tokens, self._inputs * tokens, seconds]
+        if together is not None:
+            most = torch.tensor(layer, dtype=torch.float64, device=batch.predict.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=together)
+            layer = most.tolist()
+        return places(len(self._layers), Layer(*layer), self._budget.device, self._budget.tiers, self._again)
+
+    def _followed(self, number: int, layer: nn.Module, counted: _Counted) -> Iterator[Any]:
+        """What is saved before a layer has ended is its own: of one that is run again, its inputs."""
+
+        def ended(*_: Any) -> None:
+            self._next = number + 1
+            if self._next == len(self._layers) or self.places.layers[number] is Place.DEVICE:
+                self._settle()
+
+        yield layer.register_forward_hook(ended)
+        if number == len(self._layers) - 1:
+            yield layer.register_forward_pre_hook(lambda *_: counted.begin())
+
+    def _pack(self, counted: _Counted, tensor: Tensor) -> Any:
+        number = self._next
+        if number == len(self._layers):
+            return tensor.detach()
+        storage, place = tensor.untyped_storage(), self.places.layers[number]
+        if owners := [p for p in self._parameters[number] if p.untyped_storage().data_ptr() == storage.data_ptr()]:
+            return next((p for p in owners if _same(p, tensor)), tensor.detach())  # ZeRO 3 gives it other memory
+        if number == len(self._layers) - 1:
+            counted.add(storage)
+        place = self.places.inputs if place is Place.AGAIN else place
+        if place is Place.DEVICE or storage.nbytes() < SMALLEST or not _plain(tensor):
+            return tensor.detach()
+        stored = self._stored_at(place, tensor, storage)
+        return tensor.detach() if stored is None else _View(stored, tensor)
+
+    def _stored_at(self, place: Place, tensor: Tensor, storage: torch.UntypedStorage) -> _Stored | None:
+        """None where there is no room for it, at its tier and below."""
+        key = (storage.data_ptr(), storage.nbytes(), tensor._version)
+        stored = self._stored.get(key)
+        if stored is not None and stored.source() is storage:
+            return stored
+        tiers = [tier for tier in self._budget.stores if tier in (place, Place.DISK)]
+        store = next((self._budget.stores[t] for t in tiers if self._budget.stores[t].has_room(key[1])), None)
+        if store is None:
+            return None
+        stored = self._stored[key] = _Stored(store, tensor, storage, self._last)
+        self._last = weakref.ref(stored)
+        return stored
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _View):
+            return packed.tensor()
+        return packed.detach()
+
+
+class _Stored:
+    """A storage that is off its device, and comes back once."""
+
+    def __init__(
+        self,
+        store: HostMemory | Disk,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        before: weakref.ref[_Stored] | None,
+    ):
+        self.source, self._before = weakref.ref(storage), before
+        self._store, self._size, self._device = store, storage.nbytes(), tensor.device
+        self._back: Tensor | None = None
+        self._wait: Wait | None = None
+        self._key: Any = None
+        self._key = store.write(_bytes(storage))
+
+    def fetch(self) -> None:
+        """Start to bring it back, unless it is there or on its way."""
+        if self._back is None:
+            self._back = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            self._wait = self._store.read(self._key, self._back)
+
+    def storage(self) -> torch.UntypedStorage:
+        """On the device; those that were written before it, and are needed after it, are on their way."""
+        self.fetch()
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        before = self._before
+        for _ in range(AHEAD):
+            stored = before() if before is not None else None
+            if stored is None:
+                break
+            stored.fetch()
+            before = stored._before
+        return self._back.untyped_storage()
+
+    def __del__(self) -> None:
+        if self._wait is not None:  # of a pass that was given up
+            self._wait()
+        if self._key is not None:
+            self._store.free(self._key)
+
+
+class _View:
+    """What autograd keeps in the place of a tensor."""
+
+    def __init__(self, stored: _Stored, tensor: Tensor):
+        self._stored, self._dtype = stored, tensor.dtype
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> Tensor:
+        storage = self._stored.storage()
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+
+
+class _Counted:
+    """Bytes that a layer leaves, each storage once."""
+
+    def __init__(self) -> None:
+        self.bytes, self._seen = 0, set[int]()
+
+    def begin(self) -> None:
+        self.bytes = 0
+        self._seen.clear()
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+
+
+def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The model's decoder layers. EngineError for a family whose layers can't be run again one by one."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        layers = list(module) if isinstance(module, nn.ModuleList) else []
+        if len(layers) == count and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            return layers
+    raise EngineError(
+        f"model.enable_activation_offload=true: a {type(model).__name__} has no {count} layers that transformers can "
+        "run again one by one (GradientCheckpointingLayer); set it to false, and "
+        "model.enable_gradient_checkpointing=true where memory is short"
+    )
+
+
+def _same(parameter: nn.Parameter, tensor: Tensor) -> bool:
+    """Whether one is the other, and no view of it."""
+    alike = parameter.data_ptr() == tensor.data_ptr() and parameter.shape == tensor.shape
+    return alike and parameter.stride() == tensor.stride() and parameter.dtype == tensor.dtype
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its storage, shape and strides say all of it."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_conj()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tokens(batch: Batch) -> int:
+    return batch.inputs["input_ids"].numel()
+
+
+def _pairs(batch: Batch) -> float:
+    """Of tokens that attention looks at, this rank's share."""
+    own = [(each.stop - each.start, each.prefix or (0, 0)) for each in batch.inputs["layout"].segments]
+    pairs = sum(size * (size / 2 + stop - start) for size, (start, stop) in own)
+    return pairs / (batch.part.degree if batch.part else 1)

@@ -1,0 +1,279 @@
+"""Tensor parallelism over consecutive trainer ranks: each holds a share of every decoder layer, and sees all tokens.
+
+Role: a trainer rank makes one `TensorParallel` when it has met the others, loads its models through it, hands it to
+DeepSpeed as `mpu` and to exporters. Which layers are cut how is transformers' own plan of a family: `colwise` layers
+compute some outputs (whole heads, in attention), `rowwise` layers take them as their inputs, and a sum over the ranks
+follows; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv 1909.08053). Not cut:
+embedding, head, norms, and keys and values where several ranks share a head.
+What is not used: DeepSpeed's AutoTP makes a group of its own from a configuration and refuses an `mpu` beside it;
+transformers' tensor parallelism makes parameters DTensors, which ZeRO can't flatten.
+Invariants: ranks of a group get the same rows, and find the same gradients of what is whole on each; DeepSpeed sums
+over the ranks that hold the same share, and counts what is whole once in the norm.
+Waits: for the other ranks of the group, which run the same micro-batches in the same order; at most the time-out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlfuse.engines.trainer.attention import attends_by_layout
+from rlfuse.errors import EngineError
+
+KEY = "training.tensor_model_parallel_size"
+OUTPUTS, INPUTS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_SHARED = ("k_proj", "v_proj")
+"""Of attention: cut by the heads of keys and values."""
+
+
+class OnPaper:
+    """The first of `degree` ranks, without the others: a sum costs what it costs in memory, and changes nothing."""
+
+    index = 0
+
+    def __init__(self, degree: int):
+        self.degree = degree
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class TensorParallel(OnPaper):
+    """Groups of `degree` ranks with a model each; every rank makes one, at the same time. DeepSpeed's `mpu`."""
+
+    def __init__(self, rank: int, world: int, degree: int, timeout: timedelta):
+        super().__init__(degree)
+        self.index = rank % degree
+        self._copy, self._alike = rank // degree, list(range(self.index, world, degree))
+        for first in range(0, world, degree):
+            group = dist.new_group(range(first, first + degree), timeout=timeout)
+            if first == rank - self.index:
+                self.group = group
+        for index in range(degree):
+            group = dist.new_group(range(index, world, degree), timeout=timeout)
+            if index == self.index:
+                self._data_group = group
+
+    def load(self, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+        """This rank's share of what `load` returns, which is whole for a moment: on one rank of the group at a time."""
+        for turn in range(self.degree):
+            if turn == self.index:
+                model = cut(load(), self)
+            dist.barrier(self.group)
+        return model
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """From the shares of a tensor; every rank of the group calls."""
+        if not is_model_parallel_parameter(tensor):
+            return tensor.detach()
+        parts = [torch.empty_like(tensor) for _ in range(self.degree)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
+        return torch.cat(parts, tensor.partition_dim)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over the ranks of the group; a new tensor."""
+        found = super().sum(tensor)
+        dist.all_reduce(found, group=self.group)
+        return found
+
+    # What DeepSpeed asks
+
+    def get_model_parallel_rank(self) -> int:
+        return self.index
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.degree
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._copy
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self._alike)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._alike
+
+
+def counted(parameter: nn.Parameter, grid: Any) -> bool:
+    """Whether a global norm has this parameter from this rank: what is whole on several of them, from the first."""
+    return grid is None or grid.get_model_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+
+
+# Which models ---------------------------------------------------------------------------------------------------------
+
+
+def check_cuttable(config: PreTrainedConfig, degree: int) -> None:
+    """EngineError for a family, or heads, that `degree` ranks can't share."""
+    text = config.get_text_config()
+    plan, name = getattr(text, "base_model_tp_plan", None) or {}, text.model_type
+    if not any(style == INPUTS for style in plan.values()):
+        raise EngineError(f"transformers has no tensor-parallel plan of a {name}, so {KEY}={degree} can't cut it")
+    other = sorted({style for layer, style in plan.items() if "*" in layer} - {OUTPUTS, INPUTS, PARTIAL})
+    if other:
+        raise EngineError(f"a {name} has layers to be cut as {', '.join(other)}, which {KEY}={degree} knows nothing of")
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    if heads % degree or (shared % degree and degree % shared):
+        raise EngineError(
+            f"{KEY}={degree} must divide the {heads} attention heads of a {name}, and divide or be a multiple of its "
+            f"{shared} heads of keys and values"
+        )
+    if (getattr(text, "intermediate_size", None) or degree) % degree:
+        raise EngineError(f"{KEY}={degree} must divide the {text.intermediate_size} numbers between a {name}'s MLPs")
+
+
+# A rank's share -------------------------------------------------------------------------------------------------------
+
+
+def cut(model: PreTrainedModel, ranks: OnPaper) -> PreTrainedModel:
+    """The model with this rank's share of its decoder layers; the rest of them is let go.
+
+    EngineError where parts of a layer stand beside those in its plan: their gradients might be of some heads only.
+    """
+    check_cuttable(model.config, ranks.degree)
+    if not attends_by_layout(model):
+        raise EngineError(f"{KEY}={ranks.degree}: a {type(model).__name__} counts its heads itself; set it to 1")
+    entrance, planned = _Entrance(ranks), _planned(model)
+    for name, style in planned.items():
+        parent, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(name)
+        if style == PARTIAL:
+            for parameter in layer.parameters():
+                parameter.register_hook(ranks.sum)
+        else:
+            setattr(model.get_submodule(parent), leaf, _share(name, layer, style, model, ranks, entrance))
+    for parent in {name.rpartition(".")[0] for name, style in planned.items() if style == INPUTS}:
+        module = model.get_submodule(parent)
+        module.register_forward_hook(entrance.forget, always_call=True)
+        for name, _ in module.named_parameters(prefix=parent):
+            if name.rpartition(".")[0] not in planned:
+                raise EngineError(f"{KEY}={ranks.degree}: {name} is in no tensor-parallel plan; set it to 1")
+    return model
+
+
+def _planned(model: PreTrainedModel) -> dict[str, str]:
+    """Modules of decoder layers, and how transformers has them cut."""
+    plan = model.tp_plan
+    names = ((name, re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in model.named_modules())
+    return {name: plan[pattern] for name, pattern in names if pattern in plan and "*" in pattern}
+
+
+def _share(
+    name: str, layer: nn.Module, style: str, model: PreTrainedModel, ranks: OnPaper, entrance: _Entrance
+) -> nn.Module:
+    text, leaf = model.config.get_text_config(), name.rpartition(".")[2]
+    if not isinstance(layer, nn.Linear):
+        raise EngineError(f"{KEY}={ranks.degree}: {name} is a {type(layer).__name__} and can't be cut; set it to 1")
+    if style == INPUTS:
+        return _Rows(layer, ranks)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if leaf in _SHARED and heads % ranks.degree:
+        return _SharedColumns(layer, ranks, entrance, heads)
+    return _Columns(layer, ranks, entrance)
+
+
+def _cut(parameter: nn.Parameter, dim: int, ranks: OnPaper) -> nn.Parameter:
+    """A copy of this rank's share, so that nothing holds the whole; marked as DeepSpeed and Megatron know it."""
+    if parameter.shape[dim] % ranks.degree:
+        raise EngineError(f"{KEY}={ranks.degree} must divide {parameter.shape[dim]}, a width of a layer; lower it")
+    own = nn.Parameter(parameter.detach().chunk(ranks.degree, dim)[ranks.index].clone())
+    own.tensor_model_parallel, own.partition_dim = True, dim
+    return own
+
+
+class _Columns(nn.Module):
+    """Some outputs of a linear layer."""
+
+    def __init__(self, layer: nn.Linear, ranks: OnPaper, entrance: _Entrance):
+        super().__init__()
+        self._entrance = entrance
+        self.weight = _cut(layer.weight, 0, ranks)
+        self.bias = None if layer.bias is None else _cut(layer.bias, 0, ranks)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return linear(self._entrance(inputs), self.weight, self.bias)
+
+
+class _SharedColumns(nn.Module):
+    """The one head of keys, or of values, that this rank's queries look at; its layer is whole on every rank."""
+
+    def __init__(self, layer: nn.Linear, ranks: OnPaper, entrance: _Entrance, heads: int):
+        super().__init__()
+        self._entrance, width = entrance, layer.out_features // heads
+        head = ranks.index * heads // ranks.degree
+        self._own = slice(head * width, (head + 1) * width)
+        self.weight, self.bias = layer.weight, layer.bias
+        for parameter in layer.parameters():
+            parameter.register_hook(ranks.sum)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[self._own]
+        return linear(self._entrance(inputs), self.weight[self._own], bias)
+
+
+class _Rows(nn.Module):
+    """What a linear layer makes of some inputs, summed over the ranks; the bias comes once."""
+
+    def __init__(self, layer: nn.Linear, ranks: OnPaper):
+        super().__init__()
+        self._ranks, self.bias = ranks, layer.bias
+        self.weight = _cut(layer.weight, 1, ranks)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        whole = _Sum.apply(linear(inputs, self.weight), self._ranks)
+        return whole if self.bias is None else whole + self.bias
+
+
+class _Entrance:
+    """Hands a group's ranks their layers' input; layers with the same input sum its gradient over the ranks once."""
+
+    def __init__(self, ranks: OnPaper):
+        self._ranks = ranks
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and inputs.requires_grad):
+            return inputs
+        if self._last is None or self._last[0] is not inputs:
+            self._last = inputs, _SumOfGradient.apply(inputs, self._ranks)
+        return self._last[1]
+
+    def forget(self, *_: object) -> None:
+        """The layers are done; nothing of theirs is kept."""
+        self._last = None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, ranks: OnPaper) -> Tensor:
+        return ranks.sum(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, ranks: OnPaper) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(gradient), None

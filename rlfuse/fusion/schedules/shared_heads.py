@@ -1,0 +1,204 @@
+"""Where in a schedule devices compute the head together, whose vocabulary they share (arXiv 2411.05288).
+
+Role: the planner has the heads of policies put into what the search found, `pipeline_group` into passes alone. Pure.
+
+    last stage          F0 | H0 B0 F1 | H1 B1 F2 | ...     | : all devices of the pipeline meet
+    stage before  F0 F1 F2 | H0       | H1 B0 F3 | ...     H: a share of the logits, of softmax and of its gradients
+
+Why no two devices wait for each other: `with_heads` plays the schedule and writes down every operation when it begins,
+so what it writes is one order of all operations of all devices. In it an operation stands behind all whose result it
+takes, and a head behind its F, before its B, and for all devices at one place. A device's row is this order without the
+others' operations. Of all operations that are not done the first in the order can therefore always go on: its inputs
+are made, they were sent without waiting, and whoever has to meet for it has nothing else to do before. So rows end,
+whatever operations take, however many models and chunks there are; all devices meet for heads in the same order, which
+is all that a communicator asks for. `deadlock` replays it all the same.
+
+Devices that came first wait for the one that is in the middle of an operation. So a head comes as late as the last
+stage's B lets it, an operation that would run past one may wait until it is over (`patient`), and `best` also tries
+1F1B with more micro-batches in flight, as far as memory has room: between two heads every device then has an F and a B
+whose inputs are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
+from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
+from rlfuse.fusion.schedules.schedule import needs, peaks, show, timed
+
+IN_FLIGHT = ((1.0, 1), (1.0, 2), (1.5, 1))
+"""How many micro-batches more each stage before has, and those of the last stage; of 1F1B 1 and 1. With 1.5, what a
+forward takes to the next stage but one, and a backward to the next, is the time between two heads."""
+Heads = Mapping[str, float]
+"""Model -> how long its devices take for the head of a micro-batch together."""
+
+
+def best(problem: Problem, found: Rows, heads: Heads) -> Rows:
+    """`found`, or 1F1B of one model after the other, with heads: the shortest that memory has room for."""
+    options: list[tuple[float, int, Rows]] = []
+    for rows, patient in product((found, *_more_in_flight(problem)), (False, True)):
+        whole = with_heads(problem, rows, heads, patient)
+        times = timed(problem, whole, duration(problem, heads))
+        held = max(peaks(problem, times)) if options else 0.0
+        if held <= problem.memory_limit * (1 + 1e-6):
+            options.append((max(row[-1].end for row in times), len(options), whole))
+    return min(options)[2]
+
+
+def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
+    """Of an operation of a schedule with heads."""
+    known: dict[tuple[str, int, int, Kind], float] = {}
+
+    def of(each: Operation) -> float:
+        key = (each.model, each.pipeline, each.stage, each.kind)
+        if key not in known:
+            whole = heads.get(each.model, 0.0) if each.kind == "H" else None
+            known[key] = problem.duration(problem.model(each.model), *key[1:]) if whole is None else whole
+        return known[key]
+
+    return of
+
+
+def with_heads(problem: Problem, rows: Rows, heads: Heads, patient: bool = False) -> Rows:
+    """The rows with the heads of these models. ScheduleError for rows that can't be run.
+
+    `patient`: nothing begins that would run past a head whose time is known.
+    """
+    return _Play(problem, rows, heads, patient).run()
+
+
+class _Play:
+    """The schedule as it runs, operation by operation in the order in which they begin."""
+
+    def __init__(self, problem: Problem, rows: Rows, heads: Heads, patient: bool):
+        self.problem, self.rows, self.heads, self.patient = problem, rows, heads, patient
+        self.seconds = duration(problem, heads)
+        self.models = {model.name: model for model in problem.models}
+        self.where = {each: device for device, row in enumerate(rows) for each in row}
+        self.ends: dict[Operation, float] = {}
+        self.free = [0.0] * len(rows)
+        self.reached = [0] * len(rows)
+        self.made: list[list[Operation]] = [[] for _ in rows]
+        self.due: list[tuple[float, Operation]] = []
+        """Heads of micro-batches that nobody trains on, whose last stage has run."""
+
+    def run(self) -> Rows:
+        while options := [*self._heads(), *self._operations()]:
+            start, _, device, operation = min(self._in_time(options) if self.patient else options)
+            if operation.kind == "H":
+                self._meet(start, operation)
+            else:
+                self._do(start, device, operation)
+        for device, row in enumerate(self.rows):
+            if self.reached[device] < len(row):
+                raise ScheduleError(f"The schedule waits for itself at {show(row[self.reached[device]])}.")
+        return tuple(map(tuple, self.made))
+
+    def _operations(self) -> Iterator[tuple[float, int, int, Operation]]:
+        """(start, 1, device, operation) of each device's next operation, where its input is known."""
+        for device, row in enumerate(self.rows):
+            if self.reached[device] == len(row):
+                continue
+            operation = row[self.reached[device]]
+            if operation.kind == "B" and self._is_last(operation) and self._head(operation) not in self.ends:
+                continue
+            ready, need = 0.0, needs(self.problem, operation)
+            if need is not None:
+                if need not in self.ends:
+                    continue
+                ready = self.ends[need] + (self.problem.communication if self.where[need] != device else 0.0)
+            yield max(self.free[device], ready), 1, device, operation
+
+    def _heads(self) -> Iterator[tuple[float, int, int, Operation]]:
+        """(start, 0, device, head) of those that are due: the last stage has nothing to do before."""
+        for start, head in self.due:
+            yield start, 0, 0, head
+        for device, row in enumerate(self.rows):
+            operation = row[self.reached[device]] if self.reached[device] < len(row) else None
+            if operation is None or operation.kind != "B" or not self._is_last(operation):
+                continue
+            forward, head = operation._replace(kind="F"), self._head(operation)
+            if forward in self.ends and head not in self.ends:
+                yield max(self.free[device], self.ends[forward]), 0, device, head
+
+    def _in_time(self, options: list[tuple[float, int, int, Operation]]) -> list[tuple[float, int, int, Operation]]:
+        """Those that end before their device has to meet the others; all, where none does."""
+        meets = self._next_meetings()
+        return [
+            each
+            for each in options
+            if each[3].kind == "H" or not each[0] < meets[each[2]] < each[0] + self.seconds(each[3]) - 1e-9
+        ] or options
+
+    def _next_meetings(self) -> list[float]:
+        """Of each device the start of its next head, where all that the last stage does before is known; else inf."""
+        found = [math.inf] * len(self.rows)
+        for device, row in enumerate(self.rows):
+            now = self.free[device]
+            for operation in row[self.reached[device] :]:
+                need = needs(self.problem, operation)
+                if operation.kind == "B" and self._is_last(operation) and self._head(operation) not in self.ends:
+                    for each in self._devices(operation).values():
+                        found[each] = min(found[each], now)
+                    break
+                if need is not None and need not in self.ends:
+                    break
+                now = max(now, self.ends[need] if need is not None else 0.0) + self.seconds(operation)
+        return found
+
+    def _devices(self, operation: Operation) -> dict[int, int]:
+        """Of its pipeline: share of the head -> device."""
+        model = self.models[operation.model]
+        return {stage: self.problem.device(model, operation.pipeline, stage) for stage in range(model.stages)}
+
+    def _is_last(self, operation: Operation) -> bool:
+        """Whether its stage is followed by a head that devices share."""
+        model = self.models[operation.model]
+        return operation.model in self.heads and operation.stage == self.problem.stages(model) - 1
+
+    def _head(self, operation: Operation) -> Operation:
+        return operation._replace(stage=0, kind="H")
+
+    def _do(self, start: float, device: int, operation: Operation) -> None:
+        self.reached[device] += 1
+        self.made[device].append(operation)
+        self.ends[operation] = self.free[device] = start + self.seconds(operation)
+        scored = self.models[operation.model].backward is None
+        if scored and operation.kind == "F" and self._is_last(operation):
+            self.due.append((self.free[device], self._head(operation)))
+
+    def _meet(self, start: float, head: Operation) -> None:
+        self.due = [each for each in self.due if each[1] != head]
+        devices = self._devices(head)
+        start = max(start, *(self.free[device] for device in devices.values()))
+        self.ends[head] = start + self.seconds(head)
+        for stage, device in devices.items():
+            self.made[device].append(head._replace(stage=stage))
+            self.free[device] = self.ends[head]
+
+
+def _more_in_flight(problem: Problem) -> Iterator[Rows]:
+    """1F1B of one model after the other, W right after its B, with more micro-batches in flight."""
+    if any(problem.chunks(model) > 1 for model in problem.models):
+        return
+    for slope, more in IN_FLIGHT:
+        rows: list[list[Operation]] = [[] for _ in range(problem.devices)]
+        for model in problem.models:
+            for pipeline in range(model.pipelines):
+                for stage in range(model.stages):
+                    ahead = more + math.ceil(slope * (model.stages - 1 - stage))
+                    line = _line(model, pipeline, stage, ahead, problem.kinds(model))
+                    rows[problem.device(model, pipeline, stage)] += line
+        yield tuple(map(tuple, rows))
+
+
+def _line(model: Model, pipeline: int, stage: int, ahead: int, kinds: tuple[Kind, ...]) -> Iterator[Operation]:
+    """A stage's operations, `ahead` forwards before the first backward."""
+    for step in range(model.micro_batches + ahead):
+        if step >= ahead:
+            yield from (Operation(model.name, pipeline, stage, step - ahead, kind) for kind in kinds[1:])
+        if step < model.micro_batches:
+            yield Operation(model.name, pipeline, stage, step, "F")

@@ -1,0 +1,98 @@
+"""Qwen3-VL: units of two frames, attention over all of a unit; what several of its layers see reaches as many layers of
+the text part (DeepStack, arXiv 2406.04334).
+
+vLLM serves the whole model, because positions have three axes; it writes the time of every unit into the prompt, so
+that these axes count each unit for itself. The trainer takes the model without its tower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
+
+from rlfuse.samples import Visual
+from rlfuse.video.models.base import Route, VideoFamily, video_family
+from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.positions import MRope
+from rlfuse.video.processor_sampling import ProcessorSampling, within
+from rlfuse.video.sharding import CostModel
+from rlfuse.video.timestamps import Timestamps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(ProcessorSampling):
+    """The bounds of pixels are those of a whole clip; its last frame is shown."""
+
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 768
+    """Of a frame, where that is capped."""
+
+    def frames(self, total: int, fps: float, unit: int) -> list[int]:
+        count = min(max(int(total / fps * self.fps), self.min_frames), self.max_frames, total)
+        return np.linspace(0, total - 1, count).round().astype(int).tolist()
+
+    def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
+        cell, frames, most = geometry.cell, max(frames, geometry.temporal_patch), self.max_pixels
+        if self.cap_pixels_per_frame:
+            share = min(self.max_video_tokens * cell**2, self.max_pixels // frames)
+            most = max(share, int(1.05 * self.min_pixels)) * frames
+        if min(height, width) < cell:
+            scale = max(cell / height, cell / width)
+            height, width = int(height * scale), int(width * scale)
+        return within(height, width, cell, self.min_pixels, most, frames, geometry.temporal_patch)
+
+
+@video_family("qwen3_vl")
+class Qwen3VL(VideoFamily):
+    """See the module."""
+
+    whole = Qwen3VLForConditionalGeneration
+    prefixes = ("visual.",)
+    temporal_patch = 2
+    route = Route.VIDEO_EMBEDS
+    timestamps = Timestamps("<{:.1f} seconds><|vision_start|>", between="<|vision_end|>", behind="<|vision_end|>")
+    sampling = Sampling(fps=2.0, min_frames=4, max_frames=768, min_pixels=128 * 32**2, max_pixels=768 * 32**2)
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.visual = Qwen3VLVisionModel(config.vision_config)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor, merge: int) -> torch.Tensor:
+        seen = self.visual(patches, grid_thw=grid)
+        return torch.cat([seen.pooler_output, *seen.deepstack_features], dim=-1)
+
+    @staticmethod
+    def fed_layers(config: PreTrainedConfig) -> int:
+        return len(config.vision_config.deepstack_visual_indexes)
+
+    @staticmethod
+    def cost(config: PreTrainedConfig) -> CostModel:
+        """Every layer's attention spans the unit; mergers, one for each layer that is fed besides, take four patches
+        at once."""
+        vision = config.vision_config
+        width, layers, mergers = vision.hidden_size, vision.depth, 1 + Qwen3VL.fed_layers(config)
+        linear = layers * (4 * width * width + 2 * width * vision.intermediate_size)
+        linear += mergers * width * (4 * width + vision.out_hidden_size)
+        return CostModel(linear, layers * 2 * width)
+
+    @staticmethod
+    def rope(config: PreTrainedConfig) -> MRope:
+        return MRope(config.vision_config.spatial_merge_size, None)
+
+    @staticmethod
+    def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
+        """And of a clip the times that vLLM writes, to the bit those that the prompt here was written from."""
+        times = torch.tensor([plan.patch_times], dtype=torch.float64)
+        return VideoFamily.grid_inputs(config, plan) | ({} if plan.still else {"timestamps": times})
+
+    @staticmethod
+    def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
+        """Of a clip also times, and the tokens around each unit: all that stands within those around the clip."""
+        first, behind = VideoFamily.written_by_engine(config, ids, visual)
+        if visual.plan.still:
+            return first, behind
+        around = np.flatnonzero(ids[: first - 1] == config.vision_start_token_id)
+        return int(around.max(initial=-1)) + 1, behind + 1

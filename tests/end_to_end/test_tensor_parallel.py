@@ -1,0 +1,196 @@
+"""Layers shared by two and four real ranks: every pass, gradient, step and weight is that of whole ones on one rank."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_probe import BETA, VOCABULARY, Probe, distance, lengths, make_rows, settings
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+from rlfuse.errors import EngineError
+
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2, tie_word_embeddings=True,
+)  # fmt: skip
+FAMILIES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config),
+}
+"""Biases of columns; norms of heads, whose gradients are of some heads; biases of rows, which come once."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Four query heads and two for keys and values: four ranks share the latter."""
+    found = {}
+    for name, (model, config) in FAMILIES.items():
+        torch.manual_seed(0)
+        found[name] = str(tmp_path_factory.mktemp(name))
+        model(config(**SIZES)).save_pretrained(found[name])
+    return found
+
+
+class Shared(Probe):
+    """Ranks that can be given other degrees, and whose gradients can be read whole."""
+
+    async def gradients(self, model="actor"):
+        def read(rank, model):
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            engine, found = rank.engines[model], {}
+            for name, parameter in engine.module.named_parameters():
+                if rank.config.actor.zero_stage == 0:
+                    moment = engine.optimizer.state[parameter]["exp_avg"]
+                else:
+                    moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+                if rank.tensor and hasattr(parameter, "partition_dim"):
+                    moment.tensor_model_parallel, moment.partition_dim = True, parameter.partition_dim
+                    moment = rank.tensor.whole(moment)
+                found[name] = moment / (1 - BETA)
+            return found
+
+        calls = [rank.__ray_call__.remote(read, model) for rank in self.ranks]
+        return (await asyncio.gather(*calls))[0]
+
+    async def take(self, config):
+        await self.meet(config)
+        self._buckets = {}
+        return await super().take(config)
+
+
+@pytest.fixture(scope="module")
+async def group(folders, four_whole):
+    return await Shared.of(four_whole, job(folders["qwen2"]))
+
+
+def job(folder, width=1, cut=1, stage=1, **more):
+    config = settings(folder, stage, **more)
+    config.trainer.n_gpus_per_node, config.rollout.update_weights_bucket_mb = 4, 0  # a layer a bucket
+    config.training.tensor_model_parallel_size, config.training.ulysses_sequence_parallel_size = width, cut
+    return config
+
+
+async def everything(group, rows, folder):
+    """Scores, metrics and gradients of a step of both models, scores of what they learned, and the weights."""
+    await group.drain()
+    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    metrics = await group.update("critic", rows) | await group.update("actor", rows)
+    gradients = [await group.gradients(model) for model in ("critic", "actor")]
+    scores += [await group.values(rows), await group.log_probs("actor", rows)]
+    return scores, metrics, gradients, await exported(group, folder), await group.drain()
+
+
+async def exported(group, folder):
+    folder.mkdir()
+    plan = await group.bucket_plan()
+    assert len(plan) > 1
+    for number, names in enumerate(plan):
+        await group.export_bucket(names, str(folder / f"{number}.safetensors"))
+    return {name: each for file in sorted(folder.iterdir()) for name, each in load_file(file).items()}
+
+
+def assert_same(found, expected, rows):
+    for have, want in zip(found[0], expected[0], strict=True):
+        assert [len(each) for each in have] == lengths(rows)
+        np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    for have, want in zip(found[2], expected[2], strict=True):
+        assert distance(have, want) < 1e-5
+    assert found[3].keys() == expected[3].keys()
+    for name, want in expected[3].items():
+        assert found[3][name].shape == want.shape
+        if not name.endswith("k_proj.bias"):  # no gradient but rounding, whose sign a first step of AdamW goes by
+            assert (found[3][name] - want).abs().mean() < 2e-6, name
+    for kind in ("old_log_prob", "ref", "values", "forward", "backward"):
+        tokens, wanted = (sum(span.tokens for span in part[4] if span.kind == kind) for part in (found, expected))
+        assert tokens == wanted > 0
+
+
+@pytest.mark.parametrize(
+    "family, width, cut, stage, packed",
+    [
+        ("qwen2", 2, 1, 0, True),
+        ("qwen2", 4, 1, 1, False),
+        ("qwen2", 2, 2, 1, True),
+        ("qwen3", 4, 1, 0, True),
+        ("starcoder2", 2, 1, 1, True),
+    ],
+)
+async def test_shares_of_layers_give_what_whole_ones_give(group, folders, tmp_path, family, width, cut, stage, packed):
+    """Clipped, with activations recomputed where padded; rows longer than the budget are cut where they may be."""
+    rows, results = make_rows(12), []
+    for number, degrees in enumerate(((1, 1), (width, cut))):
+        config = job(folders[family], *degrees, stage=stage, clip=0.05, budget=24)
+        config.model.use_remove_padding, config.model.enable_gradient_checkpointing = packed, not packed
+        await group.take(config)
+        results.append(await everything(group, rows, tmp_path / str(number)))
+    assert results[0][1]["actor/grad_norm"] > 0.05 < results[0][1]["critic/grad_norm"]
+    assert_same(results[1], results[0], rows)
+
+
+async def test_norms_count_what_is_whole_once_in_bfloat16_too(group, folders):
+    """DeepSpeed's optimizer without ZeRO counts otherwise there than in float32; as under ZeRO 1 it is to be."""
+    rows, norms = make_rows(8), []
+    for stage in (0, 1):
+        await group.take(job(folders["qwen2"], 2, stage=stage, dtype="bfloat16"))
+        metrics = await group.update("critic", rows) | await group.update("actor", rows)
+        norms.append([metrics[f"{model}/grad_norm"] for model in ("actor", "critic")])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_training_goes_on_from_a_checkpoint_that_others_load(group, folders, tmp_path, stage):
+    """Weights and optimizer state come back exactly; the Hugging Face folder holds whole layers."""
+    rows, config, ends = make_rows(8), job(folders["qwen2"], 2, stage=stage), []
+    await group.take(config)
+    await group.update("actor", rows)
+    await group.save(tmp_path / "saved")
+    for number in range(2):
+        await group.update("actor", rows[:5])
+        ends.append(await exported(group, tmp_path / str(number)))
+        await group.take(config)
+        await group.load(tmp_path / "saved")
+    assert all(torch.equal(ends[1][name], each) for name, each in ends[0].items())
+    weights = await exported(group, tmp_path / "loaded")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "actor" / "huggingface")
+    assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())
+    assert Path(tmp_path, "saved", "critic", "huggingface", "config.json").is_file()
+    group.config = job(folders["qwen2"], 1, stage=stage)
+    with pytest.raises(EngineError, match=r"'training\.tensor_model_parallel_size': 2"):
+        await group.load(tmp_path / "saved")
+
+
+async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
+    """Engines over as many devices as share a model: each slot scores and trains by itself, as with whole models."""
+    rows, config = make_rows(9), job(folders["qwen2"], 2)
+    config.rollout.tensor_model_parallel_size = 2
+    assert not config.lockstep and not config.lockstep_backward
+    await group.take(config)
+    expected = await group.log_probs("actor", rows)
+    found = await asyncio.gather(
+        *(group.log_probs("actor", part, slot) for slot, part in enumerate((rows[:4], rows[4:])))
+    )
+    np.testing.assert_allclose(np.concatenate([*found[0], *found[1]]), np.concatenate(expected), atol=1e-5)
+    whole = await group.update("actor", rows)
+    await group.take(config)
+    await asyncio.gather(*(group.accumulate("actor", part, slot) for slot, part in enumerate((rows[:2], rows[2:]))))
+    assert (await group.step("actor", lengths(rows)))["actor/grad_norm"] == pytest.approx(
+        whole["actor/grad_norm"], rel=1e-5
+    )
+    config.rollout.tensor_model_parallel_size = 1
+    assert config.lockstep
+    with pytest.raises(ValueError, match="Slot 0 alone has a part of a model of 2 ranks"):
+        await group.log_probs("actor", rows, 0)

@@ -1,0 +1,305 @@
+"""Activations that wait off the device, or are computed again: where, and that no gradient notices."""
+
+import gc
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_moves import group  # noqa: F401
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from rlfuse.cluster.host_memory import free_bytes
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.trainer import activation_offloading
+from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget, decoder_layers
+from rlfuse.engines.trainer.activation_places import Layer, Place, Room, places
+from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory, speed_of
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import response_logits, trainer_ready
+from rlfuse.engines.trainer.optimizer import take_step, trainable
+from rlfuse.engines.trainer.trainer_rank import TrainerRank
+from rlfuse.errors import EngineError
+from rlfuse.samples import MicroBatch, Row
+
+DEVICE, HOST, DISK, AGAIN = Place
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+)  # fmt: skip
+FAMILIES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, SMALL),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, SMALL | {"sliding_window": 16}),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, SMALL | dict(num_experts=4, num_experts_per_tok=2)),
+    "bloom": (BloomForCausalLM, BloomConfig, dict(vocab_size=64, hidden_size=32, n_layer=4, n_head=4)),
+}
+FAST = 1e12
+ROOM = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def every_storage_is_worth_a_copy(monkeypatch):
+    monkeypatch.setattr(activation_offloading, "SMALLEST", 1)
+
+
+def layer(activations=10.0, inputs=1.0, seconds=1.0):
+    return Layer(activations, inputs, seconds)
+
+
+def test_short_rows_are_left_alone_and_of_long_ones_the_last_layers_stay():
+    tiers = {DISK: Room(100, FAST)}
+    assert places(4, layer(), 40, tiers).layers == (DEVICE,) * 4
+    assert places(4, layer(), 39, tiers).layers == (DISK, DEVICE, DEVICE, DEVICE)
+    assert places(4, layer(), 20, tiers).layers == (DISK, DISK, DEVICE, DEVICE)
+    assert places(4, layer(), 0, {}).layers == (AGAIN, AGAIN, AGAIN, DEVICE)
+    assert places(4, layer(), 0, tiers, again=True).layers == (AGAIN,) * 4
+    assert places(4, layer(math.inf), 1e30, tiers).layers == (AGAIN, AGAIN, AGAIN, DEVICE)
+
+
+def test_as_many_layers_are_copied_as_computing_hides():
+    slow = layer(activations=100.0, seconds=1.0)
+    assert places(9, slow, 100, {HOST: Room(1e9, 25.0)}).layers == (AGAIN, AGAIN, AGAIN, HOST) * 2 + (DEVICE,)
+    both = places(9, slow, 100, {HOST: Room(1e9, 50.0), DISK: Room(1e9, 25.0)}).layers
+    assert both == (AGAIN, HOST, AGAIN, HOST, DISK, HOST, AGAIN, HOST, DEVICE)
+    assert places(3, slow, 100, {HOST: Room(1e9, 70.0)}).layers == (HOST, HOST, DEVICE)  # late by less than a layer
+    # Four times the tokens: four times the bytes, and as attention goes more than that to compute.
+    assert places(9, layer(400.0, 4.0, 16.0), 400, {HOST: Room(1e9, 25.0)}).layers == (HOST,) * 8 + (DEVICE,)
+
+
+def test_inputs_of_layers_that_are_run_again_leave_where_many_would_not_fit():
+    assert places(5, layer(), 14, {}).inputs is DEVICE
+    assert places(5, layer(), 13, {HOST: Room(4, FAST)}).inputs is HOST
+    assert places(5, layer(), 13, {HOST: Room(3, FAST), DISK: Room(4, FAST)}).inputs is DISK
+    assert places(5, layer(), 5, {HOST: Room(9, FAST)}, again=True).inputs is DEVICE
+
+
+def test_no_tier_is_ever_given_more_than_it_has_room_for():
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        size, count = float(draw.integers(1, 50)), int(draw.integers(1, 20))
+        tiers = {tier: Room(float(draw.integers(0, 300)), float(draw.choice([1, 10, FAST]))) for tier in (HOST, DISK)}
+        device = float(draw.integers(0, 400))
+        found = places(count, layer(size, size / 10), device, tiers)
+        for tier, room in tiers.items():
+            inputs = found.layers.count(AGAIN) * size / 10 if found.inputs is tier else 0
+            assert found.layers.count(tier) * size + inputs <= room.bytes
+        assert len(found.layers) == count and found.layers[-1] is DEVICE
+        assert found.layers.count(DEVICE) * size <= max(device, size)
+
+
+def model_of(family, seed=0):
+    kind, config, sizes = FAMILIES[family]
+    torch.manual_seed(seed)
+    return trainer_ready(kind(config(**sizes)), ModelConfig(path="", dtype="float32")).train()
+
+
+def batch_of(model, *lengths, seed=0):
+    draw = np.random.default_rng(seed)
+    ids = [draw.integers(3, 60, each).astype(np.int32) for each in lengths]
+    return collate([Row(each[:3], each[3:]) for each in ids], packed=False)
+
+
+def gradients(model, batch, offloading=None):
+    """Of each parameter, and where the layers' activations were."""
+    model.zero_grad()
+    if offloading is None:
+        response_logits(model, batch).logsumexp(-1).sum().backward()
+    else:
+        with offloading.leaving(batch, None):
+            loss = response_logits(model, batch).logsumexp(-1).sum()
+        loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+def offloaded(model, tmp_path, device=0.0, host=0, disk=0, again=False):
+    """`model`'s, and its stores; rooms in bytes."""
+    stores = {HOST: HostMemory(host, False)} if host else {}
+    stores |= {DISK: Disk(disk, False, tmp_path)} if disk else {}
+    tiers = {HOST: Room(host, FAST), DISK: Room(disk, FAST)}
+    return ActivationOffloading(model, Budget(device, tiers, stores), 1e9, again), stores
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, family):
+    model = model_of(family)
+    batches = [batch_of(model, 20, 30, seed=0), batch_of(model, 60, 50, 9, seed=1)]
+    plain = [gradients(model, each) for each in batches]
+    overflowing = {"host": 40 * PIECE, "disk": ROOM}
+    for rooms in ({"host": ROOM}, {"disk": ROOM}, {}, {"host": ROOM, "again": True}, overflowing):
+        offloading, stores = offloaded(model, tmp_path, **rooms)
+        for _ in range(2):
+            assert all(same(gradients(model, batches[i], offloading), plain[i]) for i in range(2))
+            assert not any(each.gradient_checkpointing for each in decoder_layers(model)) or "again" in rooms
+        moved = set(offloading.places.layers) - {DEVICE}
+        assert moved == ({AGAIN} if not rooms or "again" in rooms else {HOST} if "host" in rooms else {DISK})
+        gc.collect()
+        assert all(store.has_room(rooms[place]) for place, store in stores.items())
+        assert DISK not in stores or stores[DISK].written > 0 == os.fstat(stores[DISK]._file.fileno()).st_size
+    assert same(gradients(model, batches[0]), plain[0])  # and nothing is left behind in the model
+
+
+def test_one_storage_leaves_once_whoever_saves_which_view_of_it(tmp_path):
+    """Neighbours have some in common, as rotations."""
+    model = model_of("qwen2")
+    batch, (offloading, stores) = batch_of(model, 60, 50), offloaded(model, tmp_path, disk=ROOM)
+    gradients(model, batch, offloading)  # which tells what a layer leaves
+    before = stores[DISK].written
+    gradients(model, batch, offloading)
+    told = offloading._activations * batch.inputs["input_ids"].numel()
+    assert 2.5 * told < stores[DISK].written - before <= 3 * told
+
+
+def test_short_rows_see_no_hook(tmp_path, monkeypatch):
+    model = model_of("qwen2")
+    offloading, _ = offloaded(model, tmp_path, device=ROOM, disk=ROOM)
+    gradients(model, batch_of(model, 60), offloading)
+    monkeypatch.setattr(activation_offloading, "saved_tensors_hooks", lambda *hooks: 1 / 0)
+    gradients(model, batch_of(model, 50), offloading)
+    with pytest.raises(ZeroDivisionError):  # a longer one tells how much longer ones leave
+        gradients(model, batch_of(model, 70), offloading)
+
+
+def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
+    model = model_of("qwen2")
+    batch = batch_of(model, 60)
+    offloading, stores = offloaded(model, tmp_path, host=64 * PIECE, disk=ROOM)
+    gradients(model, batch, offloading)
+    with offloading.leaving(batch, None):
+        loss = response_logits(model, batch).sum()
+    assert not stores[HOST].has_room(64 * PIECE)
+    del loss
+    with pytest.raises(ZeroDivisionError), offloading.leaving(batch, None):
+        response_logits(model, batch)
+        raise ZeroDivisionError
+    gc.collect()
+    assert stores[HOST].has_room(64 * PIECE) and stores[DISK].has_room(ROOM)
+    expected = gradients(model, batch)
+    assert same(gradients(model, batch, offloading), expected)
+
+
+def test_a_full_disk_is_told_with_bytes_and_what_to_change(tmp_path, monkeypatch):
+    model = model_of("qwen2")
+    offloading, _ = offloaded(model, tmp_path, disk=ROOM)
+    gradients(model, batch_of(model, 60), offloading)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(EngineError, match=r"bytes of activations.*No space left.*are free.*model.activation_disk_mb"):
+        gradients(model, batch_of(model, 60), offloading)
+
+
+def test_pinned_memory_is_made_within_its_room_and_used_again():
+    store, data = HostMemory(5 * PIECE, False), torch.arange(3 * PIECE, dtype=torch.int64).to(torch.uint8)
+    for _ in range(3):
+        pieces, back = store.write(data), torch.empty_like(data)
+        assert store.has_room(2 * PIECE) and not store.has_room(2 * PIECE + 1)
+        store.read(pieces, back)()
+        store.free(pieces)
+        assert torch.equal(back, data) and store.has_room(5 * PIECE) and len(store._free) <= 5
+    assert 0 < free_bytes() <= psutil.virtual_memory().total
+
+
+def test_a_folder_that_can_not_be_written_to_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        EngineError, match=r"no file for activations .*file/runs \(Not a directory\).*default_local_dir"
+    ):
+        Disk(ROOM, False, tmp_path / "file" / "runs")
+
+
+def test_the_file_has_no_name(tmp_path):
+    disk = Disk(ROOM, False, tmp_path / "runs")
+    key = disk.write(torch.arange(100, dtype=torch.uint8))
+    disk.settle()
+    back = torch.empty(100, dtype=torch.uint8)
+    disk.read(key, back)()
+    assert torch.equal(back, torch.arange(100, dtype=torch.uint8)) and not list((tmp_path / "runs").iterdir())
+
+
+def test_layers_that_can_not_be_run_again_one_by_one_are_refused():
+    model = model_of("qwen2")
+    model.model.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    with pytest.raises(EngineError, match=r"a Qwen2ForCausalLM has no 4 layers.*enable_gradient_checkpointing=true"):
+        decoder_layers(model)
+
+
+def test_what_can_not_be_is_told_before_a_job_starts():
+    config = Config()
+    config.model.activation_host_mb, config.training.pipeline_parallel_size = 4, 2
+    assert not [each for each in check(config, Facts(cuda=False)) if "activation" in each]
+    config.model.enable_activation_offload = True
+    found = [each for each in check(config, Facts(cuda=False)) if "activation" in each]
+    assert ["pipeline_parallel_size=2" in each for each in found] == [True, False] and "CPU hosts" in found[1]
+    assert len([each for each in check(config, Facts(cuda=True)) if "activation" in each]) == 1
+    config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size = 1, 2
+    [found] = [each for each in check(config, Facts(cuda=True)) if "activation" in each]
+    assert "can run a layer only together" in found
+
+
+def rank_of(stage, tmp_path, dtype="float32", **model):
+    """A rank with a small actor, and what sends its activations away where `model` says so."""
+    config = Config()
+    config.trainer.default_local_dir, config.actor.zero_stage = str(tmp_path), stage
+    for key, value in model.items():
+        setattr(config.model, key, value)
+    rank = TrainerRank(config, 0, 1, "cpu")
+    policy = model_of("qwen2").to(getattr(torch, dtype))
+    rank.engines = {"actor": trainable(policy, config.actor, 1e-2, 100, "cpu")}
+    rank.tower, rank.sums, rank.ropes, rank.exporters = None, {}, {"actor": None}, {"actor": None}
+    rank.packed, rank.shares, rank.tensor = True, False, None
+    rank.parallel = SimpleNamespace(part=lambda degree: None)
+    rank._offload_activations()
+    return rank
+
+
+def micro_batch(*lengths):
+    draw = np.random.default_rng(sum(lengths))
+    rows = []
+    for each in lengths:
+        ids = draw.integers(3, 60, each).astype(np.int32)
+        names = ("advantages", "old_log_probs")
+        rows.append(Row(ids[:3], ids[3:], {name: draw.normal(size=each - 3).astype(np.float32) for name in names}))
+    return MicroBatch(tuple(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
+    """And the log tells where activations were; layers as small as these are computed before a disk has begun."""
+    monkeypatch.setattr(activation_offloading, "speed_of", lambda *store: FAST * speed_of(*store))
+    away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_disk_mb": 64}
+    for dtype in ("float32", "bfloat16"):
+        norms = []
+        for settings in ({}, away, away | {"enable_gradient_checkpointing": True}):
+            rank = rank_of(stage, tmp_path, dtype, **settings)
+            for lengths in ((50,), (40, 30), (9,)):
+                rank.accumulate("actor", [micro_batch(*lengths)])
+            norms.append(take_step(rank.engines["actor"], 4.0, 1))
+            assert (rank.activations is None) == (not settings)
+            told = [span.attributes for span in rank.recorder.drain() if span.kind == "forward"]
+            if settings:
+                first, *later = ["layers_disk" in each for each in told]
+                assert not first and later == ["enable_gradient_checkpointing" not in settings] * 2
+                assert told[-1]["disk_bytes"] > 0
+        assert norms[0] == norms[1] == norms[2] > 0

@@ -1,0 +1,98 @@
+"""An engine's process that is a fork has nothing of its actor's, and ends with it; GPUs have vLLM's own way."""
+
+import fcntl
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+
+from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, forking
+
+ENDLESS = """
+import time
+from rlfuse.engines.rollout.engine_fork import Forks
+child = Forks().Process(target=time.sleep, args=(600,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def actor(tmp_path, monkeypatch):
+    """This process as an actor is: (its end of a connection, the other end, a file that it has locked)."""
+    ours, theirs = socket.socketpair()
+    lock = (tmp_path / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(ray._private.worker.global_worker, "_is_connected", True)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    gc.callbacks.append(told := lambda *_: None)
+    gc.disable()
+    yield ours, theirs, lock
+    gc.enable()
+    gc.callbacks.remove(told)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_ray(actor):
+    ours, theirs, lock = actor
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+
+    def look():
+        files = {number: os.readlink(f"/proc/self/fd/{number}") for number in (ours.fileno(), lock.fileno())}
+        handlers = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGPIPE)
+        sending.send((files, handlers, gc.callbacks, gc.isenabled(), ray.is_initialized()))
+        lock.close()
+        sending.send(len(os.listdir("/proc/self/fd")))
+        signal.pause()
+
+    child = Forks().Process(target=look)
+    try:
+        child.start()
+        assert receiving.poll(60)
+        files, handlers, told, collects, connected = receiving.recv()
+        assert set(files.values()) == {"/dev/null"}
+        assert handlers == (signal.SIG_DFL, signal.SIG_IGN)
+        assert (told, collects, connected) == ([], True, False)
+        assert receiving.recv() > 4, "numbers stay taken"
+        ours.close()
+        theirs.settimeout(30)
+        assert theirs.recv(1) == b"", "the other side hears at once that its peer has gone"
+        lock.close()
+        with open(lock.name) as again:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_a_fork_ends_with_its_actor():
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as actor:
+        assert psutil.pid_exists(int(actor.stdout.readline()))
+        actor.kill()
+        assert actor.communicate(timeout=30)[0] == "", "nobody holds the other end of their output any more"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
+    """Its manager of processes takes what makes them from the place that is replaced, and the process from that."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.engine import utils
+
+    assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
+    with forking("cpu"):
+        context = utils.get_mp_context()
+        assert context.get_start_method() == "fork" and context.Process is EngineFork
+    with forking("cuda"):
+        assert utils.get_mp_context is get_mp_context
+    assert utils.get_mp_context is get_mp_context

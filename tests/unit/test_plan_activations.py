@@ -1,0 +1,144 @@
+"""What the plan says of activations that leave: as ranks decide, and as much memory as their passes take."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from test_activation_offloading import FAST, every_storage_is_worth_a_copy, offloaded  # noqa: F401
+from test_plan import job
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rlfuse.config.facts import Facts
+from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.passes import OBJECTIVES
+from rlfuse.engines.trainer.rank_group import HOST_MEMORY
+from rlfuse.planning.activation_tiers import MIB, leaving, words
+from rlfuse.planning.activations import leaves
+from rlfuse.planning.cluster_file import Cluster
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.memory import GIB, TRAINING, Budget, memory_of
+from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.space import axes_of, structures
+from rlfuse.planning.tracing import HEAP, Texts, _row
+
+SIZES = dict(num_hidden_layers=6, vocab_size=96, hidden_size=64, num_attention_heads=4, intermediate_size=192,
+             num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)  # fmt: skip
+SAMPLES = Texts(((120, 80), (160, 40)))
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A model's shape, and the model."""
+    config, folder = Qwen2Config(**SIZES), tmp_path_factory.mktemp("model")
+    config.save_pretrained(folder)
+    settings = job(model__dtype="float32").model
+    return read_shape(str(folder), "model.path"), trainer_ready(
+        AutoModelForCausalLM.from_config(config), settings
+    ).train()
+
+
+def peak_of(config, model, offloading):
+    """Bytes alive at most in a pass with gradients, as torch's allocator counts them."""
+    batch = collate([_row(*each) for each in SAMPLES.lengths], True)
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None)) for p in model.parameters()
+    ]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with offloading.leaving(batch, None):
+            loss, _ = OBJECTIVES["actor"](config, model, batch)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    moves = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return max(accumulate(each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())))
+
+
+@pytest.mark.parametrize("stay", [0, 2, 6])
+@pytest.mark.parametrize("disk", [0, 64])
+def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):
+    shape, model = given
+    config = job(model__dtype="float32", model__enable_activation_offload=True, model__activation_disk_mb=disk)
+    layer = leaving(config, shape, "actor", SAMPLES, "cpu").layer
+    config.model.activation_device_mb = (stay + 0.5) * layer / MIB
+    planned = leaving(config, shape, "actor", SAMPLES, "cpu")
+    offloading, _ = offloaded(model, tmp_path, device=(stay + 0.5) * layer, disk=disk * MIB)
+    peak_of(config, model, offloading)  # the first tells what a layer leaves
+    measured = peak_of(config, model, offloading)
+    assert offloading.places.layers == planned.places.layers
+    assert planned.places.layers.count(Place.DEVICE) == max(1, stay)
+    assert planned.peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_leaves_is_in_the_plan(given):
+    shape, _ = given
+    config = job(model__dtype="float32", model__activation_disk_mb=1, actor__ppo_max_token_len_per_gpu=4096)
+    stays = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    config.model.enable_activation_offload, config.model.activation_device_mb = True, 1
+    away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    found = leaves(config, shape, "actor", "cuda")
+    assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
+    assert away.host - stays.host == found.waiting(Place.HOST) == 5 * found.layer
+    config.model.activation_host_mb = int(2.5 * found.layer) >> 20
+    lines = list(words(leaves(config, shape, "actor", "cuda"), "actor"))
+    assert "actor: in a micro-batch of 4,096 tokens, of 6 layers" in lines[0] and "are run again" in lines[0]
+    config.model.activation_disk_mb = 4096
+    lines = list(words(leaves(config, shape, "actor", "cuda"), "actor"))
+    assert "wait on the disk" in lines[0] and "GiB to the disk; a drive rated for 600 TB" in lines[1]
+    assert not list(words(leaves(job(), shape, "actor", "cuda"), "actor"))
+
+
+@pytest.mark.slow
+def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given):
+    shape, _ = given
+    assert int(HOST_MEMORY["MALLOC_MMAP_THRESHOLD_"]) == HEAP
+
+    def sizes(prompt, again=False):
+        limits = {"data__max_prompt_length": prompt, "actor__ppo_max_token_len_per_gpu": prompt}
+        config = job(model__dtype="float32", model__enable_gradient_checkpointing=again, **limits)
+        parts = memory_of(config, {"actor": shape}, Budget("cpu", GIB)).parts
+        told = {part.what: part.size for part in parts if part.role == "actor"}
+        return told["activations"], told["holes between activations"]
+
+    kept, between = sizes(1024)
+    assert kept == between, "all blocks are small"
+    kept, between = sizes(65536)
+    assert 0.2 * kept < between < 0.7 * kept, "those of the widest part of a layer are not"
+    kept_again, between_again = sizes(65536, again=True)
+    assert kept_again < kept and between_again == between, "what is run again leaves its holes, too"
+
+
+def test_copies_that_nothing_hides_are_not_planned(given):
+    shape, _ = given
+    config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
+    slow, fast = (leaves(config, shape, "actor", "cuda", seconds=1e-6, host_s=speed) for speed in (1.0, FAST * FAST))
+    assert slow.run_again == 5 / 6 and fast.run_again == 0
+
+
+def test_the_search_tries_it_where_rows_are_long(given):
+    shape, _ = given
+    cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, tflops=10, memory_bandwidth_gbs=300)
+    config, key = job(slots=2, model__activation_device_mb=64), "model.enable_activation_offload"
+    assert axes_of(config, shape, cluster)[key] == (False,)
+    config.data.max_prompt_length = 65536
+    axes = axes_of(config, shape, cluster)
+    assert axes[key] == (False, True)
+    few = {name: values for name, values in axes.items() if name in (key, "training.pipeline_parallel_size")}
+    found = {tuple(value for _, value in each) for each in structures(config, Facts(layers=6, cuda=True), few, shape)}
+    assert {tuple(sorted(map(str, each))) for each in found} == {("1", "False"), ("1", "True"), ("2", "False")}
+
+
+def test_layers_that_are_run_again_take_time(given):
+    shape, _ = given
+    config = job(model__activation_device_mb=0)
+
+    def train_token_s(**changes):
+        config.model.enable_activation_offload = "host_bytes_per_s" in changes
+        return 1 / costs_of(config, {"actor": shape}, Hardware(1e9, 1e9, 1e9, 1e12, **changes), 300).train_tokens_per_s
+
+    stays, away, again = train_token_s(), train_token_s(host_bytes_per_s=1e15), train_token_s(host_bytes_per_s=1.0)
+    assert away == pytest.approx(stays) and again == pytest.approx(stays * (3 + 5 / 6) / 3, rel=0.01)

@@ -1,0 +1,86 @@
+"""Combinations of values that nothing refuses: those of the whole product, without going through it."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from rlfuse.config.checks import check, checks
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.planning.combinations import combinations
+from rlfuse.planning.remedies import changed
+
+VALUES = {
+    "trainer.nnodes": (2, 1),
+    "trainer.n_gpus_per_node": (4,),
+    "rollout.tensor_model_parallel_size": (3, 1, 2),
+    "training.pipeline_parallel_size": (16, 1, 2),
+    "training.virtual_pipeline_model_parallel_size": (1, 2),
+    "training.tensor_model_parallel_size": (1, 2),
+    "training.ulysses_sequence_parallel_size": (1, 4),
+    "actor.zero_stage": (0, 1, 3),
+    "actor.offload_optimizer": (False, True),
+    "model.enable_activation_offload": (False, True),
+}
+FACTS = Facts(attention_heads=8, layers=12, cuda=True)
+
+
+def whole_product(config, values, refusals):
+    for each in product(*values.values()):
+        settings = dict(zip(values, each, strict=True))
+        if not any(refusal(changed(config, settings.items())) for refusal in refusals):
+            yield settings
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_are_those_of_the_whole_product_in_its_order(seed):
+    """Whatever refusals read, be it by properties, and in which order, which may hang on what they read before."""
+    draw = Random(seed)
+    names = draw.sample(list(VALUES), len(VALUES))
+    values = {name: VALUES[name] for name in names}
+    reads = [
+        lambda there: there.lockstep and there.actor.offload_optimizer,
+        lambda there: there.slots == 8 and there.training.pipeline_parallel_size == 2 and not there.uses_critic,
+        lambda there: there.actor.zero_stage == 0 if there.trainer.nnodes == 1 else there.lockstep_backward,
+        lambda there: there.data.train_batch_size == 0,
+    ]
+    config, refusals = Config(), draw.sample(reads, 3)
+    found = list(combinations(config, values, refusals))
+    assert found == list(whole_product(config, values, refusals)) and found
+
+
+def test_of_every_check_of_a_configuration():
+    config, few = (
+        Config(),
+        {key: values[-2 if key.startswith(("training", "actor")) else -1 :] for key, values in VALUES.items()},
+    )
+    known = set(check(config, FACTS))
+
+    def new(lines):
+        return any(line not in known for line in lines)
+
+    refusals = [lambda there, find=find: new(find(there, FACTS)) for find in checks(config)]
+    found = list(combinations(config, few, refusals))
+    assert found == list(whole_product(config, few, [lambda there: new(check(there, FACTS))])) and found
+
+
+def test_a_refusal_is_asked_once_for_what_it_reads():
+    """And what it refuses is not gone into."""
+    asked = []
+
+    def refuses(there):
+        asked.append(zero := there.actor.zero_stage)
+        return zero == 3
+
+    found = list(combinations(Config(), VALUES, [refuses]))
+    assert sorted(asked) == [0, 1, 3] and {each["actor.zero_stage"] for each in found} == {0, 1}
+
+
+def test_where_all_is_refused_or_nothing_is_asked():
+    few = {"actor.zero_stage": (0, 1)}
+    assert list(combinations(Config(), few, [lambda there: there.actor.zero_stage < 2])) == []
+    assert list(combinations(Config(), few, [])) == [{"actor.zero_stage": 0}, {"actor.zero_stage": 1}]
+    assert list(combinations(Config(), {}, [])) == [{}]

@@ -1,0 +1,125 @@
+"""What a plan's work takes: links, what ZeRO's ranks exchange, shared layers, recomputation, wide engines."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from test_plan_search import job_of, shape  # noqa: F401, a fixture
+
+from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.planning import plan
+from rlfuse.planning.costs import costs_of, optimizer_trips
+from rlfuse.planning.hardware import Hardware, Links
+from rlfuse.planning.memory import Moved
+from rlfuse.planning.remedies import changed
+
+
+def test_a_ring_within_a_node_sends_all_but_ones_own_part():
+    links = Links(within_bytes_per_s=100.0, between_bytes_per_s=10.0, per_node=4)
+    assert links.all_gather(400, 1) == 0
+    assert links.all_gather(400, 4) == pytest.approx(3 * 100 / 100)
+    assert links.all_reduce(400, 4) == 2 * links.all_gather(400, 4)
+
+
+def test_between_nodes_the_slower_link_counts_and_devices_of_a_node_share_the_work():
+    links = Links(within_bytes_per_s=inf, between_bytes_per_s=10.0, per_node=4)
+    assert links.all_gather(800, 8) == pytest.approx(800 / 8 / 10)
+    assert links.all_gather(800, 2, stride=4) == pytest.approx(800 / 2 / 10)
+
+
+def test_latency_counts_once_for_each_hop():
+    links = Links(within_s=1.0, between_s=5.0, per_node=2)
+    assert links.all_gather(0, 4) == 1 + 5
+
+
+def costs(of, **keys):
+    config = changed(job_of(of).config, [(name.replace("__", "."), value) for name, value in keys.items()])
+    links = Links(1e9, 1e8, 1e-5, 1e-4, 2)
+    return costs_of(config, {"actor": of}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10, links=links), 200)
+
+
+def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
+    whole, states, sums, all_of_it = (costs(shape, actor__zero_stage=stage) for stage in range(4))
+    assert whole.train_tokens_per_s == states.train_tokens_per_s > sums.train_tokens_per_s
+    assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
+    assert whole.score_tokens_per_s == sums.score_tokens_per_s > all_of_it.score_tokens_per_s
+    assert whole.optimizer_s > states.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
+
+
+@pytest.mark.parametrize("again, gathered", [(False, 3), (True, 4)])
+def test_zero_3_begins_anew_for_every_module(shape, again, gathered):  # noqa: F811
+    """Weights forward, also where it is run again, and backward; and sums."""
+    assert shape.modules == 8 * 9 + 3
+    settings = {"actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
+    config = changed(job_of(shape).config, settings.items())
+    device = Hardware(1e13, 1e13, 1e13, 1e12)
+    quick, slow, far = (
+        costs_of(config, {"actor": shape}, replace(device, gather_s=begun, links=Links(within_s=wait)), 200)
+        for begun, wait in ((0.0, 0.0), (1e-3, 0.0), (1e-3, 1e-3))
+    )
+    tokens = min(config.actor.ppo_max_token_len_per_gpu, 8 * 4 * 200 / 4)
+    for name, times in (("score_tokens_per_s", 1), ("train_tokens_per_s", gathered)):
+        assert tokens * (1 / getattr(slow, name) - 1 / getattr(quick, name)) == pytest.approx(times * 75 * 1e-3)
+        assert 1 / getattr(far, name) > 2 / getattr(slow, name) - 1 / getattr(quick, name), "three hops of a ring"
+
+
+def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
+    """16 GB of 24 are theirs, at 10 GB/s: 1.6 s each way."""
+    ways, moved = {}, Moved(24e9, 16e9)
+    for residency in ("training", "forecast", "step"):
+        keys = {"actor.optimizer_residency": residency, "data.train_batch_size": 24, "actor.zero_stage": 1}
+        config = changed(job_of(shape).config, keys.items())
+        for flops in (5e11, 1e15):
+            given = config, {"actor": shape}, Hardware(flops, flops, flops, 1e12, host_bytes_per_s=1e10), 200, moved
+            ways[residency, flops] = costs_of(*given), optimizer_trips(*given)
+    for flops in (5e11, 1e15):
+        (together, whole), (late, behind), (alone, trips) = (
+            ways[each, flops] for each in ("training", "forecast", "step")
+        )
+        assert whole == (pytest.approx(1.6), 0.0) and together.switch_s == pytest.approx(2.4)
+        assert behind[0] == whole[0] and 0 < behind[1] <= 1.6
+        assert late.switch_s == pytest.approx(2.4 - behind[1] / 2), "of a change of roles, in the mean of both ways"
+        assert trips == (pytest.approx(3 * 3.2), 0.0) and alone.switch_s == pytest.approx(0.8), "three updates a step"
+        assert alone.optimizer_s - together.optimizer_s == pytest.approx(3.2)
+        assert late.optimizer_s == together.optimizer_s
+    long, short = (ways["forecast", flops][1][1] for flops in (5e11, 1e15))
+    assert long == pytest.approx(1.6) and short < 0.16, "little hides it"
+
+
+def test_how_long_optimizers_travel_is_told():
+    for residency, seconds, hidden, told in (
+        ("training", 0.5, 0.0, "come to the device: 0.50 s a step, 0.00 beside gradients, 0.50 waited for"),
+        ("forecast", 0.5, 0.4, "come to the device: 0.50 s a step, 0.40 beside gradients, 0.10 waited for"),
+        (
+            "step",
+            4.0,
+            0.0,
+            "go there and back with every update: 4.00 s a step, 0.00 beside gradients, 4.00 waited for",
+        ),
+        ("forecast", 0.0, 0.0, "--cluster tells how long it is on its way"),
+    ):
+        config = Config(actor=ActorConfig(optimizer_residency=residency))
+        words = plan._optimizer_words(config, 8 << 30, seconds, hidden)
+        assert words.startswith(f"  actor.optimizer_residency={residency}: 8.0 GiB") and words.endswith(told)
+
+
+def test_ranks_that_share_layers_step_sooner_and_wait_for_each_others_sums(shape):  # noqa: F811
+    alone = {"trainer__nnodes": 1, "actor__zero_stage": 0}
+    whole, halves = (costs(shape, **alone, training__tensor_model_parallel_size=width) for width in (1, 2))
+    assert halves.train_tokens_per_s < whole.train_tokens_per_s, "all-reduces in every layer, and a head on each rank"
+    assert halves.score_tokens_per_s < whole.score_tokens_per_s
+    assert halves.optimizer_s < whole.optimizer_s
+    assert halves.step_base_s == whole.step_base_s, "the engine is as it was"
+
+
+def test_recomputation_costs_a_third_more_and_larger_micro_batches_gather_less_often(shape):  # noqa: F811
+    kept, again = (costs(shape, model__enable_gradient_checkpointing=value) for value in (False, True))
+    assert kept.train_tokens_per_s == pytest.approx(4 / 3 * again.train_tokens_per_s)
+    few, many = (costs(shape, actor__zero_stage=3, actor__ppo_max_token_len_per_gpu=n) for n in (256, 2048))
+    assert many.train_tokens_per_s > few.train_tokens_per_s
+
+
+def test_engines_over_several_devices_read_faster_and_wait_for_each_other(shape):  # noqa: F811
+    one, two = (costs(shape, rollout__tensor_model_parallel_size=width) for width in (1, 2))
+    assert two.step_per_context_token_s == pytest.approx(one.step_per_context_token_s / 2)
+    assert two.step_base_s > one.step_base_s, "a small model's weights are read faster than its devices agree"

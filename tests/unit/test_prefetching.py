@@ -1,0 +1,47 @@
+"""When optimizers set out for their devices: the forecast of a step, and who has to go by it."""
+
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.prefetching import LOOK_S, MARGIN, due, seconds_to_step
+
+COSTS = Costs(score_tokens_per_s=100.0, train_tokens_per_s=10.0)
+
+
+def model(left, done=False):
+    return SimpleNamespace(left_tokens=left, done=done)
+
+
+def view(**more):
+    standing = dict(now=5.0, deadline=25.0, unfinished=0, to_score=0.0, deferred={}, power=1.0, costs=COSTS)
+    return SimpleNamespace(**standing | more)
+
+
+def test_who_needs_as_long_as_is_left_sets_out():
+    away = {0: 1.0, 3: 2.0}
+    assert due(away, MARGIN * 2.0 + LOOK_S + 0.1) == []
+    assert due(away, MARGIN * 2.0 + LOOK_S) == [3]
+    assert due(away, 0.0) == [0, 3] and due(away, inf) == due({}, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    "standing, models, seconds",
+    [
+        (view(), [], inf),
+        (view(), [model(0, done=True)], inf),
+        (view(), [model(50.0)], 5.0),
+        (view(), [model(50.0), model(20.0), model(0.0, done=True)], 2.0),
+        (view(to_score=300.0), [model(50.0)], 8.0),
+        (view(to_score=300.0, power=4.0), [model(50.0)], 2.0),
+        (view(unfinished=1), [model(50.0)], 20.0),
+        (view(unfinished=1, to_score=3000.0), [model(50.0)], 35.0),
+        (view(unfinished=1, deadline=4.0), [model(0.0)], 0.0),
+        (view(to_score=300.0, deferred={"ref": {1: {"a": 100, "b": 100}}}), [model(50.0)], 6.0),
+        (view(to_score=300.0, deferred={"old_log_prob": {1: {"a": 200}}}), [model(50.0)], 8.0),
+    ],
+)
+def test_the_first_step_comes_after_generation_and_after_what_it_waits_for(standing, models, seconds):
+    assert seconds_to_step(standing, models) == pytest.approx(seconds)

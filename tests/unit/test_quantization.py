@@ -1,0 +1,100 @@
+"""Engines of 8 bits: what a job needs for them, and what a plan and a run make of them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from test_plan_search import CLUSTER, Cluster, job_of, shape  # noqa: F401, a fixture
+
+from rlfuse.algorithms.corrections import BOUNDS, COARSER, bound_of
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.fusion.selection import label
+from rlfuse.observe.alerts import bound_in_steps
+from rlfuse.planning.memory import quantized_away
+from rlfuse.planning.space import axes_of, structural
+
+KEY, EXPERTS = "rollout.quantization", "int8_per_channel_weight_only"
+
+
+def told(facts=None, **changes):
+    """What is wrong with it, in a job that has what it needs but for `changes`."""
+    config = Config()
+    config.rollout.quantization, config.model.dtype = "fp8_per_channel", "bfloat16"
+    config.algorithm.rollout_is_threshold = 2.0
+    for key, value in changes.items():
+        group, _, name = key.partition("__")
+        setattr(getattr(config, group), name, value)
+    return [line for line in check(config, facts or Facts()) if "quantization" in line]
+
+
+@pytest.mark.parametrize("kind", ["fp8_per_channel", "fp8_per_tensor", "fp8_per_block", EXPERTS, None])
+def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
+    assert told(Facts(cuda=True, experts=True), rollout__quantization=kind) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "message"),
+    [
+        ({}, {"algorithm__rollout_is_threshold": None}, "so it needs importance correction; set algorithm.rollout_is"),
+        ({}, {"model__dtype": "float32"}, "is made of weights in bfloat16; set model.dtype=bfloat16, or rollout.quant"),
+        (
+            {"cuda": False},
+            {"rollout__quantization": "fp8_per_block"},
+            "needs GPUs, .*set rollout.quantization=fp8_per_c",
+        ),
+        ({"cuda": False, "experts": True}, {}, "is a mixture of experts, .* on GPUs alone; set rollout.quantization=n"),
+        (
+            {"cuda": False, "experts": True},
+            {"rollout__quantization": EXPERTS},
+            "GPUs alone; set rollout.quantization=n",
+        ),
+        ({"experts": False}, {"rollout__quantization": EXPERTS}, "has no experts, and no other layers change"),
+        (
+            {},
+            {"rollout__quantization": "fp8"},
+            "vLLM means a checkpoint of 8 bits by it, .*; take one of fp8_per_channel",
+        ),
+        ({}, {"rollout__quantization": "fp8_per_chanel"}, "is not one of .*did you mean fp8_per_channel"),
+        ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization in its place"),
+    ],
+)
+def test_what_is_missing_is_told_in_one_line(facts, changes, message):
+    assert len(found := told(Facts(**facts), **changes)) == 1
+    assert re.search(message, found[0])
+
+
+def test_a_cpu_engine_takes_the_one_that_it_has_kernels_for():
+    assert told(Facts(cuda=False)) == []
+
+
+def test_small_weights_leave_room_for_the_cache_and_are_read_faster(shape):  # noqa: F811
+    job = job_of(shape, Cluster(**CLUSTER))
+    (wide_config, wide), (config, small) = (job.with_settings([(KEY, kind)]) for kind in (None, "fp8_per_channel"))
+    saved = quantized_away(config, shape)
+    assert quantized_away(wide_config, shape) == 0 and saved == sum(shape.layers)
+    size = {memory: sum(p.size for p in memory.parts if p.role == "engine" and p.what == "parameters")
+            for memory in (wide, small)}  # fmt: skip
+    assert size[wide] - size[small] == saved and small.kv_tokens > wide.kv_tokens
+    assert job.costs(config, small).step_base_s < job.costs(wide_config, wide).step_base_s
+    mixture = replace(shape, active=0.3, experts=8, experts_used=1)
+    config.rollout.quantization = EXPERTS
+    assert quantized_away(config, mixture) == pytest.approx(0.8 * saved), "only experts have 8 bits"
+    assert quantized_away(config, shape) == 0
+
+
+def test_a_search_tries_it_only_where_the_job_has_it(shape):  # noqa: F811
+    config, cluster = Config(), Cluster(**CLUSTER)
+    assert axes_of(config, shape, cluster)[KEY] == (None,)
+    config.rollout.quantization = "fp8_per_tensor"
+    assert axes_of(config, shape, cluster)[KEY] == (None, "fp8_per_tensor") and structural(KEY)
+    assert axes_of(config, shape, cluster, keep=[KEY])[KEY] == ("fp8_per_tensor",)
+
+
+def test_a_run_of_it_is_labelled_and_held_against_wider_bounds():
+    assert label("exact", 0, "fp8_per_channel") == "off-policy" and label("exact") == "exact"
+    narrow, wide = BOUNDS["bfloat16"], bound_of("bfloat16", "fp8_per_channel")
+    assert (wide.mean, wide.most) == (COARSER * narrow.mean, COARSER * narrow.most)
+    assert bound_in_steps("bfloat16", 1.0, -1, "exact", 0.0, "fp8_per_channel") == wide
+    assert bound_of("bfloat16", None) == narrow

@@ -1,0 +1,111 @@
+"""Which models ranks can share the layers of, what each of them then holds, and what a plan says of it."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPT2Config,
+    MixtralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.tensor_parallel import OnPaper, check_cuttable, cut
+from rlfuse.errors import EngineError
+from rlfuse.planning.memory import GIB, Budget, memory_of
+from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.placing import placements
+
+SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
+def small(config=Qwen2Config, **more):
+    return config(**{**SIZES, "num_key_value_heads": 2, **more})
+
+
+def shared(config, width):
+    """The first rank's model, and the whole one."""
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(config) for _ in range(2)]
+    return cut(trainer_ready(models[0], ModelConfig()), OnPaper(width)), models[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "says"),
+    [
+        (small(num_attention_heads=6), 4, "=4 must divide the 6 attention heads of a qwen2"),
+        (small(num_attention_heads=12, num_key_value_heads=3), 2, "be a multiple of its 3 heads of keys and values"),
+        (small(intermediate_size=50), 4, "=4 must divide the 50 numbers between a qwen2's MLPs"),
+        (small(Olmo2Config), 2, "a olmo2 has layers to be cut as colwise_gather_output, rowwise_split_input"),
+        (small(MixtralConfig), 2, "a mixtral has layers to be cut as"),
+        (GPT2Config(), 2, "transformers has no tensor-parallel plan of a gpt2"),
+    ],
+)
+def test_what_ranks_cannot_share_is_told(config, width, says):
+    with pytest.raises(EngineError, match=says):
+        check_cuttable(config, width)
+
+
+def test_what_stands_beside_the_plan_is_refused():
+    """Norms of whole heads, whose gradients would be of some heads only."""
+    with pytest.raises(EngineError, match=r"q_norm\.weight is in no tensor-parallel plan; set it to 1"):
+        shared(small(CohereConfig, use_qk_norm=True), 2)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_rank_holds_its_share_of_layers_and_all_else_whole(width):
+    mine, whole = shared(small(Qwen3Config, head_dim=8), width)
+    sizes = dict(whole.named_parameters())
+    assert dict(mine.named_parameters()).keys() == sizes.keys()
+    for name, parameter in mine.named_parameters():
+        two_share_a_head = width == 4 and ("k_proj" in name or "v_proj" in name)
+        is_cut = "_proj" in name and not two_share_a_head
+        assert parameter.numel() == sizes[name].numel() // (width if is_cut else 1), name
+        assert hasattr(parameter, "partition_dim") == is_cut
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small().save_pretrained(folder)
+    return read_shape(str(folder), "model.path")
+
+
+def job(width, stage=1):
+    config = Config()
+    config.trainer.n_gpus_per_node, config.algorithm.adv_estimator = 8, "grpo"
+    config.actor.zero_stage, config.training.tensor_model_parallel_size = stage, width
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_plan_counts_what_a_rank_holds_and_keeps_for_its_backward_pass(shape, stage):
+    """Embedding, head and what lies between layers are whole on each."""
+    whole, halves = (
+        {
+            part.what: part.size
+            for part in memory_of(job(width, stage), {"actor": shape}, Budget("cuda", 80 * GIB)).parts
+            if part.role == "actor"
+        }
+        for width in (1, 2)
+    )
+    held, layers = shape.share(2).parameters, sum(shape.layers)
+    ends = shape.parameters - layers
+    assert ends + layers / 2 < held < ends + 0.52 * layers, "norms are whole"
+    for what in ("parameters", "gradients"):
+        assert halves[what] / whole[what] == pytest.approx(held / shape.parameters)
+    copies = 2 if stage == 1 else 1  # half as many groups as ranks divide the optimizer's state
+    assert halves["optimizer"] / whole["optimizer"] == pytest.approx(copies * held / shape.parameters)
+    assert 0.5 * whole["activations"] < halves["activations"] < whole["activations"]
+
+
+def test_a_plan_says_which_share_a_rank_has(shape):
+    config = job(2)
+    config.trainer.n_gpus_per_node = 2
+    found = [place.trainer for place in placements(config, {"actor": shape})]
+    assert found == ["trainer/0 (1 of 2): actor", "trainer/1 (2 of 2): actor"]

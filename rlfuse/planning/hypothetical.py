@@ -5,7 +5,6 @@ them. Pure. A configuration with them is a `HypotheticalConfig`; `memory` and `c
 
 Experts: attention and experts are mapped apart, TP*CP*DP = ETP*EP*EDP (MoE Parallel Folding, arXiv 2504.14960): a rank
 holds 1/EP of the experts, and each token goes to its experts' ranks and back.
-Activations: as large a share waits in the host's memory as is copied while the rank computes (MEMO, arXiv 2407.12117).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning.activations import micro_batch_tokens
 from rlfuse.planning.costs import STAYS, costs_of
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import ITEM, Budget, Memory, Moved, Part, memory_of
@@ -23,8 +21,6 @@ from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import Item
 
 GROUP = "hypothetical"
-AWAY_AT_ONCE = 2
-"""Layers whose activations are on the device although they wait in the host's memory: on their way out and back."""
 OF_RANKS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER, Item.GRADIENTS, Item.ACTIVATIONS})
 
 
@@ -34,7 +30,6 @@ class Hypothetical:
 
     expert_parallel_size: int = 1
     """Trainer ranks that share the experts of a mixture."""
-    offload_activations: bool = False
 
 
 NOTHING = Hypothetical()
@@ -68,7 +63,6 @@ def axes(config: Config, shape: Shape) -> dict[str, tuple[object, ...]]:
     experts = shape.experts
     return {
         f"{GROUP}.expert_parallel_size": tuple(n for n in (1, 2, 4, 8, 16) if n == 1 or (experts and not experts % n)),
-        f"{GROUP}.offload_activations": (False, True),
     }
 
 
@@ -100,7 +94,6 @@ def costs(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved = STAYS
 ) -> Costs:
     """As `costs_of`."""
-    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
     given, plain = of(config), costs_of(config, shapes, hardware, context, moved)
     if given == NOTHING:
         return plain
@@ -128,7 +121,6 @@ def memory(
     shapes: Mapping[str, Shape],
     budget: Budget,
     served: Mapping[str, Shape],
-    hardware: Hardware,
     models: Sequence[Part] = (),
 ) -> Memory:
     """As `memory_of`."""
@@ -137,13 +129,7 @@ def memory(
         return plain
     kept = [part for part in plain.parts if part.item not in OF_RANKS]
     mine = [_on_a_rank(config, shapes, part) for part in plain.parts if part.item in OF_RANKS]
-    away = 0.0
-    if given.offload_activations:
-        share = _copied_meanwhile(config, shapes, hardware, mine)
-        away = share * sum(part.size for part in mine if part.what == "activations")
-        left = 1 - share + share * min(1.0, AWAY_AT_ONCE / len(shapes["actor"].layers))
-        mine = [replace(part, size=part.size * left) if part.what == "activations" else part for part in mine]
-    return replace(plain, parts=(*mine, *kept), host=plain.host + away)
+    return replace(plain, parts=(*mine, *kept))
 
 
 def _on_a_rank(config: Config, shapes: Mapping[str, Shape], part: Part) -> Part:
@@ -153,11 +139,3 @@ def _on_a_rank(config: Config, shapes: Mapping[str, Shape], part: Part) -> Part:
     if part.role in shapes and zero < divided.get(part.what, 0):
         size *= 1 - shapes[part.role].of_experts * (1 - 1 / given.expert_parallel_size)
     return replace(part, size=size)
-
-
-def _copied_meanwhile(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, parts: Sequence[Part]) -> float:
-    """Share of what a forward pass keeps that reaches the host while the pass lasts."""
-    kept = sum(part.size for part in parts if part.what == "activations") / micro_batch_tokens(config, learns=True)
-    shape = shapes["actor"]
-    token_s = 2 * (shape.passed + shape.head) / hardware.train_flops
-    return min(1.0, token_s * hardware.host_bytes_per_s / kept) if kept else 0.0

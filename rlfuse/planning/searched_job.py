@@ -118,7 +118,7 @@ class Job:
         if key not in self._models:
             self._models[key] = models_of(config, shapes, self.cluster.device)
         budget = self.cluster.budget(config.trainer.nnodes)
-        return hypothetical.memory(config, shapes, budget, self.served, self.hardware, self._models[key])
+        return hypothetical.memory(config, shapes, budget, self.served, self._models[key])
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
         """With those of cache and policy."""

@@ -204,7 +204,7 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     if config.actor.offload_optimizer and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
-    if config.actor.optimizer_residency != "training" and facts.cuda is False:
+    if config.actor.optimizer_residency in ("forecast", "step") and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts an engine and its rank have their memory side by side, and nothing moves"
         yield _problem(config, "actor.optimizer_residency", valid, "set training")
     if facts.latent_attention and facts.cuda is False:

@@ -198,10 +198,8 @@ class EncoderRank:
 
     def _blocks(self, whole: Frames) -> list[Frames]:
         """What is decoded at a time; the tower may be cut there."""
-        cut, frame_bytes = self.tower.shape.cut, whole.bytes // (whole.last - whole.first)
-        count = max(cut, self.settings.block_bytes // frame_bytes // cut * cut)
-        bounds = [*range(whole.first, whole.last, count), whole.last]
-        return [replace(whole, first=first, last=last) for first, last in pairwise(bounds)]
+        bounds = self.tower.shape.blocks(whole.plan, whole.first, whole.last, self.settings.block_bytes)
+        return [replace(whole, first=first, last=last) for first, last in bounds]
 
     def _call_off(self) -> None:
         """What is decoded ahead and hasn't begun isn't."""

@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -57,6 +58,11 @@ class TowerShape:
     def units(self, frames: int) -> int:
         """Units of a clip; the last may be incomplete."""
         return -(-frames // self.temporal_patch)
+
+    def blocks(self, plan: FramePlan, first: int, last: int, most_bytes: int) -> list[tuple[int, int]]:
+        """Frames `first` to `last` (exclusive) cut into what is decoded at a time: of so many bytes, or a cut."""
+        count = max(self.cut, most_bytes // (plan.height * plan.width * 3) // self.cut * self.cut)
+        return list(pairwise([*range(first, last, count), last]))
 
     def unit_patches(self, height: int, width: int, merge: int | None = None) -> int:
         """Patches of one unit; sides must be multiples of patch times merge (14 * 2 pixels, say)."""

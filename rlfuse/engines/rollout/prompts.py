@@ -85,7 +85,7 @@ class Prompts:
         if route is Route.VIDEO_EMBEDS and tokens > self._batched_tokens:
             raise ValueError(
                 f"{clip} has {tokens} visual tokens, the engine takes at most {self._batched_tokens} in a step: raise "
-                "rollout.engine_kwargs.max_num_batched_tokens or lower the plan's budget"
+                "max_num_batched_tokens in its engine_kwargs, or lower the plan's budget"
             )
 
     def prompt(self, ids: np.ndarray, visual: Sequence[Visual]) -> dict[str, Any]:

@@ -14,8 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rlfuse.errors import RewardError
-from rlfuse.samples import RewardFailure, Sample
+from rlfuse.samples import RewardFailure, Sample, Visual
+
+NOWHERE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Item:
     data_source: str
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
+    visual: tuple[Visual, ...] = ()
+    """Clips and images of the prompt, in order, without their places among the policy's tokens."""
 
     @property
     def tokens(self) -> int:
@@ -133,6 +139,7 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},
+        visual=tuple(replace(each, positions=NOWHERE) for each in prompt.visual),
     )
 
 

@@ -34,7 +34,7 @@ from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.items import Item, Outcome, own
 from rlfuse.rewards.api.results import beginning, failure, headline, read, split, spread, user_traceback
 from rlfuse.rewards.thoughts import without_thought
-from rlfuse.samples import RewardFailure
+from rlfuse.samples import RewardFailure, Visual
 
 SHAPES = """\
   verl       def f(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with "score"
@@ -88,6 +88,9 @@ class RewardFunction:
     start: Callable[[], None] | None = None
     """Of a model, an object with `start()` beside `score(samples)`: to be called before `score`, in the same process.
     It may take long and hold much, so that models get a process each."""
+    refusal: Callable[[Sequence[Visual]], str | None] | None = None
+    """Of a model that may be shown clips and images: why it can't be shown these, as far as can be said before it is
+    started; None: it can."""
     answer_only: bool = False
     """It is shown what follows a response's thought, and nothing of a thought without an end."""
     begins: str = ""
@@ -268,6 +271,7 @@ def adapt(
     return replace(
         function,
         start=start if callable(start) else None,
+        refusal=getattr(found, "refusal", None) if callable(start) else None,
         answer_only=callable(start) or getattr(found, "answer_only", False) is True,
         begins=beginning(scores if callable(scores) else found),
     )

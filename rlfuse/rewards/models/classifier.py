@@ -28,7 +28,7 @@ from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.labels import check_trust, columns, head_labels, read_config, saved
 from rlfuse.rewards.api.results import failure, headline
-from rlfuse.samples import RewardFailure
+from rlfuse.samples import RewardFailure, Visual
 
 MAX_BATCH_TOKENS = 16384
 """Padded tokens of one forward pass; a longer sequence goes alone."""
@@ -91,6 +91,13 @@ class Classifier:
         if self._model is None:
             LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
         self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
+
+    def refusal(self, visual: Sequence[Visual]) -> str:
+        """Why it can't score rows that show something."""
+        return (
+            f"reward.model_path={self._settings.path} can't see {visual[0].path}: it reads text alone. Score such "
+            "rows by a judge, which can see, or by functions, and name in this entry's sources data_sources of text"
+        )
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
         """The logit of each sample, in order, or why there is none."""
@@ -256,7 +263,8 @@ class Pooling:
 
         from rlfuse.rewards.models.vllm_engine import run
 
-        outputs = run(self._engine, sequences, PoolingParams(task="classify", use_activation=False))
+        prompts = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        outputs = run(self._engine, prompts, PoolingParams(task="classify", use_activation=False))
         return [output.outputs.data.float().tolist() for output in outputs]
 
 

@@ -10,7 +10,8 @@ prefills and one token each, whatever the model thinks.
 What a position is worth to the judge is in p and in q with opposite signs: a judge that always says A gives 0.5.
 A response is compared with a reference of its own row, not with its siblings: so it is scored when it is finished, at a
 cost that does not grow with the group, and its reward depends on nothing else. Rows without one can get the answer of
-another model, or of the policy before training, as a column.
+another model, or of the policy before training, as a column. A judge with a visual part sees what the row shows
+(`sight`), in both orders before the answers, where the question has it.
 Invariants: probabilities are of the two verdicts alone, by the logits of the first token; text is never truncated;
 whatever is in the way of a verdict (no reference, a prompt that is too long, no number) is a `RewardFailure`.
 """
@@ -21,13 +22,19 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.classifier import model_place
+from rlfuse.rewards.models.sight import Sight
 from rlfuse.rewards.models.vllm_engine import EngineSettings, engine, run
-from rlfuse.samples import Reward, RewardFailure
+from rlfuse.samples import Reward, RewardFailure, Visual
+
+if TYPE_CHECKING:
+    from rlfuse.video.prompt import VideoPrompt
 
 TEMPLATE = """\
 Compare two answers to a question.
@@ -60,6 +67,7 @@ class Judge:
         trust_remote_code: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         engine_kwargs: dict[str, Any] | None = None,
+        blind: bool = False,
     ):
         """Looks at what can be seen without loading; RewardError for what is wrong.
 
@@ -69,6 +77,7 @@ class Judge:
         `reference`: the column with the answer to compare with, shown as it is.
         `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype.
         `engine_kwargs`: more of vLLM's EngineArgs.
+        `blind`: it goes by question and answers, and is not shown the clips and images of a row.
         """
         model = model_place(model, "model")
         if missing := [f"{{{place}}}" for place in PLACES if f"{{{place}}}" not in template]:
@@ -82,14 +91,19 @@ class Judge:
         )
         self._template, self._verdicts, self._reference = template, tuple(verdicts), reference
         self._chat_template_kwargs = chat_template_kwargs or {}
+        self._blind = blind
         self._engine: Any = None
+        self._sight: Sight | None = None
 
     def start(self) -> None:
         """Load the model; RewardError if it can't be served, or a verdict is not one token."""
         if self._engine is not None:
             return
-        llm = engine(self._settings)
-        self._tokenizer = llm.get_tokenizer()
+        sight = Sight(self._settings.model, self._settings.trust_remote_code)
+        with sight.served() as model:
+            llm = engine(replace(self._settings, model=model))
+        sight.start(llm)
+        self._sight, self._tokenizer = sight, llm.get_tokenizer()
         self._tokens = [self._token(verdict) for verdict in self._verdicts]
         self._context = llm.model_config.max_model_len
         self._engine = llm
@@ -97,13 +111,23 @@ class Judge:
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         """One result for each sample, in order; parts as of `verdict`."""
         orders = [self._orders(item) for item in samples]
-        asked = [tokens for pair in orders if not isinstance(pair, RewardFailure) for tokens in pair]
+        asked = [prompt for pair in orders if not isinstance(pair, RewardFailure) for prompt in pair]
         said = self._log_probs_of_verdicts(asked) if asked else []
         verdicts = map(verdict, said[::2], said[1::2])
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
-    def _orders(self, item: Item) -> list[list[int]] | RewardFailure:
+    def refusal(self, visual: Sequence[Visual]) -> str | None:
+        """Why it can't score a row that shows these clips and images; None where it can. Loads no weights."""
+        if self._blind:
+            return None
+        self._sight = self._sight or Sight(self._settings.model, self._settings.trust_remote_code)
+        return self._sight.refusal(visual)
+
+    def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
         """What the judge reads: with the response first, and with the reference first."""
+        visual = () if self._blind else item.visual
+        if visual and (why := self.refusal(visual)):
+            return _failure(why)
         try:
             reference = item.column(self._reference)
         except KeyError:
@@ -116,28 +140,33 @@ class Judge:
         roles = [message.get("role", "user") for message in item.messages]
         several = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
         question = contents[0] if len(contents) == 1 else "\n\n".join(several)
-        answers = item.response, str(reference)
-        pair = [self._prompt(question, *answers), self._prompt(question, *answers[::-1])]
-        longest = max(map(len, pair))
-        if longest < self._context:
-            return pair
+        if not visual:
+            question = self._sight.quoted(question)
+        answers = [self._sight.quoted(answer).strip() for answer in (item.response, str(reference))]
+        try:
+            pair = [self._prompt(question.strip(), *order, visual) for order in (answers, answers[::-1])]
+            longest = max(len(made.token_ids) for made in pair)
+            if longest < self._context:
+                return [self._sight.prompt(made, visual) for made in pair]
+        except Exception as error:
+            return failure("", error)
         return _failure(
             f"question and answers are {longest} tokens of the judge, which takes {self._context - 1}: give a judge of "
             "more context (max_model_len), or lower data.max_response_length"
         )
 
-    def _prompt(self, question: str, a: str, b: str) -> list[int]:
-        shown = {"{prompt}": question.strip(), "{a}": a.strip(), "{b}": b.strip()}
+    def _prompt(self, question: str, a: str, b: str, visual: Sequence[Visual]) -> VideoPrompt:
+        shown = {"{prompt}": question, "{a}": a, "{b}": b}
         text = re.sub(r"\{(prompt|a|b)\}", lambda place: shown[place[0]], self._template)
         if self._tokenizer.chat_template is None:
-            return self._tokenizer(text).input_ids
+            return self._sight.assemble(text, visual, special=True)
         message = [{"role": "user", "content": text}]
         whole = self._tokenizer.apply_chat_template(
             message, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
         )
-        return self._tokenizer(whole, add_special_tokens=False).input_ids
+        return self._sight.assemble(whole, visual, special=False)
 
-    def _log_probs_of_verdicts(self, prompts: list[list[int]]) -> list[list[float]]:
+    def _log_probs_of_verdicts(self, prompts: list[dict[str, Any]]) -> list[list[float]]:
         """Of each prompt the log-probs of the two verdicts as its next token, among all tokens."""
         from vllm import SamplingParams
 
@@ -156,7 +185,7 @@ class Judge:
 
     def __getstate__(self) -> dict[str, Any]:
         """Travels without its engine, to be started where it arrives."""
-        return self.__dict__ | {"_engine": None, "_tokenizer": None}
+        return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:

@@ -2,7 +2,7 @@
 
 Role: called by `judge.Judge` and `model.Classifier` when they are started. The engine runs in the calling process, on
 its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
-Invariants: requests are token ids and come back in order; none is left in the engine, also when a step raises; the same
+Invariants: requests come back in order; none is left in the engine, also when a step raises; the same
 settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
 groups, which the end of one would take from the others).
 Not run on GPUs, for lack of one: there the KV cache is given outright too, so that vLLM's share of the device
@@ -70,8 +70,11 @@ def _engine(settings: EngineSettings, written: int) -> Any:
 
 
 def _build(settings: EngineSettings, device: str) -> Any:
+    from transformers import AutoConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from rlfuse.engines.rollout.prompts import prompt_arguments
 
     more = json.loads(settings.engine_kwargs)
     if unknown := set(more) - {field.name for field in fields(EngineArgs)}:
@@ -93,18 +96,21 @@ def _build(settings: EngineSettings, device: str) -> Any:
     if settings.pooling:
         arguments["runner"] = "pooling"
     try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        longest = settings.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", 0)
+        arguments |= prompt_arguments(config, longest)
         return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
     except Exception as error:
         raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
 
 
-def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-    """vLLM's last output for each prompt, in order; `params` are SamplingParams or PoolingParams."""
+def run(llm: Any, prompts: Sequence[dict[str, Any]], params: Any) -> list[Any]:
+    """vLLM's last output for each of its prompts, in order; `params` are SamplingParams or PoolingParams."""
     names = [f"reward-{next(NUMBERS)}" for _ in prompts]
     found = {}
     try:
-        for name, tokens in zip(names, prompts, strict=True):
-            llm.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        for name, prompt in zip(names, prompts, strict=True):
+            llm.add_request(name, prompt, params)
         while llm.has_unfinished_requests():
             found |= {output.request_id: output for output in llm.step() if output.finished}
     except BaseException:

@@ -100,7 +100,8 @@ class RewardPool:
                 + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
                 + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
             )
-        problems = [problem for entry in self.entries if (problem := self._lacking(entry, prompts, max_failure_rate))]
+        checks = (lambda entry: self._lacking(entry, prompts, max_failure_rate)), (lambda e: self._unseen(e, prompts))
+        problems = [problem for entry in self.entries for check in checks if (problem := check(entry))]
         if problems:
             raise RewardError("\n".join(problems))
 
@@ -116,6 +117,15 @@ class RewardPool:
             f"of {len(rows)} rows; row {row.index} has {', '.join(sorted(row.columns))}. Rename the parameter or the "
             "column, give it a default, or set it in the entry's kwargs."
         )
+
+    def _unseen(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
+        """Why an entry's model can't be shown what its rows show."""
+        refusal = self._functions[entry.name].refusal
+        if refusal is None:
+            return None
+        shown = (each for each in prompts if each.visual and covers(entry, each.data_source))
+        found = ((row.index, why) for row in shown if (why := refusal(row.visual)))
+        return next((f"{entry.name}, asked for row {index}: {why}" for index, why in found), None)
 
     async def start(self, slots: Slots | None = None) -> None:
         """Start all processes; EngineError with the user's traceback if one can't be.

@@ -1,0 +1,171 @@
+"""How a judge sees what a row shows: clips and images as prompts of the vLLM engine that serves it.
+
+Role: `judge.Judge` has one where its model has a visual part, in the process that serves the model; `refusal` is asked
+in the driver too, before anything starts. torch is imported by what needs a tower only.
+Invariants:
+- a judge sees what the policy saw: the frames and sizes of the row's own plan, so that its family has to cut frames as
+  the policy's does;
+- embeddings are the policy's, mapped from the shared memory of the node, where their key says that file, plan and
+  tower are the same; those of any other tower are made here by the judge's own, a block of frames at a time, and kept
+  for siblings within KEPT_BYTES;
+- markers in answers are text: nothing that a policy writes stands for a clip.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlfuse.errors import VideoError
+from rlfuse.samples import Embedding, Visual
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlfuse.video.prompt import VideoPrompt
+    from rlfuse.video.video_model import VideoModel
+
+KEPT_BYTES = 1 << 30
+"""Of embeddings that were made here; the latest stay."""
+BLOCK_BYTES = 64 << 20
+"""Pixels decoded at a time."""
+NO_LIMIT = 1 << 31
+"""Tokens of a prompt: whoever serves it says what fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEmbedding(Embedding):
+    """Rows in the memory of this process."""
+
+    rows: torch.Tensor | None = None
+
+    def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        return self.rows[first:last]
+
+
+class Sight:
+    """Of one judge; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
+
+    def __init__(self, path: str, trust_remote_code: bool = False):
+        """Reads configuration files only. A model of text, or of no family known here, is shown nothing."""
+        from rlfuse.video.video_model import VideoModel
+
+        self._path = path
+        try:
+            self._model: VideoModel | None = VideoModel.at(path, trust_remote_code)
+        except VideoError:
+            self._model = None
+        self._tower: Any = None
+        self._own: OrderedDict[str, OwnEmbedding] = OrderedDict()
+
+    def refusal(self, visual: Sequence[Visual]) -> str | None:
+        """Why these can't be shown to the judge; None where they can."""
+        return next((why for each in visual if (why := self._refusal(each))), None)
+
+    def _refusal(self, visual: Visual) -> str | None:
+        from transformers import AutoConfig
+
+        from rlfuse.video.handover import Refusal, hand_over
+        from rlfuse.video.models.base import Route, known_families
+
+        model, plan = self._model, visual.plan
+        remedy = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
+        if model is None:
+            families = known_families()
+            return f"model={self._path} can't see {visual.path}: give a model of {families}, or {remedy}"
+        own = model.image_sizes(None)[1] if plan.still else model.geometry
+        if own != plan.geometry:
+            return (
+                f"model={self._path} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
+                f"policy as {plan.geometry}. Give a model of the policy's family, or {remedy}"
+            )
+        if model.family.route is Route.VIDEO_EMBEDS:
+            route = hand_over(AutoConfig.from_pretrained(model.folder), plan)
+            return f"model={self._path} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
+        return None
+
+    @contextmanager
+    def served(self) -> Iterator[str]:
+        """What vLLM serves, to be loaded meanwhile: the whole model, or its text part, which is removed then."""
+        if self._model is None:
+            yield self._path
+        else:
+            with TemporaryDirectory(prefix="rlfuse-text-part-") as folder:
+                yield self._model.served(Path(folder) / "model")
+
+    def start(self, engine: Any) -> None:
+        """`engine`: vLLM's, of what `served` gave."""
+        from rlfuse.engines.rollout.prompts import Prompts
+
+        served = engine.model_config
+        self._tokenizer, self._dtype = engine.get_tokenizer(), str(served.dtype).removeprefix("torch.")
+        self._prompts = Prompts(served.hf_config, engine.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
+        """The prompt's tokens, with visual ones where its markers stand. VideoError where these don't match.
+
+        `special`: those that the tokenizer of a model of text puts around a text belong there.
+        """
+        from rlfuse.video.prompt import VideoPrompt
+
+        if self._model is None:
+            ids = self._tokenizer(text, add_special_tokens=special).input_ids
+            return VideoPrompt(np.asarray(ids, np.int32), ())
+        return self._model.prompt(self._tokenizer, text, [each.plan for each in visual], NO_LIMIT)
+
+    def quoted(self, text: str) -> str:
+        """The text with its markers spelled so that they are none."""
+        from rlfuse.video.prompt import MARKERS
+
+        for marker in MARKERS.values() if self._model else ():
+            text = text.replace(marker, f"< {marker[1:]}")
+        return text
+
+    def prompt(self, made: VideoPrompt, visual: Sequence[Visual]) -> dict[str, Any]:
+        """For vLLM. VideoError, ValueError or EngineError where a clip or image can't be shown."""
+        pairs = zip(visual, made.positions, strict=True)
+        shown = [replace(each, positions=places, source=self._embedding(each)) for each, places in pairs]
+        shown.sort(key=lambda each: each.positions[0])
+        self._prompts.check("of a judge", made.token_ids, shown)
+        return self._prompts.prompt(made.token_ids, shown)
+
+    def _embedding(self, visual: Visual) -> Embedding:
+        from rlfuse.video.embedding import content_hash, embedding_key
+        from rlfuse.video.towers import Tower
+
+        if self._tower is None:
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._tower = Tower(self._model.folder, device, self._dtype)
+        key, given = embedding_key(content_hash(visual.path), visual.plan, self._tower.version), visual.source
+        if given is not None and given.key == key and any(map(os.path.exists, (given.path, *given.copies))):
+            return given
+        if key not in self._own:
+            rows = self._encode(visual)
+            self._own[key] = OwnEmbedding(key, "", *rows.shape, rows=rows)
+            while sum(each.rows.nbytes for each in self._own.values()) > KEPT_BYTES and len(self._own) > 1:
+                self._own.popitem(last=False)
+        self._own.move_to_end(key)
+        return self._own[key]
+
+    def _encode(self, visual: Visual) -> torch.Tensor:
+        """bf16 [tokens, hidden], as encoder ranks write them."""
+        import torch
+
+        from rlfuse.video.decode_pool import DecodePool
+
+        plan, parts = visual.plan, []
+        with DecodePool() as pool:
+            for first, last in self._tower.shape.blocks(plan, 0, len(plan.times), BLOCK_BYTES):
+                frames = torch.from_numpy(pool.decode(visual.path, plan, first, last))
+                parts.append(self._tower.encode(frames, plan.merge).to("cpu", torch.bfloat16))
+        return torch.cat(parts)

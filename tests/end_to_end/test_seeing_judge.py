@@ -1,0 +1,114 @@
+"""Judges that see, of both routes into vLLM, in one real pool: what Hugging Face's own models say of clip and image."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from rlfuse.config.rewards import RewardConfig
+from rlfuse.errors import RewardError
+from rlfuse.rewards.models.judge import TEMPLATE
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.samples import Prompt, Response, Sample, Visual
+from rlfuse.tasks.clips import draw_scene, write_clip, write_image
+from rlfuse.tasks.small_video_models import write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.video import decoding, images
+from rlfuse.video.models.base import m_rope
+from rlfuse.video.plan import FixedSampling, plan_video
+from rlfuse.video.towers import Tower
+from rlfuse.video.video_model import VideoModel
+
+WRITERS = {"qwen": write_small_qwen25_vl, "llama": write_small_video_llama3}
+ROWS = [("<video>Which is last?", "red", "blue"), ("<image>Which?", "a <video>", "blue"), ("1 + 1?", "2", "3")]
+"""Question, response, reference; no marker in a response stands for a clip."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: write(tmp_path_factory.mktemp("judges") / name) for name, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, scene = tmp_path_factory.mktemp("shown"), draw_scene(np.random.default_rng(4), 10.0, 12.0)
+    write_clip(scene, folder / "clip.mp4")
+    write_image(scene, folder / "image.png")
+    return {"<video>": str(folder / "clip.mp4"), "<image>": str(folder / "image.png")}
+
+
+def shown(model: VideoModel, question: str, files) -> tuple[Visual, ...]:
+    """As the policy of this family sees what the question has markers of."""
+    nowhere, found = np.empty(0, np.int32), []
+    if "<video>" in question:
+        facts = decoding.probe(files["<video>"])
+        plan = plan_video(facts, FixedSampling(4, 8), geometry=model.geometry, timestamps=model.family.timestamps)
+        found.append(Visual(nowhere, None, files["<video>"], plan))
+    if "<image>" in question:
+        plan = images.plan_image(images.probe(files["<image>"]), *model.image_sizes(8))
+        found.append(Visual(nowhere, None, files["<image>"], plan))
+    return tuple(found)
+
+
+def sample(number: int, name: str, row, visual) -> Sample:
+    question, response, reference = row
+    messages = ({"role": "user", "content": question},)
+    prompt = Prompt(number, np.array([3], np.int32), question, messages, name, reference, visual=visual)
+    said = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, response)
+    return Sample(prompt, 1, 0, number, said)
+
+
+@torch.no_grad()
+def first(folder, model, question, a, b, visual, light=1.0) -> float:
+    """P(A) of the two answers by Hugging Face's tower and text part; features rounded, as in caches, and dimmed."""
+    whole, tower = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval(), Tower(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = TEMPLATE.format(prompt=question, a=a, b=b)
+    made = model.prompt(tokenizer, text, [each.plan for each in visual], 8000)
+    ids = torch.from_numpy(made.token_ids.astype(np.int64))
+    rows, placed = whole.get_input_embeddings()(ids), []
+    for each, places in zip(visual, made.positions, strict=True):
+        frames = (images.read if each.plan.still else decoding.decode)(each.path, each.plan)
+        pixels = tower.pixels.normalise(torch.from_numpy(frames.copy()))
+        pixels = pixels.repeat_interleave(each.plan.frames // len(pixels), 0)
+        patches, grid = tower._patches(pixels, each.plan.merge)
+        merge = {"video_merge_sizes": torch.tensor([each.plan.merge])} if tower.shape.temporal_patch == 1 else {}
+        seen = whole.get_video_features(pixel_values_videos=patches, video_grid_thw=grid, **merge).pooler_output[0]
+        rows[torch.from_numpy(places).long()] = light * seen.bfloat16().float()
+        placed.append(replace(each, positions=places))
+    at = rope.positions(len(ids), placed) if (rope := m_rope(whole.config)) else np.arange(len(ids))
+    at = torch.from_numpy(at).unsqueeze(-2)
+    hidden = whole.model.language_model(inputs_embeds=rows[None], position_ids=at).last_hidden_state[0, -1]
+    verdicts = [tokenizer.convert_tokens_to_ids(verdict) for verdict in "AB"]
+    return whole.lm_head(hidden)[verdicts].softmax(-1)[0].item()
+
+
+async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, folders, files):
+    """And a judge that can't, of another family than the policy or of text, says so before anything starts."""
+    models = {name: VideoModel.at(str(folder)) for name, folder in folders.items()}
+    kwargs = {"reference": "ground_truth", "dtype": "float32", "max_model_len": 2048}
+    entries = [
+        {"path": "judge", "name": name, "sources": [name], "kwargs": {"model": str(folder)} | kwargs}
+        for name, folder in folders.items()
+    ]
+    pool = RewardPool(RewardConfig(entries), engine_timeout_s=300)
+    asked = [(name, row, shown(models[name], row[0], files)) for name in folders for row in ROWS]
+    batch = [sample(number, *each) for number, each in enumerate(asked)]
+    pool.check_prompts([each.prompt for each in batch])
+    other = replace(batch[0].prompt, data_source="llama")
+    with pytest.raises(RewardError, match=r"llama, asked for row 0: model=.* can't see .*clip\.mp4: it takes frames"):
+        pool.check_prompts([other])
+    await pool.start()
+    try:
+        results = await pool.score(batch)
+        again = await pool.score(batch[:1])
+    finally:
+        await pool.close()
+    for (name, (question, response, reference), visual), found in zip(asked, results, strict=True):
+        answers = response.replace("<video>", "< video>"), reference
+        p, q = (first(folders[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
+        assert found.value == pytest.approx((p + 1 - q) / 2, abs=1e-4), (name, question, found)
+        unseen = first(folders[name], models[name], question, *answers, visual, light=0.0)
+        assert (abs(unseen - p) > 1e-3) == bool(visual), "what is shown matters"
+    assert again[0].value == results[0].value

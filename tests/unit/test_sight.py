@@ -1,0 +1,82 @@
+"""What a judge is shown: the policy's embeddings where tower, file and plan are the same, else its own; refusals."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer, Qwen2Config
+
+from rlfuse.rewards.models import sight
+from rlfuse.rewards.models.classifier import Classifier
+from rlfuse.rewards.models.judge import Judge
+from rlfuse.rewards.models.sight import Sight
+from rlfuse.samples import Embedding, Visual
+from rlfuse.tasks.clips import draw_scene, write_image
+from rlfuse.tasks.small_video_models import write_small_qwen25_vl
+from rlfuse.video.embedding import content_hash, embedding_key, write_rows
+from rlfuse.video.images import plan_image, probe
+from rlfuse.video.plan import Geometry
+from rlfuse.video.towers import Tower
+from rlfuse.video.video_model import VideoModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_small_qwen25_vl(tmp_path_factory.mktemp("models") / "qwen25_vl")
+
+
+@pytest.fixture
+def pictures(tmp_path, folder):
+    model, found = VideoModel.at(str(folder)), []
+    for number in range(2):
+        write_image(draw_scene(np.random.default_rng(number), 10.0, 12.0), file := tmp_path / f"{number}.png")
+        plan = plan_image(probe(str(file)), *model.image_sizes(8))
+        found.append(Visual(np.empty(0, np.int32), None, str(file), plan))
+    return found
+
+
+def seeing(folder) -> Sight:
+    """As when an engine of this model runs."""
+    model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    limits = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
+    own = Sight(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    own.start(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer))
+    return own
+
+
+def rows_of(own: Sight, visual: Visual) -> torch.Tensor:
+    return own.prompt(own.assemble("<image>?", [visual], True), [visual])["multi_modal_data"]["image"]["image_embeds"]
+
+
+def test_the_policys_embedding_is_taken_where_the_tower_is_the_same_and_made_where_not(
+    folder, pictures, tmp_path, monkeypatch
+):
+    own, tower, marked = seeing(folder), Tower(folder), torch.full((pictures[0].plan.tokens, 128), 7.0)
+    made = [rows_of(own, each) for each in pictures]
+    assert all(torch.isfinite(rows).all() for rows in made) and not torch.equal(*made)
+    for version, taken in ((tower.version, True), (tower.version_after(1), False)):
+        key = embedding_key(content_hash(pictures[0].path), pictures[0].plan, version)
+        (file := tmp_path / key).touch()
+        write_rows(str(file), 0, marked)
+        given = replace(pictures[0], source=Embedding(key, str(file), *marked.shape))
+        assert torch.equal(rows_of(own, given), marked.bfloat16()) == taken
+        gone = replace(given, source=replace(given.source, path=f"{file}.gone"))
+        assert torch.equal(rows_of(own, gone), made[0])
+    monkeypatch.setattr(sight, "KEPT_BYTES", 1)
+    own._own.clear()
+    assert [torch.equal(rows_of(own, each), rows) for each, rows in zip(pictures, made, strict=True)] == [True, True]
+    assert len(own._own) == 1, "the latest alone is kept"
+
+
+def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, tmp_path):
+    Qwen2Config().save_pretrained(text := tmp_path / "text")
+    assert Judge(str(folder)).refusal(pictures) is None
+    assert Judge(str(text), blind=True).refusal(pictures) is None
+    why = Judge(str(text)).refusal(pictures)
+    assert f"{text} can't see {pictures[0].path}: give a model of " in why and "blind=true" in why
+    coarse = replace(pictures[0], plan=replace(pictures[0].plan, geometry=Geometry(14, 2, 1)))
+    assert "it takes frames as Geometry(patch=14, merge=2" in Judge(str(folder)).refusal([pictures[1], coarse])
+    assert "0.png: it reads text alone" in Classifier(str(text)).refusal(pictures)

@@ -202,8 +202,8 @@ class Clips(Recorded, Protocol):
         `check_failures`: EngineError where too many of them can't.
         """
 
-    def prefetch(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the clips of what is probably encoded next."""
+    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
+        """Begin with the clips of what is probably encoded next, while what this holder has goes on."""
 
     async def release(self, holder: str) -> dict[str, float]:
         """They may be forgotten. `video/*` since the last call."""
@@ -216,7 +216,7 @@ class NoClips:
         """All of them."""
         return list(groups)
 
-    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
         """There is nothing to decode."""
 
     async def release(self, holder: str) -> dict[str, float]:

@@ -40,10 +40,10 @@ class VideoConfig:
     decode_workers: int = 1
     """Decoding processes of each encoder rank."""
     prefetch_mb: int = 512
-    """Frames of the next step's clips that each encoder rank decodes while this step goes on, in MiB; 0: none."""
+    """Frames of what comes next, a step or a validation, that each encoder rank decodes meanwhile, in MiB; 0: none."""
     encode_ahead: bool = False
-    """The next step's clips are encoded, not only decoded, while this step goes on: by as few encoder ranks as keep up,
-    going by measured rates, and within video.cache_mb."""
+    """Clips of what comes next, a step or a validation, are encoded meanwhile, not only decoded: by as few encoder
+    ranks as keep up, going by measured rates, and within video.cache_mb."""
     decode_timeout_s: float = 60.0
     """Longest time to read a clip, or the part that a rank encodes."""
     max_failure_rate: float = 0.1

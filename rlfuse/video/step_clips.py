@@ -1,9 +1,9 @@
 """The clips of a step: encoded before its samples are generated, held until its last pass, then let go.
 
 Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
-embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step goes
-on, the clips of the next are decoded beside it, or encoded. Whoever asks for clips meanwhile comes first: no other is
-begun then, and what was made ahead gives way where caches are full.
+embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step or
+a validation goes on, the clips of what comes next are decoded beside it, or encoded. Whoever asks for clips meanwhile
+comes first: no other is begun then, and what was made ahead gives way where caches are full.
 Waits for the encoder, which bounds every part of a clip in time.
 """
 
@@ -20,14 +20,14 @@ from rlfuse.events import Span
 from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 
-AHEAD = "the next step"
-"""Who holds what is encoded before its step begins."""
+AHEAD = "what comes next"
+"""Who holds what is encoded before it is asked for."""
 
 
 class StepClips:
     """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped.
 
-    `ahead`: the next step's clips are encoded while this one goes on, which a tower that learns meanwhile forbids.
+    `ahead`: what comes next is encoded while this goes on, which a tower that learns meanwhile forbids.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class StepClips:
         self._shapes: list[tuple[int, int, int]] = []
         self._dropped = 0
         self._coming: asyncio.Task[None] | None = None
-        self._began = self._lasted = 0.0  # what is coming; how long the last had
+        self._began, self._beside = 0.0, ""  # what is coming
+        self._lasted: dict[str, float] = {}  # how long the last had, by what went on meanwhile
 
     async def start(self) -> None:
         """Encoder ranks and caches stand when this returns."""
@@ -47,7 +48,7 @@ class StepClips:
         """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self._lasted = time.monotonic() - self._began
+            self._lasted[self._beside] = time.monotonic() - self._began
             await coming
             await self.encoder.release(AHEAD)
         shown = {group.prompt.index: group.prompt.visual for group in groups if group.prompt.visual}
@@ -70,20 +71,23 @@ class StepClips:
                     sample.prompt = group.prompt
         return kept
 
-    def prefetch(self, prompts: Sequence[Prompt]) -> None:
+    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
         """Begin with the clips of prompts that come next; what goes wrong with that, the next `encode` raises.
+
+        `beside`: who goes on meanwhile, which says how long there is.
 
         Nothing where what was begun before is still to come.
         """
         clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
         if clips and self._coming is None:
-            work = self._encode_ahead(clips) if self.ahead else self.encoder.prefetch(clips)
-            self._began, self._coming = time.monotonic(), asyncio.create_task(work)
+            lasts = self._lasted.get(beside, 0.0)
+            work = self._encode_ahead(clips, lasts) if self.ahead else self.encoder.prefetch(clips)
+            self._began, self._beside, self._coming = time.monotonic(), beside, asyncio.create_task(work)
 
-    async def _encode_ahead(self, clips: Sequence[Clip]) -> None:
+    async def _encode_ahead(self, clips: Sequence[Clip], within_s: float) -> None:
         """As many as there is time and room for; an encoder at fault is so for the next `encode` too, which says it."""
         with suppress(EngineError):
-            await self.encoder.encode_ahead(clips, AHEAD, self._lasted, lambda: self._coming is None)
+            await self.encoder.encode_ahead(clips, AHEAD, within_s, lambda: self._coming is None)
 
     def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
         if not failed:

@@ -299,13 +299,13 @@ async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, 
             for visual in group.samples[0].prompt.visual:
                 assert torch.equal(visual.source.read(), unsharded(tower, coming[number]))
 
-    clips.prefetch(prompts)
+    clips.prefetch(prompts, "training")
     await encoded(0)  # before any other was begun
     told = await clips.release("training")
     assert (told["video/tokens_ahead"], told["video/encoded_tokens"]) == (0, 5 * 6)
 
-    clips.prefetch(prompts)
-    clips.prefetch(prompts[:1])  # the former is still to come
+    clips.prefetch(prompts, "training")
+    clips.prefetch(prompts[:1], "training")  # the former is still to come
     await asyncio.wait_for(clips._coming, 120)
     told = await clips.release("training")
     assert told["video/encoder_pool"] in (1, 2, 3) and told["video/encode_once_factor"] == 1

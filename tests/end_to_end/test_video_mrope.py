@@ -11,7 +11,7 @@ import ray
 import torch
 import trainer_probe
 from pipelines import Anywhere
-from rollouts import collect, drained, model_config, new_handle, settings
+from rollouts import collect, drained, model_config, new_handle, release, settings
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
@@ -48,8 +48,7 @@ async def engine(ray_cluster, folder):
     handle = new_handle(22)
     await handle.start(model_config(folder), settings(), 512, "cpu")
     yield handle
-    await handle.stop()
-    ray.kill(handle.actor)
+    await release(handle)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_handle, settings
+from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_handle, release, settings
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call
@@ -55,8 +55,7 @@ async def engine(ray_cluster, folder):
     handle = new_handle(20)
     await handle.start(model_config(folder), settings(), 512, "cpu")
     yield handle
-    await handle.stop()
-    ray.kill(handle.actor)
+    await release(handle)
 
 
 @pytest.fixture(scope="module")

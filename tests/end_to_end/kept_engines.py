@@ -2,8 +2,9 @@
 job's cost.
 
 Within `kept` the end of a job leaves Ray, its engines and its ranks alone, and the next job finds them: engines if its
-own are of the same model and as wide, the processes of ranks if it has as many of the same kind, for models of its own.
-All else is its own: rewards, controller, run folder. What a job starts in a second attempt is new.
+own are of the same kind, else their actors, which have imported vLLM, for engines of its own; the processes of ranks if
+it has as many of the same kind, for models of its own. All else is its own: rewards, controller, run folder. What a job
+starts in a second attempt is new.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import ray
+from rollouts import start_over
 
 from rlfuse.cluster import placement, process_logs, watchdog
 from rlfuse.engines.pipeline import pipeline_group
@@ -29,11 +31,15 @@ LONGEST = 544
 
 
 class KeptWorker(inference.RolloutWorker):
-    """Starts its engine once, and ends it when no job will come."""
+    """Starts an engine, and ends it for a job that needs one of another kind, or when no job will come."""
 
-    async def start(self, *arguments):
+    async def start(self, model, rollout, *more):
+        kind = model.path, model.dtype, rollout.tensor_model_parallel_size, rollout.quantization
+        if self._engine is not None and kind != self._kind:
+            await self.end()
+            start_over(self, int(self.name.partition("/")[2]))
         if self._engine is None:
-            self._facts = await super().start(*arguments)
+            self._kind, self._facts = kind, await super().start(model, rollout, *more)
         return self._facts
 
     async def join(self):
@@ -64,7 +70,7 @@ class Kept:
     """What jobs leave."""
 
     def __init__(self):
-        self.slots, self.kind, self.engines, self.trainers = None, None, {}, []
+        self.slots, self.engines, self.trainers = None, {}, []
         self.folder = Path(tempfile.mkdtemp())
         """Links to where the present job's processes show where they stand, and write; Ray inherits them."""
 
@@ -82,9 +88,6 @@ class Kept:
             rollout = replace(config.rollout, tensor_model_parallel_size=1)
             with mock.patch.dict(os.environ, {name: str(link) for name, link in links.items()}):
                 self.slots = await start(replace(config, trainer=trainer, rollout=rollout), again)
-        if (kind := (config.model.path, width)) != self.kind:
-            self.end_engines()
-        self.kind = kind
         return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
 
     def stop(self, logs=None):

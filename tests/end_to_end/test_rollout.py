@@ -203,7 +203,7 @@ async def test_evicted_samples_leave_with_what_they_have(engine):
     began = time.perf_counter()
     await engine.evict([one.id for one in samples])
     await taking
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 60
     assert set(arrived) == {one.id for one in samples}
     evicted = [result for result in arrived.values() if isinstance(result, Partial)]
     assert len(evicted) >= 10

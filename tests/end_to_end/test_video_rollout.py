@@ -206,7 +206,7 @@ async def forget_prefixes(engine):
 
     def forget(worker):
         loop = worker._engine.output_handler.get_loop()
-        assert asyncio.run_coroutine_threadsafe(worker._engine.reset_prefix_cache(), loop).result(10)
+        assert asyncio.run_coroutine_threadsafe(worker._engine.reset_prefix_cache(), loop).result(60)
 
     await engine.actor.__ray_call__.remote(forget)
 

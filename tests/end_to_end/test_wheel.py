@@ -54,7 +54,7 @@ cluster: {{timeout_s: 200}}
 """
 
 
-def run(*command, status=0, timeout=60, **more):
+def run(*command, status=0, timeout=240, **more):
     """What the command printed."""
     done = subprocess.run(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, **more
@@ -152,7 +152,7 @@ def test_commands_work_in_any_folder(installed, folder):
 
 def test_the_doctor_knows_the_tested_versions(installed, folder):
     done = subprocess.run(
-        [installed.command, "doctor", "--no-self-test"], capture_output=True, text=True, timeout=60, **installed.more
+        [installed.command, "doctor", "--no-self-test"], capture_output=True, text=True, timeout=240, **installed.more
     )
     assert done.returncode in (0, 1) and done.stderr == "", "1 where something keeps this machine from running jobs"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -318,7 +318,7 @@ def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
         began = time.monotonic()
         for name, why in read_facts(config).model_problems.items():
             print(name, why)
-        assert time.monotonic() - began < 8, "a download tries again for half a minute"
+        assert time.monotonic() - began < 25, "a download tries again for half a minute"
         kept = Path(os.environ["HF_HOME"], "hub", "models--some--policy")
         (kept / "snapshots" / "a").mkdir(parents=True), (kept / "refs").mkdir()
         (kept / "refs" / "main").write_text("a")

@@ -180,8 +180,8 @@ def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path)
     writer = opened_by_its_reader(tmp_path / "silent.mp4")
     children = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
-    parent.wait(20)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    parent.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     os.close(writer)
     assert children and not alive
 

@@ -54,7 +54,7 @@ def test_who_compiles_is_named_and_the_lock_of_a_killed_one_is_removed_at_once(l
     left = f"{lock} was left behind by process {child} of {socket.gethostname()} that has ended: removed"
     assert load(lambda: done.append(1)) == left and not lock.exists() and not done
     assert load(lambda: done.append(1)) is None and done
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
 
 
 def test_a_lock_of_another_program_counts_while_it_works_or_may(lock):

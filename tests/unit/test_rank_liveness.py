@@ -129,46 +129,50 @@ class Calls:
     """A thread that does one thing after the other, as a rank's does."""
 
     def __init__(self):
-        self.progress, self.go_on = Progress("cpu"), threading.Event()
-        self.work, self.asked = None, threading.Event()
-        threading.Thread(target=self.run, daemon=True).start()
-        self.asked.wait()
+        self.progress, self.work, self.here = Progress("cpu"), spins, threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        assert self.here.wait(60)
 
     def run(self):
         self.progress.calls_come_here()
-        self.asked.set()
-        while True:
-            self.go_on.wait()
+        self.here.set()
+        while self.work:
             self.work()
 
-    def signs(self, work, seconds=0.1):
-        """What is told before and after so long."""
-        self.work = work
-        self.go_on.set()
-        time.sleep(0.05)
-        first = self.progress.pulse()
-        time.sleep(seconds)
-        return first, self.progress.pulse()
+    def at(self, work):
+        """What is told once the thread does this."""
+        self.work, until = work, time.monotonic() + 60
+        while not (told := self.progress.pulse()).stack[0].endswith(f"in {work.__name__}"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return told
+
+    def end(self):
+        self.work = None
+        self.thread.join(60)
 
 
 def spins():
-    sum(range(10_000_000))
+    sum(range(3_000_000))
 
 
 def sleeps():
-    time.sleep(60)
+    time.sleep(2)
 
 
 @pytest.mark.slow
 def test_computing_is_a_sign_of_life_and_sleeping_is_none():
     calls = Calls()
-    before, after = calls.signs(spins)
-    assert after.signs > before.signs and after.stack[0].endswith("in spins")
-    calls.work = sleeps
-    time.sleep(0.6)
-    before, after = calls.signs(sleeps)
-    assert after.signs == before.signs and after.stack[0].endswith("in sleeps") and not after.waits
-    assert f'File "{__file__}", line ' in after.stack[0]
+    before = calls.at(spins)
+    time.sleep(0.1)
+    assert calls.at(spins).signs > before.signs
+    before, until = calls.at(sleeps), time.monotonic() + 60  # it may still queue for a core, to fall asleep
+    while time.sleep(0.1) or (after := calls.at(sleeps)).signs != before.signs:
+        before = after
+        assert time.monotonic() < until
+    calls.end()
+    assert f'File "{__file__}", line ' in after.stack[0] and not after.waits
 
 
 @pytest.mark.slow

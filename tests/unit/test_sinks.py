@@ -50,7 +50,7 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
             sink.log(step, {"critic/score/mean": step / 2})
         sink.close(0)
         (path,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {path for path, _ in rows}
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(found := history(path)) < 6 and time.monotonic() < until:  # wandb's own process writes it
             time.sleep(0.05)
         rows.append((path, found))

@@ -137,7 +137,7 @@ def test_a_request_that_is_not_taken_in_time_is_withdrawn(tmp_path):
     began = time.monotonic()
     with pytest.raises(SlotRefused, match=r"did not look into .* for 0\.2 s, and the request is withdrawn"):
         disk.ask(tmp_path, "drain", 1, patience=0.2)
-    assert time.monotonic() - began < 5 and disk.take(tmp_path) == []
+    assert time.monotonic() - began < 60 and disk.take(tmp_path) == []
 
 
 def test_a_request_whose_sender_is_gone_is_not_carried_out(desk):

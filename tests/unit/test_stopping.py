@@ -88,7 +88,9 @@ async def test_what_does_not_end_in_time_is_cut_off(number, step, words):
     assert left.value.by == number
 
 
-async def test_a_signal_that_a_wrapper_hands_on_is_no_second_one():
+async def test_a_signal_that_a_wrapper_hands_on_is_no_second_one(monkeypatch):
+    monkeypatch.setattr(stopping, "ONCE_S", 60.0)
+
     async def handed_on(_):
         await press(SIGINT)
         await asyncio.sleep(0.05)

@@ -60,12 +60,12 @@ def test_lines_and_view_until_the_end(tmp_path, quick, monkeypatch, tty):
         wait_for(lambda: "step 9/10  reward 0.900" in shown())
     terminal.close()
     running(tmp_path, state="failed", error="it broke")
-    looking.join(10)
+    looking.join(60)
     assert "p/n failed: it broke" in shown() and not looking.is_alive()
 
 
 def wait_for(condition):
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -48,7 +49,10 @@ def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_r
     def look():
         files = {number: os.readlink(f"/proc/self/fd/{number}") for number in (ours.fileno(), lock.fileno())}
         handlers = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGPIPE)
-        sending.send((files, handlers, gc.callbacks, gc.isenabled(), ray.is_initialized()))
+        gc.unfreeze()
+        sending.send(
+            (files, handlers, gc.callbacks, gc.isenabled(), gc.get_freeze_count() > 1000, ray.is_initialized())
+        )
         lock.close()
         sending.send(len(os.listdir("/proc/self/fd")))
         signal.pause()
@@ -57,10 +61,10 @@ def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_r
     try:
         child.start()
         assert receiving.poll(60)
-        files, handlers, told, collects, connected = receiving.recv()
+        files, handlers, told, collects, keeps, connected = receiving.recv()
         assert set(files.values()) == {"/dev/null"}
         assert handlers == (signal.SIG_DFL, signal.SIG_IGN)
-        assert (told, collects, connected) == ([], True, False)
+        assert (told, collects, keeps, connected) == ([], True, True, False)
         assert receiving.recv() > 4, "numbers stay taken"
         ours.close()
         theirs.settimeout(30)
@@ -85,14 +89,20 @@ def test_a_fork_ends_with_its_actor():
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
-    """Its manager of processes takes what makes them from the place that is replaced, and the process from that."""
+    """Its manager of processes takes what makes them from the place that is replaced, and the process from that; and
+    what looks at a class of models is asked in a place that is replaced."""
+    from vllm.model_executor.models import registry
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
 
+    look_elsewhere = registry._run_in_subprocess
     assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
+    inspect_class = inspect.unwrap(registry._LazyRegisteredModel.inspect_model_cls)
+    assert "_run_in_subprocess" in inspect_class.__code__.co_names
     with forking("cpu"):
         context = utils.get_mp_context()
         assert context.get_start_method() == "fork" and context.Process is EngineFork
+        assert registry._run_in_subprocess(os.getpid) == os.getpid()
     with forking("cuda"):
-        assert utils.get_mp_context is get_mp_context
-    assert utils.get_mp_context is get_mp_context
+        assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
+    assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere

@@ -50,19 +50,32 @@ class Forks(ForkContext):
 
 @contextmanager
 def forking(device: str) -> Iterator[None]:
-    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`."""
+    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`.
+
+    There a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
+    asks for CUDA devices; a fork finds it imported.
+    """
     if device != "cpu":
         yield
         return
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
 
-    with mock.patch.object(utils, "get_mp_context", Forks):
+    with (
+        mock.patch.object(utils, "get_mp_context", Forks),
+        mock.patch.object(registry, "_run_in_subprocess", lambda look: look()),
+    ):
         yield
 
 
 def _leave_garbage() -> None:
-    """What is the actor's is not looked through, so nothing of it ends here; its recorder is told of no collection."""
+    """What is the actor's is not looked through, so nothing of it ends here; its recorder is told of no collection.
+
+    Nor is it when the engine ends: vLLM lets all go that is frozen, and looks through it twice, a quarter of the CPU
+    time of a small engine.
+    """
     gc.freeze()
+    gc.unfreeze = lambda: None
     gc.callbacks.clear()
     gc.enable()
 

@@ -74,6 +74,7 @@ def _build(settings: EngineSettings, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from rlfuse.engines.rollout.engine_fork import forking
     from rlfuse.engines.rollout.prompts import prompt_arguments
 
     more = json.loads(settings.engine_kwargs)
@@ -99,7 +100,8 @@ def _build(settings: EngineSettings, device: str) -> Any:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         longest = settings.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", 0)
         arguments |= prompt_arguments(config, longest)
-        return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
+        with forking(device):
+            return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
     except Exception as error:
         raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
 

@@ -154,16 +154,16 @@ class _Ranks:
         return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
 
     def _exchanged(self, shape: Shape) -> float:
-        """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut."""
+        """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut: of queries, keys,
+        values and results of each layer (DeepSpeed's `DistributedAttention`), each with the links' latency."""
         config = self._config
         longest = config.data.max_prompt_length + config.data.max_response_length
         degree = config.training.ulysses_sequence_parallel_size
         if degree == 1 or longest <= config.actor.ppo_max_token_len_per_gpu:
             return 0.0
-        size = 4 * len(shape.layers) * shape.hidden / self._width * self._item * (degree - 1) / degree
-        links = self._hardware.links
-        within = degree * self._width <= links.per_node
-        return size / (links.within_bytes_per_s if within else links.between_bytes_per_s)
+        size = self._micro_batch * shape.hidden / self._width * self._item * (degree - 1) / degree
+        each = self._hardware.links.send(size, degree * self._width > self._hardware.links.per_node)
+        return 4 * len(shape.layers) * each / self._micro_batch
 
     def _handed_on(self, shape: Shape) -> float:
         """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""

@@ -63,6 +63,18 @@ def test_zero_3_begins_anew_for_every_module(shape, again, gathered):  # noqa: F
         assert 1 / getattr(far, name) > 2 / getattr(slow, name) - 1 / getattr(quick, name), "three hops of a ring"
 
 
+def test_every_exchange_of_a_cut_row_waits_for_its_link(shape):  # noqa: F811
+    """Four in each of 8 layers: of queries, keys, values and results; as many for their gradients."""
+    settings = {"training.ulysses_sequence_parallel_size": 2, "actor.ppo_max_token_len_per_gpu": 64}
+    config = changed(job_of(shape).config, settings.items())
+    quick, slow = (
+        costs_of(config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, links=Links(within_s=wait)), 200)
+        for wait in (0.0, 1e-3)
+    )
+    for name, times in (("score_tokens_per_s", 1), ("train_tokens_per_s", 2)):
+        assert 64 * (1 / getattr(slow, name) - 1 / getattr(quick, name)) == pytest.approx(times * 4 * 8 * 1e-3)
+
+
 def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
     """16 GB of 24 are theirs, at 10 GB/s: 1.6 s each way."""
     ways, moved = {}, Moved(24e9, 16e9)

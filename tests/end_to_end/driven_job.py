@@ -32,6 +32,7 @@ def settings_of(folder: Path, model: Path) -> dict:
         "reward.functions": f"[{folder}/reward.py:even]",
         "trainer.n_gpus_per_node": 2,
         "trainer.logger": "[]",
+        "trainer.timeline_freq": 0,
         "trainer.default_local_dir": folder / "runs",
         "cluster.timeout_s": 300,
     }

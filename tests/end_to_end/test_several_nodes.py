@@ -35,6 +35,8 @@ STEPS = 4
 ELSEWHERE = ["RolloutWorker", "TrainerRank", "WeightStaging"]
 """Who lives on the node of a slot where the driver is not."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
+ASKED_FOR = {"RAY_prestart_worker_first_driver": "0"}
+"""No worker for each core of each node before anybody asks."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def cluster():
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=plain | AUTHENTICATED, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, env=plain | AUTHENTICATED | ASKED_FOR, start_new_session=True, **pipes)
     found = json.loads(process.stdout.readline())
     everyone = psutil.Process(process.pid).children(recursive=True)
 
@@ -299,13 +301,13 @@ def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
     assert inhabitants(successor) == ELSEWHERE
     victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
     victim.kill()
-    assert_told(finish(process, expected=1, timeout=90))
+    assert_told(finish(process, expected=1, timeout=240))
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
     assert not weights_left()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [], "the nodes are free again"

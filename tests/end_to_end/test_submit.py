@@ -51,9 +51,11 @@ def cluster(tmp_path_factory):
     command += [f"--temp-dir={folder}", "--disable-usage-stats", "--object-store-memory=200000000"]
     log = (token.parent / "head.log").open("w")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    asked_for = {"RAY_prestart_worker_first_driver": "0"}  # no worker for each core before anybody asks
     # Not what a run in this process set for its own cluster: a head that ends its children can't see how jobs end.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=plain | secret)
+    environment = plain | secret | asked_for
+    head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
     try:
         _wait_for(dashboard, head, Path(log.name))
         yield f"127.0.0.1:{dashboard}", token
@@ -64,7 +66,7 @@ def cluster(tmp_path_factory):
 
 
 def _wait_for(port: int, head: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         assert head.poll() is None, log.read_text()
         with socket.socket() as probe:

@@ -173,7 +173,7 @@ def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
 @pytest.mark.parametrize("budget", [16_384, 100_000])
 def test_ranks_that_wait_for_each_other_in_every_micro_batch_do_so_with_micro_batches_as_long(budget):
     """Without regard to that the same units take 1.10 to 1.38 times the bound, 1.24 in the mean."""
-    ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B), True) for seed in range(20)]
+    ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B), True) for seed in range(10)]
     assert min(ratios) > 1 - 1e-9 and max(ratios) < 1.1 and np.mean(ratios) < 1.02
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.cluster import cuda, placement
+from rlfuse.cluster import cuda, nodes, placement
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
+from rlfuse.config.video import VideoConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
@@ -163,6 +164,14 @@ class VideoParts:
     """Encoder ranks on the slots, with decoders of their own."""
 
 
+def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:
+    """Nodes of the cluster that have no slots, by Ray's names, and how many processes each gets to decode ahead."""
+    if not video.prefetch_mb or video.encode_ahead:
+        return {}
+    taken = {node.id for node in slots.nodes}
+    return {node.id: int(node.total.get("CPU", 0)) for node in nodes.answering_nodes() if node.id not in taken}
+
+
 def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:
     """Nothing of them is started."""
     video, cpu = config.video, slots.device == "cpu"
@@ -183,6 +192,7 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         config.cluster.timeout_s,
         placement.worker_environment(slots.device) if cpu else {},
         [node.id for node in slots.nodes],
+        decoders_elsewhere(slots, video),
     )
     clips = StepClips(encoder, video.max_failure_rate, say, video.encode_ahead)
     return VideoParts(TowerSettings(settings, pool), clips)

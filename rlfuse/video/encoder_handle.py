@@ -18,7 +18,8 @@ from ray.exceptions import ActorDiedError
 from rlfuse.cluster import remote
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
-from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, FrameReader, Frames, Part, PartFailure
+from rlfuse.video.decoders import FrameReader
+from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, Frames, Part, PartFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,17 @@ class EncoderPlacement:
 
 
 class EncoderHandle:
-    """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs."""
+    """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs.
+
+    `elsewhere`, to be set before: its share of decoders on other nodes.
+    """
 
     def __init__(
         self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float
     ):
         self.name, self.rank, self.placement = f"encoder/{rank}", rank, placement
         self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
+        self.elsewhere: Sequence[Any] = ()
         self._actor: Any = None
         self._updated: tuple[str, int] | None = None
         self._prefetching = False
@@ -49,9 +54,8 @@ class EncoderHandle:
 
     async def start(self) -> None:
         """A process with the tower loaded, at the weights of the last update; or EngineError."""
-        self._actor = (
-            ray.remote(EncoderRank).options(**self.placement.options).remote(self.rank, self.settings, self.frames)
-        )
+        actor = ray.remote(EncoderRank).options(**self.placement.options)
+        self._actor = actor.remote(self.rank, self.settings, self.frames, self.elsewhere)
         self._prefetching = False
         self.version, self.shape, self.node = await self._ask("load its tower", "start")
         if self._updated:

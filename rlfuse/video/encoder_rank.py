@@ -4,20 +4,22 @@ Role: Ray makes an actor of it; `encoding` sends it one part of a clip at a time
 but into the node's cache.
 Memory: at most two blocks of decoded frames exist, of `block_bytes` each (or `cut` frames, where those are more), and
 `prefetch_bytes` of those that were prefetched.
-Concurrency: one thread decodes the next block, of this part or of the one that comes next, while this one is encoded;
-between batches it decodes what `prefetch` named, and what of it hasn't begun when a part comes is called off.
-Waits for that thread, at most `decode_timeout_s` a block. Whatever goes wrong with a part is answered, not raised.
+Concurrency: a thread decodes the next block, of this part or of the one that comes next, while this one is encoded;
+between batches as many as there are `Decoders` decode what `prefetch` named, and what of it hasn't begun when a part
+comes is called off. Waits for these threads, at most `decode_timeout_s` a block. Whatever goes wrong with a part is
+answered, not raised.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -28,12 +30,10 @@ from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
+from rlfuse.video.decoders import Decoders, FrameReader
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.models.base import bring_along
 from rlfuse.video.towers import Tower, TowerShape
-
-FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
-"""(path, plan, first, last) -> uint8 [last - first, height, width, 3]: these of the plan's frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is in the cache. Frames that were prefetched; seconds: decoding, of which waited for, and encoding."""
+    """A part is in the cache. Frames that were prefetched, and that other nodes decoded; seconds: decoding, of which
+    waited for, and encoding."""
 
     tokens: int
     prefetched: int
+    elsewhere: int
     decode_s: float
     wait_s: float
     encode_s: float
@@ -112,6 +114,19 @@ class PartFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Frames, the seconds they took, and whether another node decoded them."""
+
+    frames: np.ndarray
+    seconds: float
+    elsewhere: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.frames)
+
+
+@dataclass(frozen=True, slots=True)
 class _Ahead:
     """Decoding of a block that was begun before it was asked for: for the next batch, or as the next in this one."""
 
@@ -122,14 +137,14 @@ class _Ahead:
 class EncoderRank:
     """See the module; every method is called by `encoding` only."""
 
-    def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader):
+    def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader, elsewhere: Sequence[Any] = ()):
         restore_child_signals()  # decoders are children of this process
-        self.settings, self.frames = settings, frames
+        self.settings, self.frames, self.elsewhere = settings, frames, elsewhere
         self.recorder = Recorder(f"encoder/{rank}")
         self.garbage = GarbageCollector(self.recorder)
         self.garbage.keep()
         watchdog.register(self.recorder.where, self.recorder)
-        self._decoder = ThreadPoolExecutor(1, "decoder")
+        self._renew_decoders()
         self._ahead: dict[tuple, _Ahead] = {}
         self._prefetched: deque[Span] = deque()  # the thread's, which can't record beside this one
 
@@ -155,7 +170,7 @@ class EncoderRank:
         for block in chain.from_iterable(self._blocks(frames) for frames in upcoming):
             if (room := room - block.bytes) < 0:
                 return
-            self._ahead[block.pixels] = _Ahead(self._decoder.submit(self._decode, block, prefetched=True), True)
+            self._ahead[block.pixels] = _Ahead(self._threads.submit(self._decode, block, prefetched=True), True)
 
     def encode(self, part: Part, upcoming: Frames | None = None) -> Encoded | PartFailure:
         """Decode, encode and store a part; begin to decode what comes next meanwhile."""
@@ -179,22 +194,22 @@ class EncoderRank:
         return self.recorder.drain()
 
     def _encode(self, part: Part, upcoming: Frames | None) -> Encoded:
-        row, prefetched, decode_s, wait_s, encode_s = part.row, 0, 0.0, 0.0, 0.0
+        row, prefetched, elsewhere, decode_s, wait_s, encode_s = part.row, 0, 0, 0.0, 0.0, 0.0
         next_up = self._blocks(upcoming)[:1] if upcoming else [None]
         for block, after in pairwise(chain(self._blocks(part.frames), next_up)):
             began = time.perf_counter()
-            frames, seconds, early = self._decoded(block)
-            prefetched += early * len(frames)
-            decode_s, wait_s = decode_s + seconds, wait_s + time.perf_counter() - began
-            free = all(each.future.done() for each in self._ahead.values())  # else its time goes on another's frames
-            if after and after.pixels not in self._ahead and free:
-                self._ahead[after.pixels] = _Ahead(self._decoder.submit(self._decode, after), False)
+            found, early = self._decoded(block)
+            prefetched, elsewhere = prefetched + early * found.count, elsewhere + found.elsewhere * found.count
+            decode_s, wait_s = decode_s + found.seconds, wait_s + time.perf_counter() - began
+            busy = sum(not each.future.done() for each in self._ahead.values())
+            if after and after.pixels not in self._ahead and busy < self._decoders.count:  # else another's goes before
+                self._ahead[after.pixels] = _Ahead(self._threads.submit(self._decode, after), False)
             began = time.perf_counter()
-            rows = self.tower.encode(torch.from_numpy(frames), block.plan.merge)
+            rows = self.tower.encode(torch.from_numpy(found.frames), block.plan.merge)
             write_rows(part.target, row, rows)
             encode_s += time.perf_counter() - began
             row += len(rows)
-        return Encoded(row - part.row, prefetched, decode_s, wait_s, encode_s)
+        return Encoded(row - part.row, prefetched, elsewhere, decode_s, wait_s, encode_s)
 
     def _blocks(self, whole: Frames) -> list[Frames]:
         """What is decoded at a time; the tower may be cut there."""
@@ -205,8 +220,8 @@ class EncoderRank:
         """What is decoded ahead and hasn't begun isn't."""
         self._ahead = {pixels: each for pixels, each in self._ahead.items() if not each.future.cancel()}
 
-    def _decoded(self, block: Frames) -> tuple[np.ndarray, float, bool]:
-        """The block's frames, the seconds that decoding took, begun ahead or now, and whether it was prefetched.
+    def _decoded(self, block: Frames) -> tuple[_Decoded, bool]:
+        """The block, decoded ahead or now, and whether it was prefetched.
 
         What was begun ahead and failed, beside whatever else the machine did then, is begun again.
         """
@@ -216,30 +231,35 @@ class EncoderRank:
         else:  # what was to come next and was skipped goes, and its time is not this block's
             kept = {pixels: each for pixels, each in self._ahead.items() if self._settled(each.future)}
             self._ahead = {pixels: each for pixels, each in kept.items() if each.prefetched}
-            future, prefetched = self._decoder.submit(self._decode, block), False
+            future, prefetched = self._threads.submit(self._decode, block), False
         if not self._settled(future):
             raise TimeoutError(f"decoding {block} took longer than {self.settings.decode_timeout_s:g} s")
-        frames, seconds = future.result()
+        found = future.result()
+        frames = found.frames
         expected = (block.last - block.first, block.plan.height, block.plan.width, 3)
         if frames.shape != expected or frames.dtype != np.uint8:
             raise ValueError(
                 f"decoding {block} gave {frames.dtype} {list(frames.shape)} instead of uint8 {list(expected)}"
             )
-        return frames, seconds, prefetched
+        return found, prefetched
 
     def _settled(self, future: Future) -> bool:
-        """Wait for the decoder; if it hangs, its thread is left alone and the next block gets another."""
+        """Wait for a decoder; if it hangs, all threads are left alone and the next block gets others."""
         if wait([future], self.settings.decode_timeout_s).done:
             return True
-        self._decoder.shutdown(wait=False)
-        self._decoder = ThreadPoolExecutor(1, "decoder")
+        self._threads.shutdown(wait=False)
+        self._renew_decoders()
         return False
 
-    def _decode(self, block: Frames, prefetched: bool = False) -> tuple[np.ndarray, float]:
+    def _renew_decoders(self) -> None:
+        self._decoders = Decoders(self.frames, self.elsewhere, self.settings.decode_timeout_s)
+        self._threads = ThreadPoolExecutor(self._decoders.count, "decoder")
+
+    def _decode(self, block: Frames, prefetched: bool = False) -> _Decoded:
         span = Span("prefetch", self.recorder.where, time.time(), samples=(block.clip,), cause="next step")
         began = time.perf_counter()
-        frames = self.frames(block.path, block.plan, block.first, block.last)
+        frames, elsewhere = self._decoders.read(block.path, block.plan, block.first, block.last)
         if prefetched:
             span.end, span.attributes["bytes"] = time.time(), block.bytes
             self._prefetched.append(span)
-        return frames, time.perf_counter() - began
+        return _Decoded(frames, time.perf_counter() - began, elsewhere)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -36,9 +36,10 @@ from pathlib import Path
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.samples import Embedding, FramePlan
+from rlfuse.video.decoders import DecoderNodes, FrameReader
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
-from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
+from rlfuse.video.encoder_rank import Encoded, EncoderSettings, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
 from rlfuse.video.store import CacheSettings, EmbeddingStore
 
@@ -91,6 +92,7 @@ class _Tally:
     failed: int = 0
     executed: int = 0
     prefetched: int = 0
+    elsewhere: int = 0
     ahead: int = 0
     """Tokens."""
     pool: int = 0
@@ -103,7 +105,8 @@ class _Tally:
 class SequenceParallelEncoder:
     """Encoder ranks at `placements`, and caches on their nodes and on `nodes`, Ray's names of those that read.
 
-    `frames` decodes and is pickled to every rank; `environment` is that of the caches' processes.
+    `frames` decodes and is pickled to every rank; so do processes of nodes without slots, as many as `decoders` says of
+    each. `environment`: of the caches' processes and those decoders'.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class SequenceParallelEncoder:
         timeout_s: float,
         environment: dict[str, str] | None = None,
         nodes: Sequence[str] = (),
+        decoders: Mapping[str, int] | None = None,
     ):
         if not placements:
             raise ValueError("placements: at least one encoder rank is needed, got none")
@@ -122,13 +126,18 @@ class SequenceParallelEncoder:
         self.frozen_only = cache.disk is not None
         self.store = EmbeddingStore(cache, timeout_s, environment or {})
         self.ranks = [EncoderHandle(i, placement, encoder, frames, timeout_s) for i, placement in enumerate(placements)]
+        patience = encoder.decode_timeout_s / 2  # a rank waits twice as long
+        self._decoders = DecoderNodes(decoders or {}, patience, environment or {})
         self._one_batch = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._tally = _Tally()
         self._token_s = 0.0  # that a rank takes for a token, as last told in `metrics`
 
     async def start(self) -> None:
-        """Ranks with their towers, all the same, and the caches; or EngineError."""
+        """Decoders elsewhere, ranks with their towers, all the same, and the caches; or EngineError."""
+        await self._decoders.start()
+        for number, rank in enumerate(self.ranks):
+            rank.elsewhere = self._decoders.share(number, len(self.ranks))
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         self._take_version()
         self.shape = self.ranks[0].shape
@@ -214,6 +223,7 @@ class SequenceParallelEncoder:
             "video/encode_once_factor": tally.executed / unique if unique else 1.0,
             "video/encoded_tokens": float(tally.executed),
             "video/prefetched_frames": float(tally.prefetched),
+            "video/frames_elsewhere": float(tally.elsewhere),
             "video/tokens_ahead": float(tally.ahead),
             "video/encoder_pool": float(tally.pool),
             "video/failed_clips": float(tally.failed),
@@ -229,6 +239,7 @@ class SequenceParallelEncoder:
         """Empty the caches, end all processes."""
         for rank in self.ranks:
             rank.close()
+        self._decoders.close()
         await self.store.close()
 
     def _take_version(self) -> None:
@@ -343,6 +354,7 @@ class SequenceParallelEncoder:
         job.left -= 1
         job.executed += done.tokens
         self._tally.prefetched += done.prefetched
+        self._tally.elsewhere += done.elsewhere
         self._tally.seconds.update(decode_s=done.decode_s, decode_wait_s=done.wait_s, encode_s=done.encode_s)
 
     def _frames(self, run: Run, job: _Job) -> Frames:

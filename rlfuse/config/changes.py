@@ -164,13 +164,14 @@ def _trains_critic(estimator: str) -> bool:
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether trainers of the one layout load what those of the other saved."""
     stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
-    if before[width] != after[width]:
+    pipelines = min(before[stages], after[stages]) > 1
+    if before[width] != after[width] and not pipelines:
         return False
     zero = {each["actor.zero_stage"] for each in (before, after)}
     if len(zero) > 1 and zero != {1, 2}:  # these two cut it up alike
         return False
     slots = {each["trainer.nnodes"] * each["trainer.n_gpus_per_node"] for each in (before, after)}
-    return min(before[stages], after[stages]) > 1 or (before[stages] == after[stages] and len(slots) == 1)
+    return pipelines or (before[stages] == after[stages] and len(slots) == 1)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

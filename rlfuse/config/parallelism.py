@@ -16,7 +16,8 @@ from rlfuse.config.schema import Config
 def pipelines(config: Config, facts: Facts) -> Iterator[str]:
     """What speaks against stages."""
     stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
-    several = "training.virtual_pipeline_model_parallel_size"
+    several, shared_layers = "training.virtual_pipeline_model_parallel_size", "training.tensor_model_parallel_size"
+    width = max(1, config.training.tensor_model_parallel_size)
     chunks = config.training.virtual_pipeline_model_parallel_size
     if chunks > 1 and (stages <= 1 or config.fusion.training == "serial"):
         yield problem(config, several, f"needs {name} above 1 and fusion.training=fused", "set these, or this to 1")
@@ -29,8 +30,11 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
         yield problem(config, shared, valid, "set it to false" + (f", or {name}={common}" if common > 1 else ""))
     if stages <= 1:
         return
-    if slots >= 1 and slots % stages:
-        yield problem(config, name, f"must divide the {slots} slots", f"set {name}={math.gcd(stages, slots)}")
+    if slots >= width and slots // width % stages:
+        groups = f" / {width} ({shared_layers}={width} ranks are one device)" if width > 1 else ""
+        yield problem(
+            config, name, f"must divide the {slots}{groups} slots", f"set {name}={math.gcd(stages, slots // width)}"
+        )
     if facts.layers and stages * chunks > facts.layers:
         valid = f"needs a layer for each of its {stages * chunks} stages, {config.model.path} has {facts.layers}"
         yield problem(config, name, valid, f"set {name}={max(1, facts.layers // chunks)} or less")
@@ -70,8 +74,9 @@ def shares(config: Config, facts: Facts) -> Iterator[str]:
         of = f"the {heads} attention heads of {config.model.path} and " if heads else ""
         valid = f"must divide {of}the {local} slots of a node, which a model's ranks do not leave"
         yield problem(config, name, valid, f"set {name}={math.gcd(common, width)}")
-    if zero > 1:
+    if zero > 1 and training.pipeline_parallel_size <= 1:  # else `pipelines` tells
         valid = f"ZeRO {zero} divides what ranks with {name}={width} hold in parts already"
         yield problem(config, "actor.zero_stage", valid, "set actor.zero_stage=1")
-    if training.pipeline_parallel_size > 1:
-        yield problem(config, name, "can't be had beside stages of a pipeline", "set one of the two to 1")
+    if training.vocabulary_parallel and training.pipeline_parallel_size > 1:
+        valid = f"stages share the heads of whole layers, and {name}={width} ranks share layers"
+        yield problem(config, "training.vocabulary_parallel", valid, f"set it to false, or {name}=1")

@@ -303,7 +303,8 @@ class TrainingConfig:
     """All devices of a pipeline share the output head of actor and reference, a range of tokens each: no device is kept
     waiting by a wide vocabulary."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share every layer of actor, critic and reference; the rest is data parallelism. 1: none."""
+    """Ranks that share every layer of actor, critic and reference, also in stages; the rest is data parallelism. 1:
+    none."""
     ulysses_sequence_parallel_size: int = 1
     """Most ranks that a sequence is cut over; a power of two. What each batch needs is chosen by length. 1: none."""
     split_backward: bool = False

@@ -185,7 +185,10 @@ def _pipelines(config: Config, role: str) -> Pipelines:
 
 
 def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
-    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts."""
+    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts.
+
+    `shape`: of a rank's share of the layers, as all that tell of stages here.
+    """
     return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
 
 

@@ -97,6 +97,11 @@ class _Ranks:
         each = config.actor.ppo_mini_batch_size * config.rollout.n * context / self._copies
         self._micro_batch = max(1.0, min(config.actor.ppo_max_token_len_per_gpu, each))
 
+    @property
+    def _far(self) -> bool:
+        """Whether a pipeline has stages on several nodes."""
+        return self._stages * self._width > self._hardware.links.per_node
+
     def score_token_s(self) -> float:
         """Of a pass without gradients."""
         shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
@@ -129,7 +134,7 @@ class _Ranks:
     def _begun_s(self, shape: Shape) -> float:
         """Of a micro-batch's forward pass through all stages, beside its tokens."""
         links = self._hardware.links
-        handed_on = (self._stages - 1) * links.send(0, self._stages > links.per_node)
+        handed_on = (self._stages - 1) * links.send(0, self._far)
         if self._config.training.vocabulary_parallel:
             handed_on += links.all_reduce(0, self._stages)
         layer = self._hardware.layer_s + 2 * links.all_reduce(0, self._width)
@@ -169,8 +174,7 @@ class _Ranks:
         """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""
         if self._stages == 1:
             return 0.0
-        links = self._hardware.links
-        far = self._stages > links.per_node
+        links, far = self._hardware.links, self._far
         times = 2 + 2 * self._config.training.vocabulary_parallel * share_with_logits(self._config.data)
         return times * (links.send(shape.hidden * self._item, far) - links.send(0, far))
 

@@ -187,8 +187,7 @@ def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[
     """Return the models' parts on the pipeline's fullest position, where there is one, whatever an engine's cache is
     and how many sequences it runs."""
     stages, width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
-    shared = {shape: shape.share(width) for shape in shapes.values()}
-    shapes = {role: shared[shape] for role, shape in shapes.items()}
+    shapes = {role: shape.share(width) for role, shape in shapes.items()}
     found = [_position(config, shapes, device, position) for position in range(stages)]
     return max(found, key=lambda each: sum(part.size for part in each))
 

@@ -8,6 +8,7 @@ head for all queries where they share it (multi-query).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -94,13 +95,8 @@ class Shape:
     """Numbers of a visual token's embedding: hidden features, and as many for each layer that is fed besides."""
 
     def share(self, width: int) -> Shape:
-        """What each of `width` ranks holds, which share the layers."""
-        if width == 1:
-            return self
-        mine = self.model.share(width)
-        layers = tuple(sum(each.numel() for each in layer.parameters()) for layer in mine.stack)
-        held = self.parameters - sum(self.layers) + sum(layers)
-        return replace(self, parameters=held, layers=layers, heads=self.heads // width, model=mine)
+        """What each of `width` ranks holds, which share the layers. The same shape for the same width."""
+        return self if width == 1 else _share(self, width)
 
     @property
     def of_experts(self) -> float:
@@ -119,6 +115,14 @@ class Shape:
     def passed(self) -> float:
         """Parameters of the layers that every token is multiplied by; the head comes on top for those that predict."""
         return sum(self.layers) * self.active
+
+
+@functools.cache
+def _share(shape: Shape, width: int) -> Shape:
+    mine = shape.model.share(width)
+    layers = tuple(sum(each.numel() for each in layer.parameters()) for layer in mine.stack)
+    held = shape.parameters - sum(shape.layers) + sum(layers)
+    return replace(shape, parameters=held, layers=layers, heads=shape.heads // width, model=mine)
 
 
 def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool = False) -> Shape:

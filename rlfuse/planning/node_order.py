@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from rlfuse.config.schema import Config
+from rlfuse.planning.exchanges import held_of
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
@@ -59,13 +60,14 @@ def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
     """
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
-    wide, mine = max(1, stages // each), tokens / (config.slots // stages)
+    pipeline = stages * training.tensor_model_parallel_size  # its devices
+    wide, mine = max(1, pipeline // each), tokens / (config.slots // pipeline)
     chunks = training.virtual_pipeline_model_parallel_size
     mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     micro_batches = max(mini_batches, -(-mine * actor.ppo_epochs // actor.ppo_max_token_len_per_gpu))
     times = 2 * mini_batches if zero < 2 else micro_batches + mini_batches if zero == 2 else 3 * micro_batches
     nodes = config.trainer.nnodes
-    around = shape.parameters * item / stages / max(1, each // stages) * times
+    around = held_of(config, shape) * item / stages / max(1, each // pipeline) * times
     return Exchanged(
         ring=around,
         ring_hops=int(times * max(0, nodes // wide - 1)),

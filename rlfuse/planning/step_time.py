@@ -65,7 +65,7 @@ class StepTimes:
     """Of one job's steps, with these response lengths, whatever else is configured and however fast it is."""
 
     def __init__(self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int):
-        self._shapes, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
+        self._whole, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
         self._longest, self._mean = int(self._given.max()), float(self._given.mean())
         self._simulated: dict[tuple, Seconds] = {}
         self._tuned: dict[tuple[Workload, str], Settings] = {}
@@ -155,7 +155,8 @@ class StepTimes:
         seconds = 3 * forward * sum(counts.values()) / stages
         whole = len(counts) == 1 and not config.training.split_backward
         alone = whole and chunks == 1
-        shared = head_share(config, self._shapes["actor"])
+        actor = self._held(config, "actor")
+        shared = head_share(config, actor)
         if schedule:
             key = (config.fusion.training, *astuple(config.training), *counts.items(), share_with_logits(config.data))
             if key not in self._schedules:
@@ -164,10 +165,10 @@ class StepTimes:
                 self._schedules[key] = took / (3 * sum(counts.values()) / stages)
             seconds *= self._schedules[key]
         elif alone and not roomy:
-            fullest = max(stage_shares(config, self._shapes["actor"]))
+            fullest = max(stage_shares(config, actor))
             seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1 - (stages - 1) * shared)
         elif whole and not roomy:
-            shares, pipelines = stage_shares(config, self._shapes["actor"]), pipelines_of(config, "actor")
+            shares, pipelines = stage_shares(config, actor), pipelines_of(config, "actor")
             held = [pipelines.stages_on(position) for position in range(stages)]
             busy = [counts["actor"] * sum(shares[i] for i in mine) + sum(shares[: min(mine)]) for mine in held]
             seconds = 3 * forward * max(each - min(mine) * shared for each, mine in zip(busy, held, strict=True))
@@ -188,14 +189,19 @@ class StepTimes:
         planner = planner_of(config)
         kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if planner.split else {"F": 1, "B": 2}
         for role in counts:
-            head = head_share(config, self._shapes[role], role)
-            for stage, share in enumerate(stage_shares(config, self._shapes[role], role)):
+            held = self._held(config, role)
+            head = head_share(config, held, role)
+            for stage, share in enumerate(stage_shares(config, held, role)):
                 own = share - (head if stage < planner.stages else 0.0)
                 for kind, times in kinds.items():
                     planner.learn(Operation(role, 0, stage, 0, kind), forward * times * own)
                 if head:
                     planner.learn(Operation(role, 0, stage, 0, "H"), 3 * forward * head)
         return planner
+
+    def _held(self, config: Config, role: str) -> Shape:
+        """Of a model, by each rank."""
+        return self._whole[role].share(config.training.tensor_model_parallel_size)
 
     def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[float]) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""

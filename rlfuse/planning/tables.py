@@ -43,11 +43,12 @@ def settings_table(config: Config) -> Table:
 def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     """The slots of the first node; the others are filled alike."""
     found = placements(config, shapes)
-    video = shapes["actor"].tower > 0
+    video, pipeline = shapes["actor"].tower > 0, config.training.pipeline_parallel_size
+    pipeline *= config.training.tensor_model_parallel_size
     title = f"Placement: {config.slots} slots on {config.trainer.nnodes} node{'s' * (config.trainer.nnodes > 1)}"
     table = table_of(title, "node", "slot", "rollout engine", "trainer rank", *(["encoder ranks"] if video else []))
     for place in found:
-        if place.node and config.training.pipeline_parallel_size <= config.trainer.n_gpus_per_node:
+        if place.node and pipeline <= config.trainer.n_gpus_per_node:
             continue
         more = [str(place.encoders)] if video else []
         table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
@@ -66,7 +67,7 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
 def stages_told(config: Config, shape: Shape) -> str:
     """By what layers are shared out over stages."""
     share = share_with_logits(config.data)
-    layers, _, head = layer_costs(shape, share)
+    layers, _, head = layer_costs(shape.share(config.training.tensor_model_parallel_size), share)
     if config.training.vocabulary_parallel:
         return "stages of as many layers, which share the actor's head"
     worth = head * len(layers) / sum(layers)

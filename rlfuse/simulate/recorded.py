@@ -136,7 +136,7 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
 def micro_batches(config: Config, prompts: int, context: float) -> int:
     """Of so many prompts' rows in each pipeline, as the trainer cuts them; `context`: tokens of a row in the mean."""
     stages, rows = config.training.pipeline_parallel_size, prompts * config.rollout.n
-    copies = config.slots // stages
+    copies = config.slots // stages // config.training.tensor_model_parallel_size
     tokens = rows * context / copies
     return int(max(-(-tokens // config.actor.ppo_max_token_len_per_gpu), min(2 * stages, -(-rows // copies))))
 

@@ -63,11 +63,14 @@ class Probe(PipelineGroup):
             for name, parameter in rank.engines[model].module.named_parameters():
                 tensor, name = getattr(parameter, field), name.split(".", 1)[1]
                 name += f"/{shares.index}" if name == "lm_head.weight" and shares else ""
-                whole[name] = torch.zeros_like(parameter) if tensor is None else tensor.detach()
+                tensor = torch.zeros_like(parameter) if tensor is None else tensor.detach()
+                if rank.tensor and hasattr(parameter, "partition_dim"):
+                    tensor = rank.tensor.whole(tensor, parameter.partition_dim)
+                whole[name] = tensor
             return whole
 
         parts = await asyncio.gather(*(rank.__ray_call__.remote(read, model, field) for rank in self.ranks))
-        total = {}
+        parts, total = parts[:: self.mesh.width], {}
         for part in parts if field == "grad" else parts[: self.layout[model].stages]:
             for name, tensor in part.items():
                 total[name] = total[name] + tensor if name in total else tensor

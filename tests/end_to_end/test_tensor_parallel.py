@@ -57,8 +57,7 @@ class Shared(Probe):
                 else:
                     moment = safe_get_full_optimizer_state(parameter, "exp_avg")
                 if rank.tensor and hasattr(parameter, "partition_dim"):
-                    moment.tensor_model_parallel, moment.partition_dim = True, parameter.partition_dim
-                    moment = rank.tensor.whole(moment)
+                    moment = rank.tensor.whole(moment, parameter.partition_dim)
                 found[name] = moment / (1 - BETA)
             return found
 

@@ -66,6 +66,15 @@ def test_no_entry_of_the_table_is_of_no_key_and_none_is_twice():
             {"training__pipeline_parallel_size": 4, "trainer__n_gpus_per_node": 4},
             [Effect.NEXT_STEP] * 2,
         ),
+        (
+            {"training__pipeline_parallel_size": 4, "trainer__n_gpus_per_node": 4},
+            {
+                "training__pipeline_parallel_size": 2,
+                "training__tensor_model_parallel_size": 2,
+                "trainer__n_gpus_per_node": 4,
+            },
+            [Effect.NEXT_STEP] * 2,
+        ),
     ],
 )
 def test_where_values_decide(was, now, effects):

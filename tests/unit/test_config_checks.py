@@ -194,9 +194,18 @@ def test_latent_attention_needs_gpus():
             {
                 "training__tensor_model_parallel_size": 2,
                 "training__pipeline_parallel_size": 2,
+                "trainer__n_gpus_per_node": 6,
+            },
+            ["pipeline_parallel_size=2: must divide the 6 / 2 (training.tensor_model_parallel_size=2 ranks are one"],
+        ),
+        (
+            {
+                "training__tensor_model_parallel_size": 2,
+                "training__pipeline_parallel_size": 2,
+                "training__vocabulary_parallel": True,
                 "trainer__n_gpus_per_node": 4,
             },
-            ["training.tensor_model_parallel_size=2: can't be had beside stages", "set one of the two to 1"],
+            ["training.vocabulary_parallel=true: stages share the heads of whole layers", "set it to false, or"],
         ),
         (
             {

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import Config, DataConfig
 from rlfuse.engines.pipeline import split_backward
-from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.layout import Mesh, Pipelines, Place, mesh_of
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import (
     balanced,
@@ -180,11 +180,14 @@ def test_a_family_that_changes_its_embeddings_is_not_cut():
 
 
 def test_layouts_that_do_not_fit_say_so():
-    assert block_size([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == 4
+    assert mesh_of([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == Mesh(2, 4, 1)
+    assert (mesh := mesh_of([Pipelines("actor", 2, width=3)], 12)).place(mesh.rank(1, 0, 2)) == Place(1, 0, 2)
+    with pytest.raises(ValueError, match=r"these are .* ranks: make these equal"):
+        mesh_of([Pipelines("actor", 2, width=2), Pipelines("critic", 2)], 4)
     with pytest.raises(ValueError, match="make these equal"):
-        block_size([Pipelines("actor", 4), Pipelines("critic", 2)], 4)
+        mesh_of([Pipelines("actor", 4), Pipelines("critic", 2)], 4)
     with pytest.raises(ValueError, match="6 ranks are no whole number of blocks of 4"):
-        block_size([Pipelines("actor", 4)], 6)
+        mesh_of([Pipelines("actor", 4)], 6)
     with pytest.raises(ValueError, match="chunks=0, but a device holds at least 1 stage"):
         Pipelines("actor", 2, chunks=0)
     with pytest.raises(ValueError, match="names 2 stages, not 4"):
@@ -227,7 +230,8 @@ def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
 
     cuts = {share: balanced(*modelled_costs(Config, Config.vocab_size, share), 4) for share in (1.0, 0.5, 0.1)}
     assert cuts == {1.0: (8, 8, 8, 0), 0.5: (7, 7, 7, 3), 0.1: (6, 6, 6, 6)}
-    assert balanced(*modelled_costs(Config, 1, 1.0), 4) == (6, 6, 6, 6)
+    values, shared = ((1, 1.0), (6, 6, 6, 6)), ((Config.vocab_size, 0.1, 4), (7, 7, 7, 3))
+    assert all(balanced(*modelled_costs(Config, *given), 4) == cut for given, cut in (values, shared))
     assert [(part.layers, part.first, part.last) for part in parts((2, 0))] == [
         (range(2), True, False),
         (range(2, 2), False, True),

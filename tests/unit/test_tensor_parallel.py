@@ -12,13 +12,17 @@ from transformers import (
     Qwen3Config,
 )
 
+from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.tensor_parallel import OnPaper, check_cuttable, cut
 from rlfuse.errors import EngineError
-from rlfuse.planning.memory import GIB, Budget, memory_of
+from rlfuse.planning.cluster_file import Cluster
+from rlfuse.planning.memory import GIB, Budget, memory_of, parameters_on
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.placing import placements
+from rlfuse.planning.space import VOCABULARY, axes_of, structures
+from rlfuse.planning.tables import stages_told
 
 SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
@@ -109,3 +113,24 @@ def test_a_plan_says_which_share_a_rank_has(shape):
     config.trainer.n_gpus_per_node = 2
     found = [place.trainer for place in placements(config, {"actor": shape})]
     assert found == ["trainer/0 (1 of 2): actor", "trainer/1 (2 of 2): actor"]
+
+
+def test_a_plan_tells_stages_of_shared_layers(shape):
+    """Two stages of a layer each, on two ranks each; the head, whole on both of the last, weighs twice as much."""
+    config = job(2)
+    config.trainer.n_gpus_per_node, config.training.pipeline_parallel_size = 4, 2
+    found = [place.trainer for place in placements(config, {"actor": shape})]
+    assert [told.split(": ")[1] for told in found] == ["actor layers 0-0"] * 2 + ["actor layers 1-1"] * 2
+    assert sum(parameters_on(config, shape.share(2), "actor", at) for at in (0, 1)) == shape.share(2).parameters
+    worth = [stages_told(job(width), shape) for width in (1, 2)]
+    counts = [float(told.split("counts as ")[1].split()[0]) for told in worth]
+    assert counts[1] == pytest.approx(2 * counts[0], rel=0.2)
+
+
+def test_the_search_combines_stages_and_shared_layers(shape):
+    keys = ("training.pipeline_parallel_size", "training.tensor_model_parallel_size", VOCABULARY)
+    axes = axes_of(job(1), shape, Cluster(1, 4, 80, device="cuda", tflops=100.0))
+    facts = Facts(attention_heads=shape.heads, layers=2, vocabulary=60, cuda=True)
+    some = {tuple(dict(each)[key] for key in keys) for each in structures(job(1), facts, axes, shape)}
+    assert {(stages, width) for stages, width, _ in some} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}
+    assert {width for _, width, head in some if head} <= {1}, "stages share whole heads alone"

@@ -81,11 +81,12 @@ class HeadShares:
         """Into `gradient` on the last stage's device, those of all."""
         arrived(dist.reduce(gradient, self.last, group=self.group, async_op=True))
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """From the shares of a tensor, on the last stage's rank; every rank of the pipeline calls."""
+    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+        """From the shares of a tensor, cut along `dim`, on the last stage's rank; every rank of the pipeline calls."""
         parts = [torch.empty_like(tensor) for _ in range(self.degree)] if self.answers else None
         dist.gather(tensor.detach().contiguous(), parts, self.last, group=self.group)
-        return torch.cat([parts[self.layout.device(0, share)] for share in range(self.degree)]) if parts else tensor
+        order = [self.layout.device(0, share) for share in range(self.degree)]
+        return torch.cat([parts[device] for device in order], dim) if parts else tensor
 
     def add_tied_gradients(self, models: Mapping[int, nn.Module]) -> None:
         """Rows of the embedding and shares of a head that are one tensor both get the sum of their gradients."""

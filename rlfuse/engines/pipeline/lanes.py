@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
 from rlfuse.fusion.schedules.transfers import Lane, lanes
 
 LATER = 1.25
@@ -32,21 +33,21 @@ CHANNELS = 4
 """Of a communicator: a receive that waits takes so many of the device's 100 or more multiprocessors."""
 
 
-def members(lane: Lane, block: int, size: int) -> tuple[int, int]:
-    """Sender and receiver among all ranks; blocks have `size` devices."""
-    return block * size + lane.sender, block * size + lane.receiver
+def members(lane: Lane, mesh: Mesh, block: int, index: int) -> tuple[int, int]:
+    """Sender and receiver among all ranks: in one block, both with the same share of layers."""
+    return mesh.rank(block, lane.sender, index), mesh.rank(block, lane.receiver, index)
 
 
 class LaneGroups:
     """Lane -> this rank's group for it."""
 
     def __init__(self, layout: Sequence[Pipelines], timeout: float):
-        self.size, self.rank = block_size(layout, dist.get_world_size()), dist.get_rank()
-        self.block, limit = self.rank // self.size, timedelta(seconds=LATER * timeout)
+        self.mesh, self.rank = mesh_of(layout, dist.get_world_size()), dist.get_rank()
+        self.place, limit = self.mesh.place(self.rank), timedelta(seconds=LATER * timeout)
         self._groups: dict[Lane, Any] = {}
         for lane in (lane for pipelines in layout for lane in lanes(pipelines)):
-            for block in range(dist.get_world_size() // self.size):
-                pair = members(lane, block, self.size)
+            for block, index in product(range(self.mesh.blocks), range(self.mesh.width)):
+                pair = members(lane, self.mesh, block, index)
                 group = dist.new_group(list(pair), limit, pg_options=_options(limit))
                 if self.rank in pair:
                     self._groups[lane] = group
@@ -55,10 +56,14 @@ class LaneGroups:
     def __getitem__(self, lane: Lane) -> Any:
         return self._groups[lane]
 
+    def members(self, lane: Lane) -> tuple[int, int]:
+        """Sender and receiver, one of which is this rank."""
+        return members(lane, self.mesh, self.place.block, self.place.index)
+
     def _connect(self) -> None:
         number = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         for lane, group in self._groups.items():
-            sender, receiver = members(lane, self.block, self.size)
+            sender, receiver = self.members(lane)
             if self.rank == sender:
                 dist.send(number, receiver, group)
             else:

@@ -2,14 +2,15 @@
 
 Role: read by the executor (who sends what to whom), by ranks (what to load) and by the group (who holds what). Devices
 are numbered within a block, one block running one schedule; with data parallelism over blocks, device d of block b is
-rank b * devices + d.
+rank b * devices + d. Where ranks share layers (`trainer.tensor_parallel`), as many consecutive ones are one device: all
+run its row of the schedule, each with its share of every layer, and hand on to those that have the same share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import LayerCosts, balanced, shared_out
@@ -37,6 +38,8 @@ class Pipelines:
     """Layers of each (chunk-)stage; None: as `balanced` has them of modelled costs."""
     vocabulary: bool = False
     """Whether all devices of a pipeline share the head: the device with stage s < stages has the s-th share."""
+    width: int = 1
+    """Ranks that share the layers of a stage, and so are one device."""
 
     def __post_init__(self):
         if self.chunks < 1:
@@ -101,17 +104,45 @@ def pipelines_of(config: Config, model: str) -> Pipelines:
         chunks=training.virtual_pipeline_model_parallel_size,
         placement=training.pipeline_placement,
         vocabulary=training.vocabulary_parallel and model != "critic",
+        width=training.tensor_model_parallel_size,
     )
 
 
-def block_size(layout: Sequence[Pipelines], world: int) -> int:
-    """Devices of a block. ValueError unless all models take as many, and they divide the ranks."""
+class Place(NamedTuple):
+    """Of a rank: its block, the device that it is, or is a part of, within the block, and which share it has."""
+
+    block: int
+    device: int
+    index: int
+
+
+class Mesh(NamedTuple):
+    """All ranks: blocks of devices of `width` ranks."""
+
+    blocks: int
+    devices: int
+    width: int
+
+    def place(self, rank: int) -> Place:
+        device, index = divmod(rank, self.width)
+        return Place(*divmod(device, self.devices), index)
+
+    def rank(self, block: int, device: int, index: int = 0) -> int:
+        return (block * self.devices + device) * self.width + index
+
+
+def mesh_of(layout: Sequence[Pipelines], world: int) -> Mesh:
+    """Of so many ranks. ValueError unless all models take as many devices, alike, and they divide the ranks."""
     sizes = {pipelines.model: pipelines.devices for pipelines in layout}
     if len(set(sizes.values())) != 1:
         raise ValueError(
             f"Models of one schedule share their devices, but take {sizes} (stages * pipelines): make these equal."
         )
-    size = next(iter(sizes.values()))
-    if world % size:
-        raise ValueError(f"{world} ranks are no whole number of blocks of {size} devices (stages * pipelines).")
-    return size
+    widths = {pipelines.model: pipelines.width for pipelines in layout}
+    if len(set(widths.values())) != 1:
+        raise ValueError(f"Models of one schedule share their devices, but these are {widths} ranks: make these equal.")
+    size, width = next(iter(sizes.values())), next(iter(widths.values()))
+    if world % (size * width):
+        of = f" of {width} ranks" if width > 1 else ""
+        raise ValueError(f"{world} ranks are no whole number of blocks of {size} devices{of} (stages * pipelines).")
+    return Mesh(world // size // width, size, width)

@@ -37,15 +37,16 @@ class Absent(torch.nn.Module):
         return hidden_states
 
 
-def layer_costs(path: str, job: Config, value: bool) -> LayerCosts:
-    """Of the model at `path`, for rows as the job's limits have them."""
+def layer_costs(path: str, job: Config, pipelines: Pipelines) -> LayerCosts:
+    """Of the model at `path` on each of its ranks, for rows as the job's limits have them."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=job.model.trust_remote_code).get_text_config()
-    return modelled_costs(config, 1 if value else config.vocab_size, share_with_logits(job.data))
+    outputs = 1 if pipelines.model == "critic" else config.vocab_size
+    return modelled_costs(config, outputs, share_with_logits(job.data), pipelines.width)
 
 
 def partition(path: str, job: Config, pipelines: Pipelines) -> list[Part]:
     """The stages of the model at `path`, balanced unless the layout says how many layers each has."""
-    costs = layer_costs(path, job, pipelines.model == "critic")
+    costs = layer_costs(path, job, pipelines)
     layers = pipelines.layers or pipelines.balanced(costs)
     if sum(layers) != len(costs[0]):
         raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {len(costs[0])} layers.")

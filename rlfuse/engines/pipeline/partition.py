@@ -137,17 +137,18 @@ def share_with_logits(data: DataConfig) -> float:
     return data.max_response_length / (data.max_prompt_length + data.max_response_length)
 
 
-def modelled_costs(config: Any, head_outputs: int, share: float) -> LayerCosts:
+def modelled_costs(config: Any, head_outputs: int, share: float, sharers: int = 1) -> LayerCosts:
     """(each layer, embedding, head) in multiply-adds per token, from a Hugging Face text config.
 
-    `head_outputs`: vocabulary size, or 1 for values; `share`: of the positions, which reaches the head. Attention
-    scores are left out: they grow with sequences, alike in every layer.
+    `head_outputs`: vocabulary size, or 1 for values; `share`: of the positions, which reaches the head; `sharers`:
+    ranks that share every layer, of which each has the whole head. Attention scores are left out: they grow with
+    sequences, alike in every layer.
     """
     hidden = config.hidden_size
     width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
     layer = hidden * width * heads + 3 * hidden * config.intermediate_size
-    return [float(layer)] * config.num_hidden_layers, float(hidden), hidden * head_outputs * share
+    return [layer / sharers] * config.num_hidden_layers, float(hidden), hidden * head_outputs * share
 
 
 def measured_costs(sizes: Sequence[int], seconds: Sequence[float], modelled: LayerCosts) -> LayerCosts:

@@ -5,23 +5,25 @@ micro-batches, sends a schedule with them, and puts answers back in the order of
 `trainer.rank_group`; passes and gradients need all ranks together.
 
     driver --schedule, micro-batches--> PipelineGroup --> rank 0 .. rank N-1   (activations, gradients among them)
+
+A device is a rank or, where ranks share layers, several: all get its work, the first of them answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.schedule_executor import Timed
 from rlfuse.engines.pipeline.slow_devices import cut_anew, pipeline_rates, with_layers, work_of_devices
 from rlfuse.engines.trainer.degrees import Costs, Share, fill, plan, unit_per_row
@@ -35,6 +37,7 @@ from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.shared_heads import with_heads
 from rlfuse.samples import MicroBatch, Row
 
+T = TypeVar("T")
 SHAPE = {"pipelines": True}
 """What a checkpoint says of who wrote it; any layout reads those of any other."""
 Work = Mapping[str, tuple[list[list[Share]], Sequence[Row]]]
@@ -50,7 +53,7 @@ class ScheduleResult:
     gained: list[np.ndarray]
     """float32 [T] per row that the actor trained on, where none came with `old_log_probs`: those; else empty."""
     timed: list[list[Timed]]
-    """Rank -> what it ran when; rank = block * devices + device."""
+    """Device -> what its first rank ran when; of all blocks: block * devices + device."""
 
     @property
     def makespan(self) -> float:
@@ -80,7 +83,8 @@ class PipelineGroup(RankGroup):
     async def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
         """Load the stages of `layout`, instead of any before; facts to log. ValueError if it does not fit the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
-        self.block = block_size(layout, len(self.ranks))
+        self.mesh = mesh_of(layout, len(self.ranks))
+        self.block = self.mesh.devices
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
         self._optimizer_steps = optimizer_steps
@@ -93,7 +97,17 @@ class PipelineGroup(RankGroup):
 
     def copies(self, model: str) -> int:
         """Pipelines of a model in all blocks: its degree of data parallelism."""
-        return len(self.ranks) // self.layout[model].stages
+        return self.mesh.blocks * self.layout[model].pipelines
+
+    @property
+    def device_rates(self) -> list[float]:
+        """Of each device of all blocks: of its slowest rank."""
+        return self._of_devices(self.rates, max)
+
+    def _of_devices(self, ranks: Sequence[T], worst: Callable[[Sequence[T]], T]) -> list[T]:
+        """Of each device of all blocks, the worst of its ranks' values."""
+        width = self.mesh.width
+        return [worst(ranks[first : first + width]) for first in range(0, len(ranks), width)]
 
     # Passes ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +154,7 @@ class PipelineGroup(RankGroup):
 
     def _rates_of(self, model: str) -> list[float]:
         """Of the model's pipelines."""
-        return pipeline_rates(self.rates, self.work, self.layout[model].stages)
+        return pipeline_rates(self.device_rates, self.work, self.layout[model].stages)
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""
@@ -173,16 +187,17 @@ class PipelineGroup(RankGroup):
             batches[name] = [[*some, *more] for some, more in zip(before, fill(shares, rows), strict=True)]
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            work = {name: filled[rank // self.layout[name].stages] for name, filled in batches.items()}
-            return schedule, work, planned[rank % self.block] if planned else ()
+            device = rank // self.mesh.width
+            work = {name: filled[device // self.layout[name].stages] for name, filled in batches.items()}
+            return schedule, work, planned[device % self.block] if planned else ()
 
-        answers = await self._call("run", "run its part of the schedule", None, arguments)
+        answers = (await self._call("run", "run its part of the schedule", None, arguments))[:: self.mesh.width]
         scores, gained = ({name: [None] * len(rows) for name, (_, rows) in of.items()} for of in (scored, trained))
-        for rank, (found, _) in enumerate(answers):
+        for device, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
                 place = number - first.get(name, 0)
                 of, to = (trained, gained) if place < 0 else (scored, scores)  # place < 0: counted from the end
-                share = of[name][0][rank // self.layout[name].stages][place]
+                share = of[name][0][device // self.layout[name].stages][place]
                 for index, array in zip(share.rows, arrays, strict=False):  # a filler's answer has no index
                     to[name][index] = array
         whole = [each for each in gained.get("actor", ()) if each is not None]
@@ -193,13 +208,17 @@ class PipelineGroup(RankGroup):
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
         """The model's tensors in buckets of rollout.update_weights_bucket_mb; no bucket spans two stages."""
         room = self.config.rollout.update_weights_bucket_mb << 20
-        sizes = (await self._all("sizes", "list its weights", model))[: self.layout[model].stages]
+        sizes = await self._sizes(model)
         by_stage: dict[int, list[tuple[str, int]]] = {}
         for rank, tensors in enumerate(sizes):
             for stage, name, size in tensors:
                 by_stage.setdefault(stage, []).append((name, size))
                 self._owners[f"{model}/{name}"] = rank, stage
         return [bucket for stage in sorted(by_stage) for bucket in plan_buckets(by_stage[stage], room)]
+
+    async def _sizes(self, model: str) -> list[list[tuple[int, str, int]]]:
+        """(stage, name, bytes) of each rank of the first pipeline."""
+        return (await self._all("sizes", "list its weights", model))[: self.layout[model].stages * self.mesh.width]
 
     async def export_bucket(self, names: list[str], path: str) -> list[str]:
         """The rank that has these tensors writes them to `path`; their checkpoint names."""
@@ -233,9 +252,11 @@ class PipelineGroup(RankGroup):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
     async def _write(self, model: str, names: list[str], method: str, path: Path, *arguments: Any) -> Any:
-        """By the rank that has these tensors; of a head whose shares it gathers, by all of its pipeline."""
+        """By the rank that has these tensors, or gathers them: from all that share layers with it, of a head that
+        stages share from all of its pipeline."""
         rank, stage = self._owners[f"{model}/{names[0]}"]
-        together = [rank] if stage < self.layout[model].depth else [*range(self.layout[model].stages)]
+        shared_head = stage >= self.layout[model].depth
+        together = range(self.layout[model].stages) if shared_head else range(rank, rank + self.mesh.width)
         async with self._turns.alone():
             asked = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in together]
             return (await all_of([*map(asyncio.ensure_future, asked)]))[together.index(rank)]
@@ -257,11 +278,11 @@ class PipelineGroup(RankGroup):
         optimizers and learning rates stay the same to the last bit.
         """
         layout = list(self.layout.values())
-        if cut_anew(layout, self.costs, self.rates) == layout:
+        if cut_anew(layout, self.costs, self.device_rates) == layout:
             return False
-        room = await self._all("room", "tell its free memory")
+        room = self._of_devices(await self._all("room", "tell its free memory"), min)
         least = [min(room[device :: self.block]) for device in range(self.block)]
-        if (cut := cut_anew(layout, self.costs, self.rates, least)) == layout:
+        if (cut := cut_anew(layout, self.costs, self.device_rates, least)) == layout:
             return False
         costs = self.costs
         await self.setup(cut, self._optimizer_steps)

@@ -1,8 +1,9 @@
 """One pipeline rank: its stages of actor, critic and reference, each model's in a DeepSpeed ZeRO-1 engine.
 
 Role: the class that `PipelineGroup.start` makes a Ray actor. Ranks are blocks of devices; every block runs the same
-schedule on rows of its own. Data parallelism of a model is over its pipelines in all blocks. `setup`, `run`, `step`,
-`save` and `load` are collective: every rank gets the call and waits for peers, bounded by cluster.timeout_s.
+schedule on rows of its own. Data parallelism of a model is over its pipelines in all blocks. Where ranks share layers,
+several are one device, and the first of them tells and writes what all have. `setup`, `run`, `step`, `save` and `load`
+are collective: every rank gets the call and waits for peers, bounded by cluster.timeout_s.
 Invariants: as a `TrainerRank`'s: gradients and diagnostics are sums until the step divides once; where head and
 embedding are one tensor but on two stages, both copies get the sum of both gradients and count once in the norm.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import zip_longest
+from datetime import timedelta
+from functools import cache, partial
+from itertools import product, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +28,8 @@ from transformers import PreTrainedModel
 
 from rlfuse.engines.pipeline import training_state
 from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
-from rlfuse.engines.pipeline.layout import Pipelines, block_size
+from rlfuse.engines.pipeline.lanes import LATER
+from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
 from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body, check_first_layer, check_head
@@ -35,6 +38,7 @@ from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, take_step, trainable
 from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.events import Span
 from rlfuse.files import sync_all
@@ -60,7 +64,9 @@ class PipelineRank(Rank):
         config = self.config
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
-        self.device_index = self.rank % block_size(layout, self.world)
+        self.mesh = mesh_of(layout, self.world)
+        self.place = self.mesh.place(self.rank)
+        self.tensor = _sharers(self.rank, self.world, self.mesh.width, LATER * self.limit_s)
         self.ties: dict[str, _Tie] = {}
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
@@ -82,7 +88,7 @@ class PipelineRank(Rank):
                     self._make_trainable(name, models, optimizer_steps)
             self.beside = list(loaded.get("ref", {}).values())
         dtype = next(iter(self.stages.values())).dtype
-        costs = {name: layer_costs(self._path(name), config, name == "critic") for name in self.layout}
+        costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
         return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device), "costs": costs}
 
     def _let_go(self) -> None:
@@ -118,10 +124,12 @@ class PipelineRank(Rank):
 
     def _load(self, pipelines: Pipelines) -> dict[int, PreTrainedModel]:
         name, parts = pipelines.model, self._parts(pipelines.model)
-        return {
-            stage: load_stage(self._path(name), self.config.model, self.device, parts[stage], name == "critic")
-            for stage in pipelines.stages_on(self.device_index)
-        }
+
+        def load(stage: int) -> PreTrainedModel:
+            return load_stage(self._path(name), self.config.model, self.device, parts[stage], name == "critic")
+
+        loads = {stage: partial(load, stage) for stage in pipelines.stages_on(self.place.device)}
+        return {stage: self.tensor.load(each) if self.tensor else each() for stage, each in loads.items()}
 
     def _agree_on_packing(self, loaded: Mapping[str, Mapping[int, PreTrainedModel]]) -> bool:
         """Whether rows may be packed: each rank tries its own layers."""
@@ -137,11 +145,20 @@ class PipelineRank(Rank):
     def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel], optimizer_steps: int) -> None:
         settings, pipelines = self.config.actor, self.layout[name]
         lr = settings.optim.lr if name == "actor" else self.config.critic.optim.lr
-        grid = _grid(self.world // pipelines.stages, pipelines.stages)
+        grid = _grid(self._copies(name), pipelines.stages, self.mesh.width)
         if all(is_tied(model) for model in models.values()):
-            self.ties[name] = _Tie(pipelines, models, self.world, self.shares.get(name))
+            self.ties[name] = _Tie(pipelines, models, self.mesh, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
         self.engines[name] = trainable(module, settings, lr, optimizer_steps, self.device, grid)
+
+    def _copies(self, model: str) -> int:
+        """Ranks that hold the same of a model."""
+        return self.world // self.mesh.width // self.layout[model].stages
+
+    @property
+    def _answers(self) -> bool:
+        """Whether this rank speaks for all that share its layers."""
+        return self.tensor is None or self.tensor.answers
 
     # Schedules ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +170,7 @@ class PipelineRank(Rank):
 
         `work`: micro-batches of this device's pipeline of each model, numbered as in the schedule. An F without a B
         scores. `planned`: start and end of each operation of this device's row, in seconds of the schedule; for its
-        events. Returns scores of last stages, and when each operation ran.
+        events. Returns scores of last stages, where this rank answers, and when each operation ran.
         """
         for (name, _), stage in self.stages.items():
             stage.begin(work.get(name, ()))
@@ -167,7 +184,7 @@ class PipelineRank(Rank):
             for (name, _), stage in self.stages.items()
             for number, arrays in stage.scores.items()
         }
-        return scores, timed
+        return scores if self._answers else {}, timed
 
     def _span(self, timed: Timed, work: Mapping[str, Sequence[MicroBatch]]) -> Span:
         operation = timed.operation
@@ -180,7 +197,7 @@ class PipelineRank(Rank):
             timed.end,
             step=self.recorder.step,
             samples=tuple(row.id for row in rows),
-            tokens=sum(row.tokens for row in rows),
+            tokens=len(range(self.place.index, sum(row.tokens for row in rows), self.mesh.width)),  # this rank's share
             cause=f"update_{operation.model}",
             attributes={
                 "model": operation.model,
@@ -195,29 +212,33 @@ class PipelineRank(Rank):
     def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
 
-        Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
+        Returns the diagnostics summed over this rank's rows, where it answers, and what is the same on every rank:
+        `lr`, `grad_norm`.
         """
-        engine, pipelines = self.engines[model], self.layout[model]
+        engine = self.engines[model]
         facts = {"lr": engine.get_lr()[0]}
         with self.stepping(model) as span:
             if model in self.ties:
                 self.ties[model].add_gradients()
-            facts["grad_norm"] = take_step(engine, count, self.world // pipelines.stages)
+            facts["grad_norm"] = take_step(engine, count, self._copies(model))
             span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
         sums: dict[str, float] = {}
         for (name, _), stage in self.stages.items():
             if name == model:
                 sums |= {key: float(value) for key, value in stage.sums.items()}
                 stage.sums = {}
-        return sums, facts
+        return sums if self._answers else {}, facts
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     def sizes(self, model: str) -> list[tuple[int, str, int]]:
         """(stage, name, bytes) of the tensors on this rank, without a second copy of a tied one.
 
-        A head that stages share, whole: the rank of the last stage names it, for a stage behind that.
+        What ranks share, whole: the first of those that share layers names all, of a head that stages share the last
+        stage's rank, for a stage behind that.
         """
+        if not self._answers:
+            return []
         tied_copy = {HEAD} if model in self.ties else set()
         stages, shares = [stage for owner, stage in self.stages if owner == model], self.shares.get(model)
         behind = shares.layout.depth if shares else None
@@ -232,14 +253,14 @@ class PipelineRank(Rank):
         """Of a stage here; of a head that stages share, behind the last of them, which its rank writes."""
         shares = self.shares.get(model)
         if shares is None or stage < shares.layout.depth:
-            return Exporter(self.stages[model, stage].model, 0)
+            return Exporter(self.stages[model, stage].model, self.place.index, self.tensor)
         return Exporter(self.stages[model, shares.index].model, 0 if shares.answers else 1, shares)
 
     @needs_models
     def export_bucket(self, stage: int, names: list[str], path: Path) -> list[str]:
         """Write these tensors of the actor's stage here to a safetensors file; returns their checkpoint names.
 
-        Of a head that stages share every rank of the pipeline is asked.
+        Of shared layers every rank that has some of them is asked, of a shared head every rank of the pipeline.
         """
         return self._exporter("actor", stage).write(names, path)
 
@@ -250,7 +271,7 @@ class PipelineRank(Rank):
 
     def save_config(self, model: str, folder: Path) -> None:
         """The Hugging Face configuration of a model, from a rank that has a stage of it."""
-        stage = self.layout[model].stages_on(self.device_index)[0]
+        stage = self.layout[model].stages_on(self.place.device)[0]
         Exporter(self.stages[model, stage].model, 0).save_config(folder)
         sync_all(folder)
 
@@ -261,9 +282,9 @@ class PipelineRank(Rank):
         """
         with writing(self.engines.values()) as files:
             for name, engine in self.engines.items():
-                writes = self.rank < self.layout[name].stages  # the first pipeline of the first block
-                shares = self.shares.get(name)
-                training_state.save(engine, folder / name / "pipeline", self.rank if writes else None, files, shares)
+                first = self.place.block == 0 and self.place.device < self.layout[name].stages  # pipeline
+                rank = self.rank if first and self._answers else None
+                training_state.save(engine, folder / name / "pipeline", rank, files, self._shares(name))
             check_finite(self.engines, self.engines)
         return files.problem
 
@@ -272,20 +293,29 @@ class PipelineRank(Rank):
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
             with self.optimizer_there(name):
-                training_state.load(engine, folder / name / "pipeline", self.shares.get(name))
+                training_state.load(engine, folder / name / "pipeline", self._shares(name))
+
+    def _shares(self, model: str) -> HeadShares | Sharers | None:
+        """Those with which this rank has some of the model's tensors in shares."""
+        return self.shares.get(model) or self.tensor
 
 
 # Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
 @cache
-def _grid(data: int, stages: int) -> PipelineParallelGrid:
-    return PipelineParallelGrid(ProcessTopology(["data", "pipe"], [data, stages]))
+def _grid(data: int, stages: int, width: int) -> PipelineParallelGrid:
+    return PipelineParallelGrid(ProcessTopology(["data", "pipe", "model"], [data, stages, width]))
+
+
+@cache
+def _sharers(rank: int, world: int, width: int, limit_s: float) -> Sharers | None:
+    return Sharers(rank, world, width, timedelta(seconds=limit_s)) if width > 1 else None
 
 
 class _Tie:
     """A tensor that is embedding on the first stage and head on the last, or on all: copies that must stay one."""
 
     def __init__(
-        self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int, shares: HeadShares | None
+        self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], mesh: Mesh, shares: HeadShares | None
     ):
         self.parameter: torch.nn.Parameter | None = None
         self.group, self.shares, self.models = None, shares, models
@@ -293,9 +323,11 @@ class _Tie:
             models[shares.index].get_parameter(HEAD).ds_pipe_replicated = True  # counted as the embedding's
             return
         apart = pipelines.device(0, 0) != pipelines.device(0, pipelines.depth - 1)
-        for first in range(0, world, pipelines.stages) if apart else ():
-            pair = [first + pipelines.device(0, stage) for stage in (0, pipelines.depth - 1)]
-            group = group_of(*sorted(pair))
+        everywhere = product(range(mesh.blocks), range(pipelines.pipelines), range(mesh.width))
+        for block, pipeline, index in everywhere if apart else ():
+            ends = [pipelines.device(pipeline, stage) for stage in (0, pipelines.depth - 1)]
+            pair = sorted(mesh.rank(block, device, index) for device in ends)
+            group = group_of(*pair)
             if dist.get_rank() in pair:
                 self.group = group
         first, last = models.get(0), models.get(pipelines.depth - 1)

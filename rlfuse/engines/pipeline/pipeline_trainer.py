@@ -53,8 +53,7 @@ class PipelineTrainer(PipelineGroup):
             super().start(config, slots, layout, optimizer_steps, cores), compiling
         )
         trainer.planner = planner_of(config)
-        stages = (await trainer._all("sizes", "list its weights", "actor"))[: config.training.pipeline_parallel_size]
-        sizes = [tensor for rank in stages for tensor in rank]
+        sizes = [tensor for rank in await trainer._sizes("actor") for tensor in rank]
         parameters = sum(size for _, _, size in sizes) // ITEM_BYTES[config.model.dtype]
         return trainer, facts | {"parameters": parameters}
 
@@ -105,5 +104,5 @@ class PipelineTrainer(PipelineGroup):
 
     @property
     def _paces(self) -> list[float]:
-        """Of each rank: how many times longer than expected its operations take."""
-        return paces(self.rates, self._rates_of("actor"))
+        """Of each device: how many times longer than expected its operations take."""
+        return paces(self.device_rates, self._rates_of("actor"))

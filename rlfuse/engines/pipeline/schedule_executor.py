@@ -12,6 +12,7 @@ Invariants:
   them: right without tags (NCCL), and with them (gloo);
 - where devices share a head, all come to it in one order, and wait for each other there (`shared_heads`);
 - sends never wait and receives don't wait for each other (`waits`);
+- ranks that share layers run the same row, and meet in every layer: a row's order is all that may make them wait;
 - an operation's times are the device's: it waited for its input from `ready` to `start`. After an error the process
   group is of no more use.
 Waits: before an operation for its input, within a shared head for the other devices, and at the end of the row for its
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlfuse.engines.pipeline.head_shares import HeadShares
-from rlfuse.engines.pipeline.lanes import LaneGroups, members
+from rlfuse.engines.pipeline.lanes import LaneGroups
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.engines.pipeline.waits import WAITS
@@ -60,7 +61,7 @@ class ScheduleExecutor:
         """`did`: is told of every operation that has ended."""
         self.layout, self.timeout, self.did = tuple(layout), timeout, did
         self.groups = LaneGroups(self.layout, timeout)
-        self.device = self.groups.rank % self.groups.size
+        self.device = self.groups.place.device
         self.shares = {each.model: HeadShares(each, self.device, timeout) for each in layout if each.vocabulary}
 
     def run(self, rows: Rows, stages: Stages) -> list[Timed]:
@@ -117,7 +118,7 @@ class _Run:
     def _peer(self, transfer: Transfer | None) -> int:
         """The rank that a transfer comes from; this one if none does."""
         groups = self.executor.groups
-        return groups.rank if transfer is None else members(transfer.lane, groups.block, groups.size)[0]
+        return groups.rank if transfer is None else groups.members(transfer.lane)[0]
 
     def _awaited(self, step: Step) -> int:
         """The rank to name if an operation doesn't end."""
@@ -185,7 +186,7 @@ class _Run:
             self.handed[step.output.operation] = result
             return
         tensor, groups = result.contiguous(), self.executor.groups
-        rank = members(step.output.lane, groups.block, groups.size)[1]
+        rank = groups.members(step.output.lane)[1]
         work = self._start(dist.isend, step.output, tensor, rank)
         self.waits.left(work, tensor, f"to hand over the result of {_described(step.operation)}", rank)
 

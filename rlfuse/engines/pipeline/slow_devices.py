@@ -1,7 +1,8 @@
 """What slow devices change in pipelines: who gets how many rows, what operations take, which layers make a stage. Pure.
 
 Role: called by the group before it divides rows, by the trainer when rates of slots are known anew. A rate is time over
-expected time, by rank; rank = block * devices + device. All blocks share one cut into stages, and one schedule.
+expected time, by device of all blocks: block * devices + device. All blocks share one cut into stages, and one
+schedule.
 A slow device is unloaded by layers or by rows. One pipeline can only move layers; with many it may be better that the
 one with the slow device gets fewer rows than that all of them are cut for it: the sooner end decides.
 """
@@ -39,20 +40,20 @@ def pipeline_rates(rates: Sequence[float], work: Sequence[float], stages: int) -
 
     Example: rates 1, 2 where the slow device has a third of the work: 1.
     """
-    expected = [work[rank % len(work)] for rank in range(len(rates))]
+    expected = [work[device % len(work)] for device in range(len(rates))]
     taken = [rate * own for rate, own in zip(rates, expected, strict=True)]
     firsts = range(0, len(rates), stages)
     return [max(taken[first : first + stages]) / max(expected[first : first + stages]) for first in firsts]
 
 
 def paces(rates: Sequence[float], pipelines: Sequence[float]) -> list[float]:
-    """Of each rank: how many times longer than expected its operations take, as slow pipelines get fewer rows.
+    """Of each device: how many times longer than expected its operations take, as slow pipelines get fewer rows.
 
     `pipelines`: as `pipeline_rates` has them.
     """
     speeds = [1 / rate for rate in pipelines]
     stages, mean = len(rates) // len(pipelines), sum(speeds) / len(speeds)
-    return [rate * speeds[rank // stages] / mean for rank, rate in enumerate(rates)]
+    return [rate * speeds[device // stages] / mean for device, rate in enumerate(rates)]
 
 
 def cut_anew(

@@ -2,7 +2,8 @@
 
 Role: `split_linears` prepares a stage's model; the stage then chooses for every backward whether its `Tape` computes
 weight gradients at once (whole backward) or keeps what they need until `run` (the W of Zero Bubble, Qi et al. 2023,
-arXiv 2401.10241).
+arXiv 2401.10241). So it is with this rank's share of a linear layer (`trainer.tensor_parallel`); but what is whole on
+each rank of a shared layer, and gets a sum of their gradients, gets it in B.
 
 Invariants: the two ways do the same arithmetic. A linear layer's weight gets its gradient from the tape alone, never
 from autograd; norms, biases' owners that are no linear layers, and embeddings get theirs in B. After B only inputs and
@@ -12,13 +13,18 @@ output gradients of the linear layers are alive, since autograd's graph is gone 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Pending = list[tuple[torch.nn.Linear, Tensor, Tensor]]
-"""(layer, its input, the gradient of its output) of one micro-batch's backward."""
+from rlfuse.engines.trainer.tensor_parallel import Share
+
+Weights = tuple[torch.nn.Parameter, torch.nn.Parameter | None]
+"""Of a linear map, and its bias."""
+Pending = list[tuple[Weights, Tensor, Tensor]]
+"""(weights, input, the gradient of the output) of the linear maps in one micro-batch's backward."""
 
 
 @dataclass(slots=True)
@@ -28,12 +34,12 @@ class Tape:
     deferring: bool = False
     pending: Pending = field(default_factory=list)
 
-    def add(self, layer: torch.nn.Linear, input: Tensor, gradient: Tensor) -> None:
-        """Called by every linear layer's backward."""
+    def add(self, weights: Weights, input: Tensor, gradient: Tensor) -> None:
+        """Called by every linear map's backward."""
         if self.deferring:
-            self.pending.append((layer, input, gradient))
+            self.pending.append((weights, input, gradient))
         else:
-            _accumulate(layer, input, gradient)
+            _accumulate(weights, input, gradient)
 
     def take(self) -> Pending:
         """What was deferred since the last call."""
@@ -48,14 +54,15 @@ def run(pending: Pending) -> None:
 
 
 @torch.no_grad()
-def _accumulate(layer: torch.nn.Linear, input: Tensor, gradient: Tensor) -> None:
-    rows, columns = gradient.reshape(-1, layer.out_features), input.reshape(-1, layer.in_features)
-    if layer.weight.grad is not None and layer.weight.grad.dtype == rows.dtype:
-        layer.weight.grad.addmm_(rows.t(), columns)
+def _accumulate(weights: Weights, input: Tensor, gradient: Tensor) -> None:
+    weight, bias = weights
+    rows, columns = gradient.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+    if weight.grad is not None and weight.grad.dtype == rows.dtype:
+        weight.grad.addmm_(rows.t(), columns)
     else:
-        _add(layer.weight, rows.t() @ columns)
-    if layer.bias is not None:
-        _add(layer.bias, rows.sum(0))
+        _add(weight, rows.t() @ columns)
+    if bias is not None:
+        _add(bias, rows.sum(0))
 
 
 def _add(parameter: torch.nn.Parameter, gradient: Tensor) -> None:
@@ -68,17 +75,17 @@ class _Linear(torch.autograd.Function):
     """A linear map whose backward gives the input's gradient and tells the tape about the weight's."""
 
     @staticmethod
-    def forward(ctx, input: Tensor, layer: torch.nn.Linear, tape: Tape) -> Tensor:
-        ctx.layer, ctx.tape = layer, tape
+    def forward(ctx, input: Tensor, weights: Weights, tape: Tape) -> Tensor:
+        ctx.weights, ctx.tape = weights, tape
         ctx.save_for_backward(input)
-        return torch.nn.functional.linear(input, layer.weight, layer.bias)
+        return torch.nn.functional.linear(input, *weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         (input,) = ctx.saved_tensors
-        ctx.tape.add(ctx.layer, input, gradient)
-        return gradient @ ctx.layer.weight, None, None
+        ctx.tape.add(ctx.weights, input, gradient)
+        return gradient @ ctx.weights[0], None, None
 
 
 class SplitLinear(torch.nn.Linear):
@@ -87,11 +94,20 @@ class SplitLinear(torch.nn.Linear):
     tape: Tape
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Linear.apply(input, self, self.tape)
+        return _Linear.apply(input, (self.weight, self.bias), self.tape)
 
 
 def split_linears(model: torch.nn.Module, tape: Tape) -> None:
-    """Make every linear layer of `model` a `SplitLinear`, in place: parameters and their names stay."""
+    """Make every linear layer of `model` a `SplitLinear`, and have shares of them multiply as one, in place.
+
+    Parameters and their names stay.
+    """
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__, module.tape = SplitLinear, tape
+        elif isinstance(module, Share):
+            module.multiply = partial(_multiply, tape)
+
+
+def _multiply(tape: Tape, input: Tensor, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None = None) -> Tensor:
+    return _Linear.apply(input, (weight, bias), tape)

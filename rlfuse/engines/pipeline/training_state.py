@@ -27,15 +27,18 @@ from safetensors.torch import save_file
 from rlfuse.engines.pipeline.head_shares import HeadShares
 from rlfuse.engines.trainer.optimizer import use_own_settings
 from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.tensor_parallel import Sharers
 
+Shares = HeadShares | Sharers
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: HeadShares | None = None) -> None:
+def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Shares | None = None) -> None:
     """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
 
-    A head that stages share (`shares`) is written whole by the last stage's rank, or as the embedding if it is tied.
+    What ranks have shares of (`shares`) is written whole: layers by the first of their ranks, a head that stages share
+    by the last stage's, or as the embedding if it is tied.
     """
     stepped = bool(engine.optimizer.optimizer.state)
     tensors = {}
@@ -46,7 +49,8 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: He
         writes = rank is not None
         if is_model_parallel_parameter(parameter):
             tied = getattr(parameter, PIPE_REPLICATED, False)
-            whole = {} if tied else {field: shares.whole(tensor).cpu() for field, tensor in whole.items()}
+            dim = parameter.partition_dim
+            whole = {} if tied else {field: shares.whole(tensor, dim).cpu() for field, tensor in whole.items()}
             writes = writes and shares.answers
         if writes:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
@@ -59,7 +63,7 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: He
         files.write(folder, lambda: (folder / "schedule.json").write_text(json.dumps(schedule)))
 
 
-def load(engine: Any, folder: Path, shares: HeadShares | None = None) -> None:
+def load(engine: Any, folder: Path, shares: Shares | None = None) -> None:
     """Put back what `save` wrote for the parameters on this rank, or its shares of them.
 
     FileNotFoundError if there is nothing.
@@ -74,11 +78,10 @@ def load(engine: Any, folder: Path, shares: HeadShares | None = None) -> None:
     schedule = json.loads((folder / "schedule.json").read_text())
     _make_moments(engine, schedule["steps"])
     for name, parameter in _named(engine):
-        share = is_model_parallel_parameter(parameter)
-        rows = slice(shares.index * len(parameter), (shares.index + 1) * len(parameter)) if share else slice(None)
-        safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder, rows).to(parameter.device))
+        own = _share(parameter, shares)
+        safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder, own).to(parameter.device))
         for moment in MOMENTS if schedule["steps"] else ():
-            value = _read(where, moment, name, folder, rows).to(parameter.device)
+            value = _read(where, moment, name, folder, own).to(parameter.device)
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
     engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
@@ -91,14 +94,22 @@ def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield name.split(".", 1)[1], parameter
 
 
-def _read(where: dict[str, Path], field: str, name: str, folder: Path, rows: slice) -> torch.Tensor:
+def _share(parameter: torch.nn.Parameter, shares: Shares | None) -> tuple[slice, ...]:
+    """Where this rank's share lies in the whole tensor."""
+    if not is_model_parallel_parameter(parameter):
+        return (slice(None),)
+    size = parameter.shape[parameter.partition_dim]
+    return (*[slice(None)] * parameter.partition_dim, slice(shares.index * size, (shares.index + 1) * size))
+
+
+def _read(where: dict[str, Path], field: str, name: str, folder: Path, own: tuple[slice, ...]) -> torch.Tensor:
     key = f"{field}/{name}"
     if key not in where:  # saved where head and embedding were one parameter on one device
         key = f"{field}/{_TIED.get(name, name)}"
     if key not in where:
         raise FileNotFoundError(f"{folder} has no {field} of {name}: it was saved from another model.")
     with safe_open(where[key], "pt") as tensors:
-        return tensors.get_slice(key)[rows]
+        return tensors.get_slice(key)[own]
 
 
 def _make_moments(engine: Any, steps: int) -> None:

@@ -47,21 +47,18 @@ class OnPaper:
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class TensorParallel(OnPaper):
-    """Groups of `degree` ranks with a model each; every rank makes one, at the same time. DeepSpeed's `mpu`."""
+class Sharers(OnPaper):
+    """Groups of `degree` ranks with the same layers; every rank makes one, at the same time."""
 
     def __init__(self, rank: int, world: int, degree: int, timeout: timedelta):
         super().__init__(degree)
         self.index = rank % degree
-        self._copy, self._alike = rank // degree, list(range(self.index, world, degree))
+        self.answers = self.index == 0
+        """Whether this rank speaks, and writes, for its group."""
         for first in range(0, world, degree):
             group = dist.new_group(range(first, first + degree), timeout=timeout)
             if first == rank - self.index:
                 self.group = group
-        for index in range(degree):
-            group = dist.new_group(range(index, world, degree), timeout=timeout)
-            if index == self.index:
-                self._data_group = group
 
     def load(self, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """This rank's share of what `load` returns, which is whole for a moment: on one rank of the group at a time."""
@@ -71,13 +68,12 @@ class TensorParallel(OnPaper):
             dist.barrier(self.group)
         return model
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """From the shares of a tensor; every rank of the group calls."""
-        if not is_model_parallel_parameter(tensor):
-            return tensor.detach()
-        parts = [torch.empty_like(tensor) for _ in range(self.degree)]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=self.group)
-        return torch.cat(parts, tensor.partition_dim)
+    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+        """From the shares of a tensor, which was cut along `dim`; every rank of the group calls."""
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.degree)]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.cat(parts, dim)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over the ranks of the group; a new tensor."""
@@ -85,7 +81,17 @@ class TensorParallel(OnPaper):
         dist.all_reduce(found, group=self.group)
         return found
 
-    # What DeepSpeed asks
+
+class TensorParallel(Sharers):
+    """Groups with a model each: what DeepSpeed asks of its `mpu`. (Pipelines have its own grid for that.)"""
+
+    def __init__(self, rank: int, world: int, degree: int, timeout: timedelta):
+        super().__init__(rank, world, degree, timeout)
+        self._copy, self._alike = rank // degree, list(range(self.index, world, degree))
+        for index in range(degree):
+            group = dist.new_group(range(index, world, degree), timeout=timeout)
+            if index == self.index:
+                self._data_group = group
 
     def get_model_parallel_rank(self) -> int:
         return self.index
@@ -196,7 +202,13 @@ def _cut(parameter: nn.Parameter, dim: int, ranks: OnPaper) -> nn.Parameter:
     return own
 
 
-class _Columns(nn.Module):
+class Share(nn.Module):
+    """Some rows or columns of a linear layer's weights, by which it multiplies."""
+
+    multiply = staticmethod(linear)
+
+
+class _Columns(Share):
     """Some outputs of a linear layer."""
 
     def __init__(self, layer: nn.Linear, ranks: OnPaper, entrance: _Entrance):
@@ -206,7 +218,7 @@ class _Columns(nn.Module):
         self.bias = None if layer.bias is None else _cut(layer.bias, 0, ranks)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return linear(self._entrance(inputs), self.weight, self.bias)
+        return self.multiply(self._entrance(inputs), self.weight, self.bias)
 
 
 class _SharedColumns(nn.Module):
@@ -226,7 +238,7 @@ class _SharedColumns(nn.Module):
         return linear(self._entrance(inputs), self.weight[self._own], bias)
 
 
-class _Rows(nn.Module):
+class _Rows(Share):
     """What a linear layer makes of some inputs, summed over the ranks; the bias comes once."""
 
     def __init__(self, layer: nn.Linear, ranks: OnPaper):
@@ -235,7 +247,7 @@ class _Rows(nn.Module):
         self.weight = _cut(layer.weight, 1, ranks)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        whole = _Sum.apply(linear(inputs, self.weight), self._ranks)
+        whole = _Sum.apply(self.multiply(inputs, self.weight), self._ranks)
         return whole if self.bias is None else whole + self.bias
 
 

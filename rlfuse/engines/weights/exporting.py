@@ -25,13 +25,13 @@ from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
 if TYPE_CHECKING:
-    from rlfuse.engines.trainer.tensor_parallel import TensorParallel
+    from rlfuse.engines.trainer.tensor_parallel import Sharers
 
 
 class Exporter:
     """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
 
-    def __init__(self, model: PreTrainedModel, rank: int, ranks: TensorParallel | None = None):
+    def __init__(self, model: PreTrainedModel, rank: int, ranks: Sharers | None = None):
         """`ranks`: those that hold the other shares of the model's layers."""
         self.model, self.rank, self.ranks = model, rank, ranks
         tied = set(model.all_tied_weights_keys or ())
@@ -59,7 +59,7 @@ class Exporter:
             has, whole = everywhere or self.rank == 0, {}
             for name, tensor in tensors.items():
                 needed = self._shares(tensor) > 1 and (everywhere or self.rank < self.ranks.degree)
-                found = self.ranks.whole(tensor) if needed else tensor.detach()
+                found = self.ranks.whole(tensor, tensor.partition_dim) if needed else tensor.detach()
                 if has:  # else each is let go before the next one comes
                     whole[name] = found
             yield revert_weight_conversion(self.model, whole) if has else {}

@@ -62,7 +62,7 @@ class DecoderNode:
 
 
 class DecoderNodes:
-    """`nodes`: Ray's names of those without slots, and of each how many processes it gets."""
+    """`nodes`: Ray's names of those without slots, and of each how many CPUs are taken, for a process each."""
 
     def __init__(self, nodes: Mapping[str, int], timeout_s: float, environment: dict[str, str]):
         self._nodes = {node: processes for node, processes in nodes.items() if processes}
@@ -77,7 +77,7 @@ class DecoderNodes:
         name, processes = f"decoders of node {node[:8]}", self._nodes[node]
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         environment = {"env_vars": self._environment}
-        options = {"num_cpus": 0, "scheduling_strategy": where, "runtime_env": environment}
+        options = {"num_cpus": processes, "scheduling_strategy": where, "runtime_env": environment}
         actor = ray.remote(DecoderNode).options(max_concurrency=processes + 1, **options)
         started = actor.remote(name, processes, self._timeout_s)
         try:

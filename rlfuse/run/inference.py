@@ -165,11 +165,14 @@ class VideoParts:
 
 
 def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:
-    """Nodes of the cluster that have no slots, by Ray's names, and their CPUs that nobody has, to decode ahead."""
+    """Nodes of the cluster that have no slots, by Ray's names, and their CPUs that nobody has, to decode ahead.
+
+    One is left on each: a slot that moves there takes some of it.
+    """
     if not video.prefetch_mb or video.encode_ahead:
         return {}
     taken = {node.id for node in slots.nodes}
-    return {node.id: int(node.free.get("CPU", 0)) for node in nodes.answering_nodes() if node.id not in taken}
+    return {node.id: int(node.free.get("CPU", 0)) - 1 for node in nodes.answering_nodes() if node.id not in taken}
 
 
 def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:

@@ -65,7 +65,7 @@ class DecoderNodes:
     """`nodes`: Ray's names of those without slots, and of each how many CPUs are taken, for a process each."""
 
     def __init__(self, nodes: Mapping[str, int], timeout_s: float, environment: dict[str, str]):
-        self._nodes = {node: processes for node, processes in nodes.items() if processes}
+        self._nodes = {node: processes for node, processes in nodes.items() if processes > 0}
         self._timeout_s, self._environment = timeout_s, environment
         self._actors: dict[str, Any] = {}
 

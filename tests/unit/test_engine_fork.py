@@ -94,12 +94,16 @@ def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
     from vllm.model_executor.models import registry
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
 
     look_elsewhere = registry._run_in_subprocess
     assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
+    makers = multiproc_executor.WorkerProc.make_worker_process, multiproc_executor.MultiprocExecutor._init_executor
+    assert all("get_mp_context" in inspect.unwrap(each).__code__.co_names for each in makers)
     inspect_class = inspect.unwrap(registry._LazyRegisteredModel.inspect_model_cls)
     assert "_run_in_subprocess" in inspect_class.__code__.co_names
     with forking("cpu"):
+        assert isinstance(multiproc_executor.get_mp_context(), Forks)
         context = utils.get_mp_context()
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()

@@ -8,8 +8,9 @@ Invariants, all of them true of a new process by itself:
 - it does not know of Ray, answers signals as a new process does, and collects its own garbage;
 - it ends with its actor.
 A fork has the thread that forked, and no other: what another had locked stays so. Others are Ray's, whose native side
-the fork never calls, sockets' of vLLM, which has new ones there, and one that watches the size of the log. OpenMP waits
-for ever for threads that stayed behind: actors have one (`rollout_env`). Called by actors; waits for nothing.
+the fork never calls, sockets' of vLLM, which has new ones there, one that watches the size of the log, and in a fork
+that forks workers one that waits for the actor's end. OpenMP waits for ever for threads that stayed behind: actors have
+one (`rollout_env`). Called by actors; waits for nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Forks(ForkContext):
 
 @contextmanager
 def forking(device: str) -> Iterator[None]:
-    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`.
+    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`; so are the
+    workers of a tensor-parallel one, forks of its fork.
 
     There a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
     asks for CUDA devices; a fork finds it imported.
@@ -60,9 +62,11 @@ def forking(device: str) -> Iterator[None]:
         return
     from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
 
     with (
         mock.patch.object(utils, "get_mp_context", Forks),
+        mock.patch.object(multiproc_executor, "get_mp_context", Forks),
         mock.patch.object(registry, "_run_in_subprocess", lambda look: look()),
     ):
         yield

@@ -33,6 +33,7 @@ from rlfuse.planning.activations import PASS_OF, leaves
 from rlfuse.planning.cluster_file import read_cluster
 from rlfuse.planning.memory import GIB, Budget, Memory, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
+from rlfuse.planning.planned_job import beyond_limits
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
@@ -60,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
     config = to_config(compose_job(words), lambda config: _facts(config, arguments))
     _check(arguments, config)
     load_policy(config.fusion.policy)
-    if wrong := untrainable(config):
+    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
+    if wrong := [*untrainable(config), *beyond]:
         raise ConfigError(wrong)
     shapes = shapes_of(config)
     budget = budget_of(config, arguments)

@@ -1,12 +1,13 @@
 """The job file of a plan: what the job said, references and all, with what the plan changes in it.
 
-Role: `search_command` completes a job that says too little for a run, tells what a plan changes, and writes the file.
+Role: `search_command` completes a job that says too little for a run, tells what a plan changes, and writes the file;
+`plan`, too, asks whether lengths that it is given can be.
 Invariant: the file read again is the planned configuration, key by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -31,6 +32,14 @@ def completed(given: DictConfig) -> DictConfig:
         if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
             OmegaConf.update(given, key, value)
     return given
+
+
+def beyond_limits(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
+    """Mean lengths, as an option gave them, that the job's limits would cut."""
+    for name, mean in (("prompt", prompt_tokens), ("response", response_tokens)):
+        limit = getattr(config.data, f"max_{name}_length")
+        if mean is not None and mean > limit:
+            yield f"--{name}-tokens {mean:g}: needs at most data.max_{name}_length={limit}; raise that key with it"
 
 
 def differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:

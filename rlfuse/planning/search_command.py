@@ -34,7 +34,7 @@ from rlfuse.planning.forecast import Forecast, forecast, lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
-from rlfuse.planning.planned_job import completed, differing, write_job
+from rlfuse.planning.planned_job import beyond_limits, completed, differing, write_job
 from rlfuse.planning.presets import PRESETS
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import NOTHING, Found, Neighbour, Plan, error_of, search, settled, surely_slower
@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
     given = completed(compose_job(words))
     config = _accepted(cluster, given, arguments.keep)
     load_policy(config.fusion.policy)
-    if wrong := [*_unplannable(config, cluster), *untrainable(config)]:
+    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
+    if wrong := [*_unplannable(config, cluster), *untrainable(config), *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
     given_s, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE

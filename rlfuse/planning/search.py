@@ -30,7 +30,7 @@ from rlfuse.planning.memory import Memory
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.searched_job import Job
 from rlfuse.planning.shortages import problems
-from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, structural, structures
+from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
 from rlfuse.planning.step_time import Seconds
 
 LOOKING = 0.7
@@ -312,9 +312,11 @@ class _Neighbours:
         self._plans: dict[tuple[Setting, ...], Plan] = {}
 
     def faster(self, best: Plan) -> list[Plan]:
-        """Those beside the plan that gain more than next to nothing, as far as time allows."""
-        enough = (1 - NOTHING) * best.seconds.step
-        tried = [self._tried(settings, enough) for _, settings in self._beside(best)]
+        """Those beside the plan that gain more than next to nothing, as far as time allows: under its policy, and under
+        the job's, as what is best for a pipeline may not be for what has none."""
+        enough, beside = (1 - NOTHING) * best.seconds.step, [settings for _, settings in self._beside(best)]
+        own = [but_for(settings, POLICY, self._job.config.fusion.policy) for settings in beside]
+        tried = [self._tried(settings, enough) for settings in dict.fromkeys([*beside, *own])]
         return [plan for plan in tried if isinstance(plan, Plan) and plan.seconds.step < enough]
 
     def told(self, best: Plan) -> list[Neighbour]:
@@ -334,7 +336,7 @@ class _Neighbours:
             for key, value in before.settings:
                 given = value_of(job.config, key)
                 if given != value and given in job.axes[key]:
-                    tried = self._tried(_with(best, key, given), most)
+                    tried = self._tried(but_for(best.settings, key, given), most)
                     if isinstance(tried, Plan) and tried.seconds.step <= most:
                         best = tried
         return best
@@ -347,7 +349,7 @@ class _Neighbours:
                 continue
             at = values.index(given[key])
             for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
-                yield (key, value), _with(best, key, value)
+                yield (key, value), but_for(best.settings, key, value)
 
     def _tried(self, settings: tuple[Setting, ...], most: float = inf) -> Plan | str:
         """The plan, or why it can't be, or takes more than `most`."""
@@ -375,11 +377,6 @@ class _Neighbours:
         config, memory = job.with_settings(settings)
         wrong = problems(config, memory)
         return wrong[0] if wrong else (config, memory)
-
-
-def _with(plan: Plan, key: str, value: object) -> tuple[Setting, ...]:
-    """The plan's settings but for one."""
-    return tuple((dict(plan.settings) | {key: value}).items())
 
 
 def _left_open(job: Job, plan: Plan) -> float:

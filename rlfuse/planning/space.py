@@ -184,6 +184,14 @@ def _away_anyway(there: Config) -> bool:
     return there.actor.offload_optimizer and there.actor.optimizer_residency == "step"
 
 
+def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Setting, ...]:
+    """The settings but for one, and for what only pipelines have where that is the last of them to go."""
+    given = dict(settings) | {key: value}
+    if (key, value) == ("training.pipeline_parallel_size", 1):
+        given |= {own: alone for own, alone in ((CHUNKS, 1), (VOCABULARY, False)) if own in given}
+    return tuple(given.items())
+
+
 class Fillings:
     """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left.
 

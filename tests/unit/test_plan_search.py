@@ -287,6 +287,16 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     assert all(each.plan or each.why_not for each in around)
 
 
+def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
+    """Else no search that ends with several stages a device would see what no pipeline takes."""
+    stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
+    job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
+    found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
+    found, around = settled(job, found, facts)
+    tried = [found.plans[0], *(each.plan for each in around if each.setting == (stages, 1))]
+    assert (1, 1) in {(dict(plan.settings)[stages], dict(plan.settings)[several]) for plan in tried if plan}
+
+
 def test_values_that_can_only_go_after_others_go_too(shape):
     """A device without a pipeline holds one stage: stages stay until it does."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"

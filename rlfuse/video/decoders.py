@@ -6,9 +6,9 @@ Role: `DecoderNodes` is what the driver holds of such nodes, `DecoderNode` the a
     encoder rank --thread--> own pool, first while it is free
                  --thread--> node without slots: a pool for each of its processes --object store--> frames
 
-Invariants: a process decodes one block at a time; frames are the same wherever they are decoded, and a file that can't
-be decoded elsewhere can't be here. What a node doesn't see is decoded here, and so is what it doesn't answer in time or
-takes along when it goes: nobody of that rank asks it then any more.
+Invariants: a process decodes one block at a time; frames are the same wherever they are decoded. What a node doesn't
+see or can't decode is decoded here: whether the file is at fault, or that node (slow, or short of memory), shows here
+alone. So is what it doesn't answer in time or takes along when it goes: nobody of that rank asks it then any more.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class DecoderNode:
     def ready(self) -> None:
         """Returns once the process stands."""
 
-    def decode(self, path: str, plan: Any, first: int, last: int) -> np.ndarray | VideoError | None:
-        """These frames, or what is wrong with the file; None where there is none on this node."""
+    def decode(self, path: str, plan: Any, first: int, last: int) -> np.ndarray | None:
+        """These frames; None where they can't be had on this node."""
         if not os.path.exists(path):
             return None
         pool = self._free.get()
         try:
             return pool.decode(path, plan, first, last)
-        except VideoError as error:
-            return error
+        except VideoError:
+            return None
         finally:
             self._free.put(pool)
 
@@ -127,6 +127,4 @@ class Decoders:
         except RayError:
             return None
         self._free.put(number)
-        if isinstance(found, VideoError):
-            raise found
         return None if found is None else found.copy()  # out of the object store

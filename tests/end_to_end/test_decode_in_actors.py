@@ -62,9 +62,11 @@ async def test_another_node_decodes_while_the_own_pool_is_busy_and_until_it_is_g
     assert decoders.count == 2 and decoders._free.get() == 0, "the own pool is at another block"
     frames, elsewhere = decoders.read(*block)
     assert elsewhere and not here and np.array_equal(frames, decode(*block))
-    with pytest.raises(VideoError, match="unseen"):
-        decoders.read(str(tmp_path / "unseen.mp4"), *block[1:])
-    assert len(here) == 1, "a node may lack a file that this one has"
+    (tmp_path / "broken.mp4").write_text("no clip")
+    for number, name in enumerate(("unseen.mp4", "broken.mp4"), 1):
+        with pytest.raises(VideoError, match=name):
+            decoders.read(str(tmp_path / name), *block[1:])
+        assert len(here) == number, "a node may lack, or fail with, a file that can be decoded here"
     nodes.close()
     frames, elsewhere = decoders.read(*block)
     assert not elsewhere and np.array_equal(frames, decode(*block)) and decoders._free.empty()

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ from rlfuse.samples import Embedding, Visual
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
+    from rlfuse.video.plan import Geometry
     from rlfuse.video.prompt import VideoPrompt
     from rlfuse.video.video_model import VideoModel
 
@@ -71,8 +74,6 @@ class Sight:
         return next((why for each in visual if (why := self._refusal(each))), None)
 
     def _refusal(self, visual: Visual) -> str | None:
-        from transformers import AutoConfig
-
         from rlfuse.video.handover import Refusal, hand_over
         from rlfuse.video.models.base import Route, known_families
 
@@ -81,16 +82,27 @@ class Sight:
         if model is None:
             families = known_families()
             return f"model={self._path} can't see {visual.path}: give a model of {families}, or {remedy}"
-        own = model.image_sizes(None)[1] if plan.still else model.geometry
+        own = self._image_geometry if plan.still else model.geometry
         if own != plan.geometry:
             return (
                 f"model={self._path} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
                 f"policy as {plan.geometry}. Give a model of the policy's family, or {remedy}"
             )
         if model.family.route is Route.VIDEO_EMBEDS:
-            route = hand_over(AutoConfig.from_pretrained(model.folder), plan)
+            route = hand_over(self._config, plan)
             return f"model={self._path} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
         return None
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        """Read once: `refusal` is asked for every row of a data set."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._model.folder)
+
+    @cached_property
+    def _image_geometry(self) -> Geometry:
+        return self._model.image_sizes(None)[1]
 
     @contextmanager
     def served(self) -> Iterator[str]:

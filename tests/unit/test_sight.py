@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
+from rlfuse.errors import RewardError
 from rlfuse.rewards.models import sight
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge
@@ -79,4 +80,9 @@ def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, t
     assert f"{text} can't see {pictures[0].path}: give a model of " in why and "blind=true" in why
     coarse = replace(pictures[0], plan=replace(pictures[0].plan, geometry=Geometry(14, 2, 1)))
     assert "it takes frames as Geometry(patch=14, merge=2" in Judge(str(folder)).refusal([pictures[1], coarse])
+    (damaged := tmp_path / "damaged").mkdir()
+    (damaged / "config.json").write_text('{"model_type": "of_no_library"}')
+    for ask in (lambda judge: judge.refusal(pictures), Judge.start):
+        with pytest.raises(RewardError, match=r"model=.*damaged can't be read: .*of_no_library"):
+            ask(Judge(str(damaged)))
     assert "0.png: it reads text alone" in Classifier(str(text)).refusal(pictures)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlfuse.errors import VideoError
+from rlfuse.errors import RewardError, VideoError
 from rlfuse.samples import Embedding, Visual
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Sight:
     """Of one judge; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
 
     def __init__(self, path: str, trust_remote_code: bool = False):
-        """Reads configuration files only. A model of text, or of no family known here, is shown nothing."""
+        """Reads configuration files only; RewardError where it can't. A model of text, or of no family known here, is
+        shown nothing."""
         from rlfuse.video.video_model import VideoModel
 
         self._path = path
@@ -66,6 +67,8 @@ class Sight:
             self._model: VideoModel | None = VideoModel.at(path, trust_remote_code)
         except VideoError:
             self._model = None
+        except (OSError, ValueError) as error:
+            raise RewardError(f"model={path} can't be read: {error}") from error
         self._tower: Any = None
         self._own: OrderedDict[str, OwnEmbedding] = OrderedDict()
 

@@ -1,0 +1,122 @@
+"""Steps of a job with clips, with and without `video.encode_ahead`, in turns within one run.
+
+    python tests/benchmarks/encode_ahead.py [--repeats 5] [key=value ...]
+
+Two slots on two cores, GRPO on real clips of 10 to 30 s at 4 frames a second, a random VideoLLaMA3 with a heavy tower.
+Without, clips are decoded ahead, as by default. The learning rate is 0, and the caches hold the clips of
+two steps only, so that each step has as many to encode. Each turn has a step that is not counted, in which clips of the
+other way are used up, and two that are; which way is first alternates. Prints medians, and ratios turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlfuse.config.compose import load
+from rlfuse.run.build import run
+from rlfuse.step.controller import Controller
+from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
+from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
+
+WAYS = {"decoded ahead": False, "encoded ahead": True}
+COUNTED = 2
+KINDS = ("step", "encode_clips", "encode")
+"""Of the spans that are told."""
+CLIPS = Clips(train=24, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=30)
+MODEL = SmallModel(heads=4, layers=2, tower_heads=16, tower_layers=8)
+JOB = (
+    "algorithm=grpo",
+    "model.dtype=float32",
+    "rollout.n=4",
+    "rollout.kv_cache_memory_mb=256",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=4",
+    "data.max_prompt_length=2560",
+    "data.max_response_length=64",
+    "actor.ppo_max_token_len_per_gpu=4096",
+    "actor.optim.lr=0",
+    "reward.functions=[rlfuse.tasks.clips:compute_score]",
+    "video.sampling=seed_vl",
+    "video.levels=[4]",
+    "video.max_tokens=480",
+    *(f"video.fps_{task}=4" for task in ("general", "detail", "motion")),
+    "video.cache_mb=1",
+    "trainer.n_gpus_per_node=2",
+    "trainer.total_training_steps=10000",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=0",
+    "trainer.logger=[]",
+    "cluster.device=cpu",
+)
+
+
+@dataclass
+class Benchmark:
+    """What the job does with its controller, and what it measured."""
+
+    repeats: int
+    steps: list[dict] = field(default_factory=list)
+    number: int = 0
+
+    async def drive(self, controller: Controller, _: int) -> None:
+        """A first step warms up, then the ways take turns."""
+        await controller.update_weights(0)
+        await self._step(controller)
+        for turn in range(self.repeats):
+            for way in list(WAYS) if turn % 2 == 0 else reversed(WAYS):
+                controller.engines.clips.ahead = WAYS[way]
+                await self._step(controller)
+                for _ in range(COUNTED):
+                    self.steps.append({"turn": turn, "way": way} | await self._step(controller))
+                print(f"turn {turn + 1}/{self.repeats}  {way}  {self.median('step', way, turn):.2f} s", flush=True)
+
+    async def _step(self, controller: Controller) -> dict[str, float]:
+        """Seconds of its spans, by kind."""
+        self.number += 1
+        with controller.journal.recorder.span("step", step=self.number):
+            await controller.learn(self.number)
+            await controller.update_weights(self.number)
+        spans = await controller.journal.collect(self.number)
+        return {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS}
+
+    def median(self, name: str, way: str, turn: int | None = None) -> float:
+        """Over all turns, or in one."""
+        return statistics.median(s[name] for s in self.steps if s["way"] == way and turn in (None, s["turn"]))
+
+    def table(self) -> str:
+        """Medians, and of the ratios of turns the median and the range."""
+        lines = [
+            "| clips of the next step | step | of it waiting for clips | encoding, all ranks |",
+            "|---|---|---|---|",
+        ]
+        for way in WAYS:
+            lines.append(" | ".join([f"| {way}", *(f"{self.median(kind, way):.2f} s" for kind in KINDS)]) + " |")
+        without, ahead = ([self.median("step", way, turn) for turn in range(self.repeats)] for way in WAYS)
+        ratios = sorted(a / b for a, b in zip(without, ahead, strict=True))
+        return "\n".join([*lines, "", f"x {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"])
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    benchmark = Benchmark(arguments.repeats)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train, val = write_task(folder, CLIPS)
+        model = write_small_video_llama3(folder / "model", MODEL, byte_tokenizer([*WORDS, *SIGNS]))
+        files = [f"data.train_files=[{train}]", f"data.val_files=[{val}]", f"model.path={model}"]
+        place = [f"trainer.default_local_dir={folder}/runs", "trainer.experiment_name=benchmark"]
+        run(load([*JOB, *files, *place, *arguments.overrides]), benchmark.drive)
+    print(benchmark.table())
+
+
+if __name__ == "__main__":
+    main()

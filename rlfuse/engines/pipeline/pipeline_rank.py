@@ -124,12 +124,15 @@ class PipelineRank(Rank):
 
     def _load(self, pipelines: Pipelines) -> dict[int, PreTrainedModel]:
         name, parts = pipelines.model, self._parts(pipelines.model)
+        first = "cpu" if self.tensor else self.device  # a device has room for a share, not for all layers of a stage
 
         def load(stage: int) -> PreTrainedModel:
-            return load_stage(self._path(name), self.config.model, self.device, parts[stage], name == "critic")
+            return load_stage(self._path(name), self.config.model, first, parts[stage], name == "critic")
 
         loads = {stage: partial(load, stage) for stage in pipelines.stages_on(self.place.device)}
-        return {stage: self.tensor.load(each) if self.tensor else each() for stage, each in loads.items()}
+        if self.tensor:
+            return {stage: self.tensor.load(each).to(self.device) for stage, each in loads.items()}
+        return {stage: each() for stage, each in loads.items()}
 
     def _agree_on_packing(self, loaded: Mapping[str, Mapping[int, PreTrainedModel]]) -> bool:
         """Whether rows may be packed: each rank tries its own layers."""

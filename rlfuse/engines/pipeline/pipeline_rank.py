@@ -311,7 +311,14 @@ def _grid(data: int, stages: int, width: int) -> PipelineParallelGrid:
 
 @cache
 def _sharers(rank: int, world: int, width: int, limit_s: float) -> Sharers | None:
-    return Sharers(rank, world, width, timedelta(seconds=limit_s)) if width > 1 else None
+    if width == 1:
+        return None
+    sharers = Sharers(rank, world, width, timedelta(seconds=limit_s))
+    # NCCL sums small and large tensors in several ways, and connects each in the first call that takes it: as with
+    # `lanes`, before receives wait on the device. (Not run on GPUs.)
+    for power in range(0, 28, 3) if dist.get_backend() == "nccl" else ():
+        sharers.sum(torch.zeros(1 << power, dtype=torch.bfloat16, device="cuda"))
+    return sharers
 
 
 class _Tie:

@@ -130,6 +130,10 @@ class Mesh(NamedTuple):
     def rank(self, block: int, device: int, index: int = 0) -> int:
         return (block * self.devices + device) * self.width + index
 
+    def beside(self, rank: int) -> int:
+        """Another rank of the same device; this one where there is none."""
+        return rank - rank % self.width + (rank + 1) % self.width
+
 
 def mesh_of(layout: Sequence[Pipelines], world: int) -> Mesh:
     """Of so many ranks. ValueError unless all models take as many devices, alike, and they divide the ranks."""

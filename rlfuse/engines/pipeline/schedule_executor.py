@@ -116,9 +116,10 @@ class _Run:
         return [Timed(operation, *map(self.waits.seconds, each)) for operation, *each in moments]
 
     def _peer(self, transfer: Transfer | None) -> int:
-        """The rank that a transfer comes from; this one if none does."""
+        """The rank that a transfer comes from; where none does one that shares this one's layers, or else this one."""
         groups = self.executor.groups
-        return groups.rank if transfer is None else groups.members(transfer.lane)[0]
+        local = transfer is None or transfer.local
+        return groups.mesh.beside(groups.rank) if local else groups.members(transfer.lane)[0]
 
     def _awaited(self, step: Step) -> int:
         """The rank to name if an operation doesn't end."""

@@ -198,7 +198,7 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 4, 2
     occupants = placement.Slots(None, config.slots, "cpu", nodes=nodes).occupants(2)
     planned = [set(), set()]
-    for place in placements(config, {"actor": SimpleNamespace(tower=0)}):
+    for place in placements(config, {"actor": SimpleNamespace(tower=0, share=lambda _: None)}):
         planned[place.node] |= {place.engine.partition(" ")[0], place.trainer.partition(":")[0]}
     assert [set(occupants[each].split(", ")) for each in nodes] == planned
     assert lost_message([nodes[1]], occupants).startswith(

@@ -44,6 +44,7 @@ RECEIVERS = {
     "engines/trainer/trainer_rank.py: self.engines[name]": DEEPSPEED,
     "rewards/models/vllm_engine.py: llm": LLM,
     "rewards/models/judge.py: llm": LLM,
+    "rewards/models/sight.py: llm": LLM,
 }
 """What expressions without an annotation hold."""
 PASSED = {"engines/pipeline/schedule_executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}

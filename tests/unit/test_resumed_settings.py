@@ -10,7 +10,7 @@ from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
-from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer.optimizer import take_step, trainable
@@ -32,7 +32,7 @@ def rank_of(kind, stage, dtype, lr, **actor):
     rank, settings = kind(Config(), 0, 1, "cpu"), ActorConfig(zero_stage=stage, **actor)
     if kind is PipelineRank:
         rank.engines = {"actor": trainable(DeviceStages({"0": model}), settings, lr, STEPS, "cpu")}
-        rank.layout = {"actor": Pipelines("actor", 1)}
+        rank.layout, rank.place = {"actor": Pipelines("actor", 1)}, Place(0, 0, 0)
         return rank, model, ()
     rank.engines, rank.tower = {"actor": trainable(model, settings, lr, STEPS, "cpu")}, None
     rank.exporters = {"actor": Exporter(model, 0)}

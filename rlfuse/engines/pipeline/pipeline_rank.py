@@ -55,6 +55,8 @@ class PipelineRank(Rank):
     executor: ScheduleExecutor | None = None
     shares: Mapping[str, HeadShares] = MappingProxyType({})
     """Of models whose head all devices share."""
+    tensor: Sharers | None = None
+    """Who shares this rank's layers."""
 
     def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
         """Load this device's stages of every model in `layout`, instead of any before; returns facts to log.

@@ -116,13 +116,13 @@ class Sight:
             with TemporaryDirectory(prefix="rlfuse-text-part-") as folder:
                 yield self._model.served(Path(folder) / "model")
 
-    def start(self, engine: Any) -> None:
-        """`engine`: vLLM's, of what `served` gave."""
+    def start(self, llm: Any) -> None:
+        """`llm`: vLLM's engine of what `served` gave."""
         from rlfuse.engines.rollout.prompts import Prompts
 
-        served = engine.model_config
-        self._tokenizer, self._dtype = engine.get_tokenizer(), str(served.dtype).removeprefix("torch.")
-        self._prompts = Prompts(served.hf_config, engine.vllm_config.scheduler_config.max_num_batched_tokens)
+        served = llm.model_config
+        self._tokenizer, self._dtype = llm.get_tokenizer(), str(served.dtype).removeprefix("torch.")
+        self._prompts = Prompts(served.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
         """The prompt's tokens, with visual ones where its markers stand. VideoError where these don't match.

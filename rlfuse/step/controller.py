@@ -99,10 +99,7 @@ class Controller:
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
         draw, experience = await self.groups.draw(step), self.advantages.experience
-        if self.groups.held_out and due(self.config.trainer.test_freq, step, self.total_steps):
-            self.engines.clips.prefetch(self.groups.held_out, "training")
-        else:
-            self._prefetch_training(step, "training")
+        self._prefetch(step, "training")
         actor, trained = self.config.actor, ["actor"] if step > self.config.trainer.critic_warmup else []
         board = Board(
             draw.groups,
@@ -128,17 +125,21 @@ class Controller:
     async def validate(self, step: int) -> None:
         """Generate and score the held-out prompts; nothing is trained."""
         if groups := await self.groups.validation(step):
-            self._prefetch_training(step, "testing")
+            self._prefetch(step, "testing")
             board = Board(groups, await self.draining.table(), ("reward",), purpose="testing", now=self.clock())
             with self.journal.recorder.span("testing", step=step):
                 await self.execute(board, step, sampling.validation(self.config), self.advantages.complete)
             self.metrics.log_validation(step, board)
         await self.engines.clips.release("testing")
 
-    def _prefetch_training(self, step: int, beside: str) -> None:
-        """The clips of the step after this one."""
-        if step < self.total_steps:
-            self.engines.clips.prefetch(self.groups.selection.upcoming(), beside)
+    def _prefetch(self, step: int, beside: str) -> None:
+        """The clips of what comes next: of the validation behind this step, where that shows any, else of a step."""
+        held_out, clips = self.groups.held_out, self.engines.clips
+        validates = beside == "training" and due(self.config.trainer.test_freq, step, self.total_steps)
+        if validates and any(prompt.visual for prompt in held_out):
+            clips.prefetch(held_out, beside)
+        elif step < self.total_steps:
+            clips.prefetch(self.groups.selection.upcoming(), beside)
 
     async def execute(self, board: Board, step: int, drawn: Sampling, scored: Callable[[Board, int], object]) -> None:
         """Carry the board out; `scored` is called whenever samples gained scores."""

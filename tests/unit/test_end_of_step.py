@@ -129,6 +129,19 @@ def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves():
     assert ", ".join(parts.order) == f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"
 
 
+@pytest.mark.parametrize("visual", [(), ("a clip",)])
+def test_clips_of_the_next_step_are_made_beside_this_one_unless_a_validation_with_clips_comes_first(visual):
+    controller, made = played(Parts("")), []
+    clips = SimpleNamespace(prefetch=lambda prompts, beside: made.append((prompts, beside)))
+    held_out, upcoming = [SimpleNamespace(visual=visual)], ["upcoming"]
+    controller.engines = SimpleNamespace(clips=clips)
+    controller.groups = SimpleNamespace(held_out=held_out, selection=SimpleNamespace(upcoming=lambda: upcoming))
+    for step, beside in ((1, "training"), (2, "training"), (2, "testing"), (3, "testing")):
+        controller._prefetch(step, beside)
+    second = held_out if visual else upcoming
+    assert made == [(upcoming, "training"), (second, "training"), (upcoming, "testing")]
+
+
 class Full(Parts):
     """There is no room for checkpoints: the first two are not written, which `write` tells a person."""
 

@@ -50,8 +50,9 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Sh
         if is_model_parallel_parameter(parameter):
             tied = getattr(parameter, PIPE_REPLICATED, False)
             dim = parameter.partition_dim
-            whole = {} if tied else {field: shares.whole(tensor, dim).cpu() for field, tensor in whole.items()}
             writes = writes and shares.answers
+            gathered = ((field, shares.whole(tensor, dim)) for field, tensor in whole.items() if not tied)
+            whole = {field: tensor.cpu() for field, tensor in gathered if writes}  # all ranks come to each
         if writes:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
     if rank is not None:

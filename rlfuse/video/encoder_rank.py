@@ -252,7 +252,8 @@ class EncoderRank:
         return False
 
     def _renew_decoders(self) -> None:
-        self._decoders = Decoders(self.frames, self.elsewhere, self.settings.decode_timeout_s)
+        patience = self.settings.decode_timeout_s / 2  # with a node that is silent: then it is decoded here
+        self._decoders = Decoders(self.frames, self.elsewhere, patience)
         self._threads = ThreadPoolExecutor(self._decoders.count, "decoder")
 
     def _decode(self, block: Frames, prefetched: bool = False) -> _Decoded:

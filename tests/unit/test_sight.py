@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 from rlfuse.errors import RewardError
 from rlfuse.rewards.models import sight
 from rlfuse.rewards.models.classifier import Classifier
-from rlfuse.rewards.models.judge import Judge
+from rlfuse.rewards.models.judge import TOKENS_SHOWN, Judge, portions
 from rlfuse.rewards.models.sight import Sight
 from rlfuse.samples import Embedding, Visual
 from rlfuse.tasks.clips import draw_scene, write_image
@@ -86,3 +86,12 @@ def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, t
         with pytest.raises(RewardError, match=r"model=.*damaged can't be read: .*of_no_library"):
             ask(Judge(str(damaged)))
     assert "0.png: it reads text alone" in Classifier(str(text)).refusal(pictures)
+
+
+def test_samples_are_compared_together_as_long_as_they_show_little():
+    many, few, none = (
+        SimpleNamespace(visual=[SimpleNamespace(plan=SimpleNamespace(tokens=tokens))] * shown)
+        for tokens, shown in ((TOKENS_SHOWN // 2, 2), (TOKENS_SHOWN // 4, 1), (0, 0))
+    )
+    assert list(portions([none, few, few, none, many, many, few])) == [[none, few, few, none], [many], [many, few]]
+    assert list(portions([none] * 9)) == [[none] * 9] and list(portions([])) == []

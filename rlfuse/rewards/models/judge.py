@@ -21,8 +21,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from rlfuse.errors import RewardError
@@ -50,6 +51,8 @@ Compare two answers to a question.
 
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
 PLACES = ("prompt", "a", "b")
+TOKENS_SHOWN = 1 << 16
+"""Visual tokens of samples that are compared together: of 3,584 features, 1 GB of prompts."""
 
 
 class Judge:
@@ -110,6 +113,9 @@ class Judge:
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         """One result for each sample, in order; parts as of `verdict`."""
+        return [result for few in portions(samples) for result in self._compared(few)]
+
+    def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         orders = [self._orders(item) for item in samples]
         asked = [prompt for pair in orders if not isinstance(pair, RewardFailure) for prompt in pair]
         said = self._log_probs_of_verdicts(asked) if asked else []
@@ -186,6 +192,13 @@ class Judge:
     def __getstate__(self) -> dict[str, Any]:
         """Travels without its engine, to be started where it arrives."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
+
+
+def portions(samples: Sequence[Item]) -> Iterator[list[Item]]:
+    """Those whose prompts are made and asked at a time: each holds copies of its embeddings, twice."""
+    behind = accumulate(sum(each.plan.tokens for each in item.visual) for item in samples)
+    for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // TOKENS_SHOWN):
+        yield [item for _, item in few]
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:

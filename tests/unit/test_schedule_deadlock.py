@@ -239,3 +239,4 @@ def test_every_pair_of_every_block_has_its_lanes_and_no_device_more_than_cuda_ru
     }
     assert [members(two[0], Mesh(3, 4, 1), block, 0) for block in range(3)] == [(1, 0), (5, 4), (9, 8)]
     assert [members(two[0], Mesh(2, 4, 2), block, 1) for block in range(2)] == [(3, 1), (11, 9)]
+    assert [Mesh(1, 2, 3).beside(rank) for rank in range(3, 6)] == [4, 5, 3] and Mesh(2, 4, 1).beside(5) == 5

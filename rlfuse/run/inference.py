@@ -118,7 +118,8 @@ def _link_speed(config: Config, device: str) -> float:
 
 def reward_pool(config: Config) -> RewardPool:
     """The job's rewards; none of their processes runs yet."""
-    return RewardPool(config.reward, config.model.trust_remote_code, config.cluster.timeout_s, config.data.prompt_key)
+    model, patience = config.model, config.cluster.timeout_s
+    return RewardPool(config.reward, model.trust_remote_code, patience, config.data.prompt_key, model.video_family)
 
 
 def video_model_of(config: Config) -> VideoModel | None:

@@ -51,6 +51,20 @@ def shown(model: VideoModel, question: str, files) -> tuple[Visual, ...]:
     return tuple(found)
 
 
+OWN = """\
+import os
+from pathlib import Path
+from rlfuse.video.models.base import video_family
+from rlfuse.video.models.qwen2_5_vl import Qwen25VL
+
+(Path(__file__).parent / f"known_to_{os.getpid()}").touch()
+
+@video_family("qwen2_5_vl")
+class Own(Qwen25VL):
+    '''As it was.'''
+"""
+
+
 def sample(number: int, name: str, row, visual) -> Sample:
     question, response, reference = row
     messages = ({"role": "user", "content": question},)
@@ -84,15 +98,17 @@ def first(folder, model, question, a, b, visual, light=1.0) -> float:
     return whole.lm_head(hidden)[verdicts].softmax(-1)[0].item()
 
 
-async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, folders, files):
-    """And a judge that can't, of another family than the policy or of text, says so before anything starts."""
+async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, folders, files, tmp_path):
+    """Their processes know a family of the user's own. And a judge that can't, of another family than the policy or of
+    text, says so before anything starts."""
     models = {name: VideoModel.at(str(folder)) for name, folder in folders.items()}
     kwargs = {"reference": "ground_truth", "dtype": "float32", "max_model_len": 2048}
     entries = [
         {"path": "judge", "name": name, "sources": [name], "kwargs": {"model": str(folder)} | kwargs}
         for name, folder in folders.items()
     ]
-    pool = RewardPool(RewardConfig(entries), engine_timeout_s=300)
+    (tmp_path / "own.py").write_text(OWN)
+    pool = RewardPool(RewardConfig(entries), engine_timeout_s=300, video_family=f"{tmp_path / 'own.py'}:Own")
     asked = [(name, row, shown(models[name], row[0], files)) for name in folders for row in ROWS]
     batch = [sample(number, *each) for number, each in enumerate(asked)]
     pool.check_prompts([each.prompt for each in batch])
@@ -101,6 +117,7 @@ async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, fol
         pool.check_prompts([other])
     await pool.start()
     try:
+        assert len(list(tmp_path.glob("known_to_*"))) == len(folders)
         results = await pool.score(batch)
         again = await pool.score(batch[:1])
     finally:

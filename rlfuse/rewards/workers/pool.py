@@ -65,10 +65,11 @@ class RewardPool:
         trust_remote_code: bool = False,
         engine_timeout_s: float = 1800.0,
         prompt_key: str = "prompt",
+        video_family: str | None = None,
     ):
         """Loads the functions here, in the driver, and starts nothing.
 
-        `engine_timeout_s` bounds a process's start and one call of a model.
+        `engine_timeout_s` bounds a process's start and one call of a model; `video_family`: as model.video_family.
         """
         _check_numbers(reward.num_workers, reward.timeout_s)
         self.entries, self._functions = load_entries(
@@ -84,6 +85,7 @@ class RewardPool:
         self._plain = [name for name, function in self._functions.items() if not function.is_model]
         self._workers = reward.num_workers if self._plain else 0
         self._settings, self._engine_timeout_s, self._prompt_key = reward, engine_timeout_s, prompt_key
+        self._family = video_family
         self._pace: dict[str, float] = {}  # seconds per sample, lately
         self._handles: list[RewardWorkerHandle] = []
         self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
@@ -261,7 +263,8 @@ class RewardPool:
         on = reward_device(self._settings.device, slots.device if slots else "cpu")
         options = reward_options(index, len(self._models), slots, on, environment(on)) | {"max_restarts": 0}
         actor = ray.remote(RewardWorker).options(**options)
-        create = partial(actor.remote, where, [pack(self._functions[name]) for name in names], self._engine_timeout_s)
+        sources = [pack(self._functions[name]) for name in names]
+        create = partial(actor.remote, where, sources, self._engine_timeout_s, family=self._family)
         return RewardWorkerHandle(where, self._queues[names[0]], create, self._engine_timeout_s)
 
 

@@ -43,20 +43,32 @@ class Source:
 
 
 class RewardWorker:
-    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`."""
+    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`; `family`: the user's
+    own of video models, which a judge may be of."""
 
-    def __init__(self, where: str, sources: Sequence[Source], timeout_s: float, memory_mb: int | None = None):
+    def __init__(
+        self,
+        where: str,
+        sources: Sequence[Source],
+        timeout_s: float,
+        memory_mb: int | None = None,
+        family: str | None = None,
+    ):
         watchdog.register(where)
         self._recorder = Recorder(where)
         grown = GROWN_MIB if memory_mb is None else min(GROWN_MIB, memory_mb // 4)
         self._garbage = GarbageCollector(self._recorder, grown_mib=grown, young=True)
-        self._sources, self._timeout_s, self._memory_mb = sources, timeout_s, memory_mb
+        self._sources, self._timeout_s, self._memory_mb, self._family = sources, timeout_s, memory_mb, family
         self._functions: dict[str, RewardFunction] = {}
         restore_child_signals()
 
     def start(self) -> str | None:
         """Load all functions and start what is a model; the reason in words if that failed."""
         try:
+            if self._family is not None:
+                from rlfuse.video.models.base import bring_along
+
+                bring_along(self._family)
             self._functions = {source.name: unpack(source) for source in self._sources}
             for function in self._functions.values():
                 if function.start is not None:

@@ -72,6 +72,15 @@ def test_the_policys_embedding_is_taken_where_the_tower_is_the_same_and_made_whe
     assert len(own._own) == 1, "the latest alone is kept"
 
 
+def test_a_question_whose_clip_did_not_come_along_is_not_judged_by_its_text(folder):
+    saved = SimpleNamespace(
+        visual=(), messages=[{"content": "<video>Which?"}], response="red", column={"ground_truth": "blue"}.__getitem__
+    )
+    judge = Judge(str(folder))
+    judge._sight = seeing(folder)
+    assert "none came along, as none does from saved samples; blind=true" in judge._orders(saved).message
+
+
 def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, tmp_path):
     Qwen2Config().save_pretrained(text := tmp_path / "text")
     assert Judge(str(folder)).refusal(pictures) is None

@@ -147,7 +147,12 @@ class Judge:
         several = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
         question = contents[0] if len(contents) == 1 else "\n\n".join(several)
         if not visual:
-            question = self._sight.quoted(question)
+            shown, question = question, self._sight.quoted(question)
+            if shown != question and not self._blind:
+                return _failure(
+                    "the question has the marker of a clip or image, and none came along, as none does from saved "
+                    "samples; blind=true has the judge go by the text"
+                )
         answers = [self._sight.quoted(answer).strip() for answer in (item.response, str(reference))]
         try:
             pair = [self._prompt(question.strip(), *order, visual) for order in (answers, answers[::-1])]

@@ -42,6 +42,8 @@ from rlfuse.video.video_model import VideoModel
 
 IMAGES = ".images"
 """Where they are kept that rows bring as bytes: beside all runs."""
+LEFT_CPU = 0.5
+"""Of a node without slots: those that move there take a little of it."""
 
 
 def with_transfer(config: Config, device: str) -> Config:
@@ -166,14 +168,13 @@ class VideoParts:
 
 
 def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:
-    """Nodes of the cluster that have no slots, by Ray's names, and their CPUs that nobody has, to decode ahead.
-
-    One is left on each: a slot that moves there takes some of it.
-    """
+    """Nodes of the cluster that have no slots, by Ray's names, and how many CPUs of each are free to decode ahead."""
     if not video.prefetch_mb or video.encode_ahead:
         return {}
     taken = {node.id for node in slots.nodes}
-    return {node.id: int(node.free.get("CPU", 0)) - 1 for node in nodes.answering_nodes() if node.id not in taken}
+    return {
+        node.id: int(node.free.get("CPU", 0) - LEFT_CPU) for node in nodes.answering_nodes() if node.id not in taken
+    }
 
 
 def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:

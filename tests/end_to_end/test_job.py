@@ -318,10 +318,12 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     }
     heads = {(s.where, s.attributes["model"], s.attributes["stage"]) for s in last if s.kind == "head"}
     assert heads == {(f"trainer/{rank}", *one) for rank in (0, 1) for one in (("actor", rank), ("ref", 1 - rank))}
-    assert all(s.attributes["planned"][0] < s.attributes["planned"][1] for s in last if s.kind == "weight_gradients")
-    made = read_metrics(run / "metrics.jsonl")[-1]
-    assert 0 < made["fusion/train_makespan_planned"] <= made["fusion/train_makespan_serial"]
-    assert (run / f"global_step_{made['step']}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
+    # Not before operations were measured: at first, or once a slot changed its pace.
+    planned = [s.attributes["planned"] for s in spans if s.kind == "weight_gradients" and "planned" in s.attributes]
+    assert planned and all(begin < end for begin, end in planned)
+    made = [row for row in read_metrics(run / "metrics.jsonl") if "fusion/train_makespan_planned" in row]
+    assert all(0 < row["fusion/train_makespan_planned"] <= row["fusion/train_makespan_serial"] for row in made) and made
+    assert (run / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
 
 
 def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_out(train, job):

@@ -68,12 +68,12 @@ class PipelineRank(Rank):
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, self.world)
         self.place = self.mesh.place(self.rank)
-        self.tensor = _sharers(self.rank, self.world, self.mesh.width, LATER * self.limit_s)
         self.ties: dict[str, _Tie] = {}
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
             self._let_go()
+            self.tensor = _sharers(self.rank, self.world, self.mesh.width, LATER * self.limit_s)
             self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.did)
             self.shares = self.executor.shares
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}

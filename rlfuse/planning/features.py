@@ -15,7 +15,7 @@ from math import inf
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES, model_of
 from rlfuse.events import Span
-from rlfuse.planning.exchanges import of_gradients, of_pass, of_step
+from rlfuse.planning.exchanges import held_of, of_gradients, of_pass, of_step
 from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM, quantized_away
 from rlfuse.planning.model_sizes import Shape
@@ -146,7 +146,8 @@ def _calls(
 ) -> Iterator[Work]:
     """Passes, gradients and optimizer steps, as the driver waited for them."""
     within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
-    share = (config.slots - 1) / config.slots if within else 0.0
+    copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
+    share = (copies - 1) / copies if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
     gradients = [span for span in spans if not is_optimizer_step(span)]
     for kind, passes, model, exchange, found in (
@@ -163,7 +164,7 @@ def _calls(
             yield Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops, sent=sent, gathers=gathers)
     for span in filter(is_optimizer_step, spans):
         shape = shapes[ROLES[_learning(span.kind)]]
-        moved = ADAM * shape.parameters / (config.slots if config.actor.zero_stage else 1)
+        moved = ADAM * held_of(config, shape) / (copies if config.actor.zero_stage else 1)
         sent = share * of_step(config, shape).bytes
         yield Work("training", *part, span.seconds, moved=moved, optimizer_steps=1, sent=sent)
 

@@ -39,11 +39,12 @@ def costs(of, **keys):
 
 
 def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
+    """Stage 1 adds sums up as stage 0 does, on each rank, and hands weights round besides."""
     whole, states, sums, all_of_it = (costs(shape, actor__zero_stage=stage) for stage in range(4))
     assert whole.train_tokens_per_s == states.train_tokens_per_s > sums.train_tokens_per_s
     assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
     assert whole.score_tokens_per_s == sums.score_tokens_per_s > all_of_it.score_tokens_per_s
-    assert whole.optimizer_s > states.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
+    assert states.optimizer_s > whole.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
 
 
 @pytest.mark.parametrize("again, gathered", [(False, 3), (True, 4)])

@@ -25,8 +25,9 @@ MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
 MOST_OF_EXPERTS = 0.493
 """Of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise."""
-UNMEASURED = 0.3
-"""How far a forecast may be off where nothing was measured: an allowance, which `rlfuse calibrate` replaces."""
+UNMEASURED = dict.fromkeys(KINDS, 0.3)
+"""How far a forecast of each kind of work may be off, as a share, where nothing was measured: an allowance, which
+`rlfuse calibrate` replaces."""
 LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
 DECODE_STEP_S = 2e-3
@@ -177,7 +178,7 @@ class Cluster:
             decode_step_s=DECODE_STEP_S if gpu else 0.0,
             host_bytes_per_s=given.host_gbs * 1e9,
             links=links,
-            errors=dict.fromkeys(KINDS, UNMEASURED),
+            errors=UNMEASURED,
         )
 
     def node_links(self) -> NodeLinks | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
@@ -29,6 +32,8 @@ from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
 SPREAD = 0.6
 """Sigma of log-lengths where no run tells them."""
+HALVINGS = 20
+"""Until lengths have the mean that is asked for, to a ten-thousandth."""
 UNCOUNTED = 1e18
 """Bytes per second of a link that nothing tells of."""
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
@@ -40,18 +45,23 @@ class ForecastError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step under the job's policy, and how long it takes under each."""
+    """How long a step takes under each policy."""
 
-    seconds: Seconds
-    """Of the job's policy."""
-    steps: Mapping[str, float]
-    """Policy -> seconds; the job's comes first."""
+    steps: Mapping[str, Seconds]
+    """Of each policy; the job's comes first."""
+    errors: Mapping[str, float]
+    """Kind of work -> part of it that they may be wrong by."""
     bound: Bound | None = None
     """That no schedule beats, where the job has no pipelines."""
     schedule: Problem | None = None
     """Of one mini-batch, where it has."""
     disaggregate: str = ""
     """What `rollout.disaggregate` comes to, and why."""
+
+    @property
+    def seconds(self) -> Seconds:
+        """Under the job's policy."""
+        return next(iter(self.steps.values()))
 
 
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
@@ -68,39 +78,51 @@ def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
 
 
 def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:
-    """Response tokens of a step's samples: as the run's, else lognormal around `mean`, none above the limit."""
+    """Response tokens of a step's samples: as the run's, else lognormal with this mean, none above the limit."""
     group, limit = config.rollout.n, config.data.max_response_length
     samples = config.data.train_batch_size * group
     if recording is not None and mean is None:
         seen = [length for step in recording.steps for length in step.workload.lengths().tolist()]
         return tuple(min(limit, length) for length in resample(seen, group, samples, seed=1))
-    median = max(1.0, (mean or limit / 2) * 2.718281828 ** (-(SPREAD**2) / 2))
-    return tuple(Drawn(Lognormal(median, SPREAD), samples, limit).draw(group, 1).tolist())
+    return tuple(_around(mean or limit / 2, samples, group, limit).tolist())
+
+
+def _around(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
+    """int64 [samples]: lengths whose others are so much longer for those that the limit cuts that the mean is kept."""
+    low, high = 0.0, log(limit) + 6 * SPREAD  # of the log of the median: all are cut at the limit by the latter
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        longer = Drawn(Lognormal(exp(middle), SPREAD), samples, limit).draw(group, 1).mean() >= mean
+        low, high = (low, middle) if longer else (middle, high)
+    return Drawn(Lognormal(exp(high), SPREAD), samples, limit).draw(group, 1)
 
 
 def forecast(
-    config: Config, times: StepTimes, costs: Costs, error: float = UNMEASURED, speeds: Sequence[float] = ()
+    config: Config,
+    times: StepTimes,
+    costs: Costs,
+    errors: Mapping[str, float] = UNMEASURED,
+    speeds: Sequence[float] = (),
 ) -> Forecast:
     """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
 
-    `error`: part of a step that the costs may be wrong by; `speeds`: of the nodes, where they differ.
+    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ.
     """
     mine = config.fusion.policy
-    seconds = {
+    steps = {
         policy: times.simulated(config, costs, speeds, policy, tuned=True)
         for policy in dict.fromkeys((mine, *POLICIES))
     }
     workload, training = times.workload(config, costs, speeds)
-    linked, share, why = _disaggregated(config, workload, times.tuned(workload, mine), error)
+    linked, share, why = _disaggregated(config, workload, times.tuned(workload, mine), max(errors.values()))
     if share:
         settings = replace(times.tuned(workload, mine), prefill_share=share)
-        seconds[mine] = seconds_of(linked, training, mine, settings)
-    steps = {policy: each.step for policy, each in seconds.items()}
+        steps[mine] = seconds_of(linked, training, mine, settings)
     if config.training.pipeline_parallel_size == 1:
-        return Forecast(seconds[mine], steps, bound=lower_bound(workload), disaggregate=why)
+        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=why)
     counts, forward = times.mini_batch(config, of_slowest(costs, speeds))
     schedule = times.planner(config, counts, forward).problem(counts)
-    return Forecast(seconds[mine], steps, schedule=schedule, disaggregate=why)
+    return Forecast(steps, errors, schedule=schedule, disaggregate=why)
 
 
 def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Workload, float, str]:

@@ -36,6 +36,7 @@ from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.planned_job import beyond_limits
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.shortages import problems
+from rlfuse.planning.step_time import standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 
 if TYPE_CHECKING:
@@ -249,6 +250,7 @@ def _forecast(
     from rlfuse.planning.cluster_file import UNMEASURED
     from rlfuse.planning.costs import costs_of, optimizer_trips
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
+    from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
     from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
@@ -266,9 +268,9 @@ def _forecast(
         hardware = _hardware(config, shapes, memory, arguments)
         costs = costs_of(config, shapes, hardware, times.context, memory.moved)
     roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
-    error = error_of(recording.fit) if recording else max(hardware.errors.values(), default=UNMEASURED)
+    errors = dict.fromkeys(KINDS, error_of(recording.fit)) if recording else hardware.errors or UNMEASURED
     speeds = arguments.cluster.speeds(config.trainer.nnodes) if arguments.cluster is not None else ()
-    found = forecast(config, times, roomy, error, speeds)
+    found = forecast(config, times, roomy, errors, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):
@@ -306,17 +308,16 @@ def _optimizer_words(config: Config, size: float, seconds: float, hidden: float)
 
 def time_table(found: Forecast) -> Table:
     """The step's stages under the job's policy, and the step under the others."""
-    seconds, (mine, *others) = found.seconds, found.steps
+    seconds, mine = found.seconds, next(iter(found.steps))
     table = table_of(f"Forecast of a step, fusion.policy={mine}", "stage", numbers=("seconds",))
     table.add_row("generation", f"{seconds.generating:.2f}")
     table.add_row("scoring after it", f"{seconds.scoring:.2f}")
     table.add_row("training after that", f"{seconds.training:.2f}")
     table.add_section()
-    fastest = min(found.steps.values())
-    for policy in (mine, *others):
-        step = found.steps[policy]
-        words = "step" if policy == mine else f"step under {policy} ({step / found.steps[mine]:.2f} times as long)"
-        table.add_row(words + (", the fastest" if step == fastest else ""), f"{step:.2f}")
+    told = standings(found.steps, found.errors)
+    for policy, each in found.steps.items():
+        words = "step" if policy == mine else f"step under {policy} ({each.step / seconds.step:.2f} times as long)"
+        table.add_row(words + (f", {told[policy]}" if policy in told else ""), f"{each.step:.2f}")
     if found.bound is not None:
         table.add_row(f"no schedule takes less ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
     return table

@@ -31,14 +31,12 @@ from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.searched_job import Job
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
-from rlfuse.planning.step_time import Seconds
+from rlfuse.planning.step_time import NOTHING, Seconds
 
 LOOKING = 0.7
 """Share of a search's time after which the plans that were found are tried under other policies."""
 FIRST = 8
 """Plans that are simulated under every policy."""
-NOTHING = 0.002
-"""Share of a step for which no key is worth changing."""
 LATE, SLOWER = "not looked at in time", "can't be as fast"
 Progress, Clock = Callable[[str], None], Callable[[], float]
 
@@ -382,13 +380,6 @@ class _Neighbours:
 def _left_open(job: Job, plan: Plan) -> float:
     """Seconds of a step by which a calibration was off; 0 where none was made: an allowance tells nothing of plans."""
     return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
-
-
-def surely_slower(plan: Plan, other: Plan, errors: Mapping[str, float]) -> bool:
-    """Whether `other` is, whatever the errors of each kind of work, which two plans on one machine have in common."""
-    mine, others = plan.seconds.kinds, other.seconds.kinds
-    unsure = sum(errors.get(kind, 0.0) * abs(others[kind] - mine[kind]) for kind in mine)
-    return other.seconds.step - plan.seconds.step > unsure
 
 
 def error_of(seconds: Seconds, errors: Mapping[str, float]) -> float:

@@ -37,9 +37,10 @@ from rlfuse.planning.node_order import best_order, exchanged, seconds_of
 from rlfuse.planning.planned_job import beyond_limits, completed, differing, write_job
 from rlfuse.planning.presets import PRESETS
 from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import NOTHING, Found, Neighbour, Plan, error_of, search, settled, surely_slower
+from rlfuse.planning.search import Found, Neighbour, Plan, error_of, search, settled
 from rlfuse.planning.searched_job import Job
 from rlfuse.planning.space import POLICY, axes_of
+from rlfuse.planning.step_time import NOTHING, Seconds, standings
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
@@ -226,7 +227,7 @@ def _show(
     with console.status("the best plan under each policy"):
         steps = _forecast(job, best).steps
     policies = {policy: steps[policy] for policy in job.axes[POLICY]}
-    console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies))
+    console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies, errors))
     config, memory = job.with_settings(best.settings)
     console.print(memory_table(config, job.shapes, memory))
     for line in _told(job, found, errors):
@@ -290,7 +291,7 @@ def _plans_table(job: Job, found: Found) -> Table:
     best = found.plans[0]
     for plan in found.plans[:SHOWN]:
         config, seconds = changed(job.config, plan.settings), plan.seconds
-        same = plan is not best and not surely_slower(best, plan, job.hardware.errors)
+        same = plan is not best and not plan.seconds.surely_slower(best.seconds, job.hardware.errors)
         table.add_row(
             ("= " if same else "  ") + name_of(job, plan),
             f"{config.actor.ppo_max_token_len_per_gpu}",
@@ -348,24 +349,24 @@ def _why(best: Plan, each: Neighbour) -> str:
 def _forecast(job: Job, best: Plan) -> Forecast:
     """What `rlfuse plan` tells of the best plan's job file."""
     config = changed(job.config, best.settings)
-    error = max(job.hardware.errors.values(), default=UNMEASURED)
-    return forecast(config, job.times, job.costs(config, best.memory), error, job.speeds(config))
+    costs = job.costs(config, best.memory)
+    return forecast(config, job.times, costs, job.hardware.errors or UNMEASURED, job.speeds(config))
 
 
-def _chosen(policies: Mapping[str, float], given: str) -> str:
+def _chosen(policies: Mapping[str, Seconds], given: str) -> str:
     """The fastest; the job's own where it is as fast but for next to nothing."""
-    fastest = min(policies, key=policies.__getitem__)
-    enough = policies[fastest] * (1 + NOTHING)
-    return given if given in policies and policies[given] <= enough else fastest
+    fastest = min(policies, key=lambda policy: policies[policy].step)
+    enough = policies[fastest].step * (1 + NOTHING)
+    return given if given in policies and policies[given].step <= enough else fastest
 
 
-def _policies_table(policies: Mapping[str, float]) -> Table:
+def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]) -> Table:
     table = table_of(
         "The best plan under each policy, thresholds as a run tunes them", "fusion.policy", numbers=("step",)
     )
-    fastest = min(policies, key=policies.__getitem__)
+    told = standings(policies, errors)
     for name, seconds in policies.items():
-        table.add_row(name + (" (fastest)" if name == fastest else ""), f"{seconds:.2f}")
+        table.add_row(name + (f" ({told[name]})" if name in told else ""), f"{seconds.step:.2f}")
     return table
 
 

@@ -39,6 +39,8 @@ AMPLE = 1 << 40
 """Tokens, of a cache that is never full."""
 NOTHING_TO_TRAIN = 1e15
 """Tokens per second, where training is a schedule of its own."""
+NOTHING = 0.002
+"""Share of a step that is not worth a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,20 @@ class Seconds:
     def kinds(self) -> dict[str, float]:
         """By the names of `hardware.KINDS`."""
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
+
+    def surely_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
+        """Than another step on one machine, whatever the errors of each kind of work, which both have in common."""
+        mine, others = self.kinds, other.kinds
+        unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
+        return self.step - other.step > unsure
+
+
+def standings(steps: Mapping[str, Seconds], errors: Mapping[str, float]) -> dict[str, str]:
+    """Of these steps by name the fastest, in words; of several, where errors or next to nothing leave open which is."""
+    best = min(steps.values(), key=lambda each: each.step)
+    enough = (1 + NOTHING) * best.step
+    first = [name for name, each in steps.items() if each.step <= enough or not each.surely_slower(best, errors)]
+    return dict.fromkeys(first, "the fastest" if len(first) == 1 else "equal within the error")
 
 
 class StepTimes:

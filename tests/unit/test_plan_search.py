@@ -23,11 +23,11 @@ from rlfuse.planning.hardware import KINDS
 from rlfuse.planning.memory import memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import LATE, search, settled, surely_slower
+from rlfuse.planning.search import LATE, search, settled
 from rlfuse.planning.searched_job import Job
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
-from rlfuse.planning.step_time import Seconds, StepTimes, cut, engine_speeds, of_slowest, with_idle_stages
+from rlfuse.planning.step_time import Seconds, StepTimes, cut, engine_speeds, of_slowest, standings, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -328,8 +328,8 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
     times = StepTimes({}, lengths, 64)
     even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
-    assert uneven["serial"] == pytest.approx(2 * even["serial"], rel=0.05), "samples are divided alike"
-    assert all(uneven[policy] > 1.3 * even[policy] for policy in even)
+    assert uneven["serial"].step == pytest.approx(2 * even["serial"].step, rel=0.05), "samples are divided alike"
+    assert all(uneven[policy].step > 1.3 * even[policy].step for policy in even)
     assert of_slowest(costs, (1.0, 0.5)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
 
 
@@ -342,13 +342,15 @@ def test_an_engine_is_as_fast_as_its_slowest_device():
     assert engine_speeds(config, (1.0, 0.5)) == (0.5,)
 
 
-def test_errors_that_plans_have_in_common_do_not_make_them_equal(shape):
-    plan = search(job_of(shape), facts_of(shape), seconds=0).plans[0]
+def test_errors_that_steps_have_in_common_do_not_make_them_equal():
     errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
-    mine, slower = (replace(plan, seconds=Seconds(*each)) for each in ((10, 5, 20), (10, 5, 21)))
-    assert surely_slower(mine, slower, errors)
-    traded = replace(plan, seconds=Seconds(18, 5, 13))
-    assert not surely_slower(mine, traded, errors)
+    mine, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
+    assert slower.surely_slower(mine, errors) and not traded.surely_slower(mine, errors)
+    assert standings({"serial": slower, "adaptive": mine}, errors) == {"adaptive": "the fastest"}
+    equal = standings({"serial": traded, "stream": slower, "adaptive": mine}, errors)
+    assert equal == dict.fromkeys(("serial", "adaptive"), "equal within the error")
+    nearly = replace(mine, training=20.01)
+    assert len(standings({"serial": nearly, "adaptive": mine}, errors)) == 2, "nothing is left to choose by"
 
 
 @pytest.mark.parametrize("tokens, longer", [(65536, 1.25), (256, 33 / 32), (64, 1 + 1 / 128)])

@@ -35,15 +35,8 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.progress import QUIET_LIBRARIES
 
-CPU_ENVIRONMENT = {
-    # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    # Nothing is compiled. An optimizer that DeepSpeed imports whichever is used asks for it, and torch would import its
-    # compiler: a seventh of a rank's start.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+# One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

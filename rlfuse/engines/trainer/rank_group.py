@@ -40,6 +40,9 @@ HOST_MEMORY = {
 """Up to these bytes glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
 and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a
 rank's calls on a thread beside the main one, as `pulse` is answered on another."""
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""For ranks on CPUs. An optimizer that DeepSpeed imports whichever is used asks for a compilation, and torch would
+import its compiler: a seventh of a rank's start."""
 WATCHED = ("log_probs", "values", "scores", "accumulate", "run", "step")
 """Calls in which a rank shows often that it gets on."""
 LOOKS = 8
@@ -237,7 +240,8 @@ async def start_ranks(
     kind: type, config: Config, slots: Slots, cores: Sequence[int] | None
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
-    remote, limit, variables = ray.remote(concurrency_groups={WATCH: 1})(kind), config.cluster.timeout_s, HOST_MEMORY
+    remote, limit = ray.remote(concurrency_groups={WATCH: 1})(kind), config.cluster.timeout_s
+    variables = NOT_COMPILED | HOST_MEMORY
     if slots.device != "cpu":
         chosen = [*cuda.deterministic_settings(config), *cuda.rank_settings(config, slots.threads)]
         variables = cuda.environment(chosen)

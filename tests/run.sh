@@ -34,10 +34,12 @@ only=${1:-}
 failed=0
 fast=()
 [ "$only" != unit ] || fast=(-m "not slow")
+# One process more than there are cores, as some tests wait for time to pass; at most four, as each imports all there is.
 # Tests that import vLLM are one group.
-part unit -n auto --maxprocesses 4 --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
+cores=$(nproc)
+part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
-# Two files at a time, each with a Ray of its own: starting leaves cores idle. By name: files with few tests are long.
+# Two files at a time, each with a Ray of its own, in the order of end_to_end/conftest.py: files with few tests are long.
 # Files whose jobs share engines are one group.
 [ "$only" = unit ] || part end_to_end -n 2 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
 [ "$flaky" = 0 ] || echo "FLAKY: tests failed and passed when they ran again, alone: the lines FAILED above name them"

@@ -15,6 +15,10 @@ from rlfuse.config.schema import Config
 
 SHARED = ("driven", "four", "four_whole")
 """Fixtures that files share: what they start costs more than a file's tests."""
+LONGEST = ("driven", "test_several_nodes", "four", "test_notebooks", "test_training", "four_whole", "test_submit")
+"""Groups that take longest come first, lest a process of pytest is left with one of them when others are done."""
+ALIKE = ("test_faults", "test_fusion_policies", "test_slots", "test_job")
+"""Files that use `driven` and whose jobs have ranks of one kind: one after the other, they take those over."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at them
@@ -22,8 +26,15 @@ def pytest_collection_modifyitems(items):
     """All tests of a file run in one process of pytest, and so do all files that share what is in `SHARED`."""
     own = [item for item in items if item.path.parent == Path(__file__).parent]
     sharing = {item.path: name for item in own for name in SHARED if name in item.fixturenames}
-    for item in own:
-        item.add_marker(pytest.mark.xdist_group(sharing.get(item.path, item.path.stem)))
+    group = {item: sharing.get(item.path, item.path.stem) for item in own}
+    for item, name in group.items():
+        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: (place(group.get(item), LONGEST), place(item.path.stem, ALIKE)))
+
+
+def place(name, names):
+    """In their order; behind all of them if it is none."""
+    return names.index(name) if name in names else len(names)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -59,17 +58,13 @@ def schedules(layout, count: int, seconds, split: bool) -> dict:
 
 
 def play(rank, rows, layout) -> float:
-    """On a rank: operations of fixed length; seconds between two barriers."""
+    """On a rank: operations of fixed length; how long all took."""
     stages = {
         (model.model, stage): pipelines.Sleeping(model, stage, FIXED)
         for model in layout
         for stage in model.stages_on(rank.executor.device)
     }
-    torch.distributed.barrier()
-    began = time.perf_counter()
-    rank.executor.run(rows, stages)
-    torch.distributed.barrier()
-    return time.perf_counter() - began
+    return pipelines.play(rank, rows, stages)
 
 
 async def fixed(group: PipelineGroup, layout, count: int, repeats: int) -> list[str]:

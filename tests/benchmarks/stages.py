@@ -23,7 +23,6 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,14 +122,10 @@ def compared(work: str, share: str, plans: dict[str, Plan], took: dict[str, list
 
 
 def play(rank, rows, layout, seconds) -> float:
-    """On a rank: operations of fixed length; seconds between two barriers."""
+    """On a rank: operations of fixed length; how long all took."""
     own = layout.stages_on(rank.executor.device)
     stages = {("actor", stage): pipelines.Sleeping(layout, stage, seconds[stage] | {"W": 0.0}) for stage in own}
-    torch.distributed.barrier()
-    began = time.perf_counter()
-    rank.executor.run(rows, stages)
-    torch.distributed.barrier()
-    return time.perf_counter() - began
+    return pipelines.play(rank, rows, stages)
 
 
 async def sleeping(group: PipelineGroup, count: int, repeats: int) -> list[str]:

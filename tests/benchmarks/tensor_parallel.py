@@ -1,12 +1,18 @@
-"""Ranks that share layers beside ranks with whole models: seconds of each kind of work, and what a plan says of them.
+"""Ranks that share layers beside ranks with whole models or whole stages: seconds, and what a plan says of them.
 
-    python tests/benchmarks/tensor_parallel.py [--ranks 2] [--hidden 512] [--layers 6] [--rows 8] [--tokens 256]
+    python tests/benchmarks/tensor_parallel.py [--parts whole stages] [--ranks 2] [--hidden 512] [--layers 6]
+                                               [--rows 8] [--tokens 256] [--repeats 7]
 
-A random Qwen2 in float32 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are enough; one
-group has whole models and cuts the rows up, in the other all ranks share every layer. The groups take turns with the
-same rows, and a ratio is of one turn; told is the median. The plan knows this machine by a probe (`rlfuse calibrate
---probe`) and by what an all-reduce takes its ranks. What sharing saves, and whether the plan's bytes are a rank's, is
-measured by `memory_peaks.py "two ranks, shared layers"`.
+whole: a random Qwen2 in float32 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are
+    enough; one group has whole models and cuts the rows up, in the other all ranks share every layer. The plan knows
+    this machine by a probe (`rlfuse calibrate --probe`) and by what a sum takes its ranks, as they do it in a layer:
+    copied, and all-reduced. What sharing saves, and whether the plan's bytes are a rank's, is measured by
+    `memory_peaks.py "two ranks, shared layers"`.
+stages: gradients in 1F1B, a row in each micro-batch, on four real ranks: a pipeline of four stages, and one of two
+    whose layers two ranks share. Operations sleep for as long as a plan says that they compute (more ranks than
+    cores); what ranks sum and hand on they do in earnest, and the plan knows by what a sum takes two pairs.
+
+Both ways take turns, and a ratio is of one turn; told is the median.
 """
 
 from __future__ import annotations
@@ -14,44 +20,69 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from math import inf
+from pathlib import Path
 from statistics import median
 
+import ray
 import torch
 from sequence_parallel import VOCABULARY, row
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
+from rlfuse.engines.pipeline.layout import pipelines_of
+from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
+from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.fusion.schedules.baselines import serial_1f1b
+from rlfuse.planning.activations import stage_parts
 from rlfuse.planning.calibration import fitted
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
+from rlfuse.planning.step_time import StepTimes, stage_shares
 from rlfuse.samples import Row
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
+import pipelines
+
+ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
 LARGE = 1 << 22
-"""Numbers of an all-reduce that is timed for its rate."""
+"""Numbers of a sum that is timed for its rate."""
+SLEEPING_FLOPS = 5e10
+"""Per second, of ranks that sleep."""
 
 
-def job(folder: str, width: int, options: argparse.Namespace) -> Config:
+def model(folder: str, options: argparse.Namespace) -> None:
+    """A random one."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=options.hidden, intermediate_size=3 * options.hidden, vocab_size=VOCABULARY)
+    heads = dict(num_attention_heads=options.hidden // 64, num_key_value_heads=options.hidden // 128)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=options.layers)).save_pretrained(folder)
+
+
+def job(folder: str, options: argparse.Namespace, ranks: int, width: int, stages: int = 1) -> Config:
     """`width`: ranks that share layers."""
     config, half = Config(), options.tokens // 2
     config.model.path, config.model.dtype, config.algorithm.adv_estimator = folder, "float32", "grpo"
-    config.trainer.n_gpus_per_node, config.training.tensor_model_parallel_size = options.ranks, width
+    config.trainer.n_gpus_per_node, config.training.tensor_model_parallel_size = ranks, width
+    config.training.pipeline_parallel_size = stages
     config.data.max_prompt_length, config.data.max_response_length = options.tokens - half, half
     config.actor.ppo_mini_batch_size, config.rollout.n = options.rows, 1
     config.data.train_batch_size = options.rows
-    config.actor.ppo_max_token_len_per_gpu = options.tokens * options.rows
+    config.actor.ppo_max_token_len_per_gpu = options.tokens * (options.rows if stages == 1 else 1)
     return config
 
 
-def all_reduces(rank) -> tuple[float, float]:
-    """Seconds of one of a number and of one of many, among all ranks: medians."""
+def sums(rank) -> tuple[float, float]:
+    """Seconds of a sum of one number and of one of many, of ranks that share layers, all of them at once: medians."""
     import torch.distributed as dist
 
     def seconds(size: int) -> float:
@@ -59,19 +90,22 @@ def all_reduces(rank) -> tuple[float, float]:
         for _ in range(11):
             dist.barrier()
             began = time.perf_counter()
-            dist.all_reduce(numbers)
+            rank.tensor.sum(numbers)
             taken.append(time.perf_counter() - began)
         return median(taken)
 
     return seconds(1), seconds(LARGE)
 
 
-async def links_of(group: TrainerGroup) -> Links:
-    """As two ranks find them, by the plan's own form of an all-reduce in a ring."""
-    found = await asyncio.gather(*(rank.__ray_call__.remote(all_reduces) for rank in group.ranks))
-    (short, long), ranks = found[0], len(group.ranks)
-    sent = 2 * (ranks - 1) / ranks * 4 * LARGE
-    return Links(sent / (long - short), within_s=short / (2 * (ranks - 1)), per_node=ranks)
+async def links_of(group: RankGroup, width: int) -> Links:
+    """As ranks that share layers find them, by the plan's own form of an all-reduce in a ring."""
+    found = await asyncio.gather(*(rank.__ray_call__.remote(sums) for rank in group.ranks))
+    short, long = found[0]
+    sent = 2 * (width - 1) / width * 4 * LARGE
+    return Links(sent / (long - short), within_s=short / (2 * (width - 1)), per_node=len(group.ranks))
+
+
+# Whole models -------------------------------------------------------------------------------------------------------
 
 
 async def timed(work: Callable[[], Awaitable[object]]) -> float:
@@ -99,33 +133,124 @@ def predicted(config: Config, hardware: Hardware, options: argparse.Namespace) -
     return [scored, costs.train_call_s + tokens / costs.train_tokens_per_s, costs.optimizer_s]
 
 
-async def main(options: argparse.Namespace) -> None:
-    """Print a row for each kind of work."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        sizes = dict(hidden_size=options.hidden, intermediate_size=3 * options.hidden, vocab_size=VOCABULARY)
-        heads = dict(num_attention_heads=options.hidden // 64, num_key_value_heads=options.hidden // 128)
-        Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=options.layers)).save_pretrained(folder)
-        probe = Probe(lambda line: None)
-        probe.measure(None)
-        jobs = [job(folder, width, options) for width in (1, options.ranks)]
-        slots = await placement.start(jobs[0])
-        groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
-        rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
-        hardware = replace(fitted(probe.works), links=await links_of(groups[1]))
-        turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
-        plans = [predicted(each, hardware, options) for each in jobs]
-    print(f"{slots.device}, {len(os.sched_getaffinity(0))} cores, {options.ranks} ranks, {hardware.links}\n")
-    print("| | whole, s | shared, s | shared / whole | by the plan | off by |\n|---|---|---|---|---|---|")
+async def whole(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
+    """A line for each kind of work."""
+    probe = Probe(lambda line: None)
+    probe.measure(None)
+    jobs = [job(folder, options, options.ranks, width) for width in (1, options.ranks)]
+    groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
+    rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
+    hardware = replace(fitted(probe.works), links=await links_of(groups[1], options.ranks))
+    turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
+    plans = [predicted(each, hardware, options) for each in jobs]
     for number, what in enumerate(("log-probs", "gradients", "optimizer step")):
-        whole, shared = (median(each[group][number] for each in turns) for group in (0, 1))
-        ratio = median(each[1][number] / each[0][number] for each in turns)
-        told = plans[1][number] / plans[0][number]
-        print(f"| {what} | {whole:.3f} | {shared:.3f} | {ratio:.2f} | {told:.2f} | {told / ratio - 1:+.0%} |")
+        took = [(apart[number], shared[number]) for apart, shared in turns]
+        line(f"{what}, {options.ranks} whole models", took, plans[0][number], plans[1][number])
+    for rank in (rank for group in groups for rank in group.ranks):
+        ray.kill(rank)
+
+
+def line(what: str, took: Sequence[tuple[float, float]], *planned: float) -> None:
+    """Print what each turn took, and was to take, apart and shared."""
+    (apart, shared), ratio = map(median, zip(*took, strict=True)), median(shared / apart for apart, shared in took)
+    told = planned[1] / planned[0]
+    cells = f"{apart:.3f} ({planned[0]:.3f}) | {shared:.3f} ({planned[1]:.3f}) | {ratio:.2f} | {told:.2f}"
+    print(f"| {what} | {cells} | {told / ratio - 1:+.0%} |", flush=True)
+
+
+# Stages -------------------------------------------------------------------------------------------------------------
+
+
+class Summing(pipelines.Sleeping):
+    """Hands on as many numbers as there are in hidden states, and sums them as ranks that share layers do."""
+
+    def __init__(self, layout, stage, seconds, shape, sharers):
+        super().__init__(layout, stage, seconds | {"W": 0.0})
+        self.size, self.sharers = shape, sharers
+
+    def shape(self, micro_batch):
+        return self.size
+
+    def forward(self, *given):
+        self._sum()
+        return super().forward(*given)
+
+    def backward(self, *given):
+        self._sum()
+        return super().backward(*given)
+
+    def _sum(self):
+        for _ in range(2 * self.pipelines.layers[self.stage] if self.sharers else 0):
+            self.sharers.sum(torch.zeros(self.size))
+
+
+class Planned:
+    """A pipeline's gradients of a mini-batch: `seconds` of them, what each operation computes, and its 1F1B."""
+
+    def __init__(self, config: Config, hardware: Hardware, options: argparse.Namespace):
+        shapes, self.shape = shapes_of(config), (options.tokens, options.hidden)
+        held = shapes["actor"].share(config.training.tensor_model_parallel_size)
+        times = StepTimes(shapes, [config.data.max_response_length] * options.rows, config.data.max_prompt_length)
+        parts = tuple(len(part.layers) for part in stage_parts(config, held))
+        self.layout = replace(pipelines_of(config, "actor"), layers=parts)
+
+        def forward_s(links: Links) -> tuple[dict[str, int], float]:
+            costs = costs_of(config, shapes, replace(hardware, links=links), options.tokens)
+            return times.mini_batch(config, costs)
+
+        counts, forward = forward_s(hardware.links)
+        self.seconds = serial_1f1b(times.planner(config, counts, forward).problem(counts))
+        _, computed = forward_s(Links())
+        self.computed = [{"F": computed * each, "B": 2 * computed * each} for each in stage_shares(config, held)]
+        self.rows = pipelines.serial((self.layout,), counts)
+
+
+def play(rank, rows, layout, computed, shape) -> float:
+    """On a rank: how long all took."""
+    own = layout.stages_on(rank.executor.device)
+    stages = {("actor", stage): Summing(layout, stage, computed[stage], shape, rank.tensor) for stage in own}
+    return pipelines.play(rank, rows, stages)
+
+
+async def stages(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
+    """A line."""
+    jobs = [job(folder, options, 4, width, 4 // width) for width in (1, 2)]
+    shared = (pipelines_of(jobs[1], "actor"),)
+    group, _ = await PipelineGroup.start(jobs[1], pipelines.Anywhere(None, 4, slots.device), shared, 10)
+    hardware = Hardware(SLEEPING_FLOPS, SLEEPING_FLOPS, SLEEPING_FLOPS, inf, links=await links_of(group, 2))
+    plans = [Planned(each, hardware, options) for each in jobs]
+    turns = []
+    for _ in range(options.repeats + 1):
+        took = []
+        for plan in plans:
+            await group.setup((plan.layout,), 10)
+            given = plan.rows, plan.layout, plan.computed, plan.shape
+            calls = [rank.__ray_call__.remote(play, *given) for rank in group.ranks]
+            took.append(max(await asyncio.gather(*calls)))
+        turns.append(tuple(took))
+    line("gradients, 4 stages against 2 of 2 ranks", turns[1:], *(plan.seconds for plan in plans))
+    for rank in group.ranks:
+        ray.kill(rank)
+
+
+PARTS = {"whole": whole, "stages": stages}
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Print a table."""
+    print(f"{len(os.sched_getaffinity(0))} cores; planned in brackets\n")
+    print("| | apart, s | shared, s | shared / apart | by the plan | off by |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        model(folder, options)
+        slots = await placement.start(job(folder, options, options.ranks, 1))
+        for part in options.parts:
+            await PARTS[part](folder, slots, options)
+    placement.stop()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     for name, value in (("ranks", 2), ("hidden", 512), ("layers", 6), ("rows", 8), ("tokens", 256), ("repeats", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     asyncio.run(main(parser.parse_args()))

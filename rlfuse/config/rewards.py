@@ -74,7 +74,8 @@ class RewardConfig:
     """One weight for each function that is no gate (and last for model_path, where no entry names it); empty: 1 each,
     or as the entries say."""
     model_path: str | None = None
-    """Sequence-classification reward model: Hugging Face folder or hub name. The path `reward_model` in functions gives
+    """Sequence-classification reward model: Hugging Face folder or hub name; a video model under a head sees clips and
+    images (model_backend=vllm). The path `reward_model` in functions gives
     it a weight, sources, ...; with no such entry it comes last. Of one with several labels functions name those that
     count, `reward_model:LABEL`."""
     model_backend: str = "hf"

@@ -31,8 +31,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str) -> list[int]:
-    """Of `messages`, answer included, by the tokenizer's chat template; of `text` as it stands where it has none."""
+    """The tokens of `conversation_text`."""
+    whole, special = conversation_text(tokenizer, messages, text)
+    return tokenizer(whole, add_special_tokens=special).input_ids
+
+
+def conversation_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str
+) -> tuple[str, bool]:
+    """`messages`, answer included, by the tokenizer's chat template; `text` as it stands where it has none, around
+    which the tokens belong that it puts around a text."""
     if tokenizer.chat_template is None:
-        return tokenizer(text).input_ids
-    whole = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    return tokenizer(whole, add_special_tokens=False).input_ids
+        return text, True
+    return tokenizer.apply_chat_template(list(messages), tokenize=False), False

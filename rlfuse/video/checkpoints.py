@@ -1,7 +1,7 @@
 """A trained text part of a video model, put back into the whole model's folder.
 
 Role: `join_checkpoint` is called for every checkpoint of a video job (`VideoModel.complete`). Knows tensors' names, no
-family.
+family. What reads single tensors serves others too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str 
     ValueError, and nothing written, where the two don't fit.
     """
     text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
-    trained = {_bare(name): (file, name) for name, file in _places(text_folder).items()}
+    trained = {_bare(name): (file, name) for name, file in tensor_places(text_folder).items()}
     if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:
         trained[_HEAD] = trained[_EMBEDDING]
-    places = _places(whole_folder)
+    places = tensor_places(whole_folder)
     sources = {name: trained.get(_bare(name), (file, name)) for name, file in places.items()}
     own = {_bare(name) for name in places}
     missing = sorted(name for name in own - trained.keys() if name.startswith(_TEXT))
     extra = sorted(trained.keys() - own - ({_HEAD} if tied else set()))
-    wrong = [name for name, source in sources.items() if _shape(*source) != _shape(places[name], name)]
+    wrong = [name for name, source in sources.items() if tensor_shape(*source) != tensor_shape(places[name], name)]
     if missing or extra or wrong:
         raise ValueError(
             f"{text_folder} is not the text part of {whole_folder}: missing {missing[:3]}, unknown {extra[:3]}, of "
@@ -40,7 +40,7 @@ def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str 
     out.mkdir(parents=True)
     for shard in sorted(set(places.values())):
         names = [name for name, file in places.items() if file == shard]
-        save_file({name: _tensor(*sources[name]) for name in names}, out / shard.name, {"format": "pt"})
+        save_file({name: read_tensor(*sources[name]) for name in names}, out / shard.name, {"format": "pt"})
     for file in whole_folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS:
             shutil.copy(file, out)
@@ -59,7 +59,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def tensor_places(folder: Path) -> dict[str, Path]:
     """Tensor -> the file that has it."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -70,11 +70,13 @@ def _places(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _shape(file: Path, name: str) -> list[int]:
+def tensor_shape(file: Path, name: str) -> list[int]:
+    """Without its numbers."""
     with safe_open(file, "pt") as tensors:
         return tensors.get_slice(name).get_shape()
 
 
-def _tensor(file: Path, name: str) -> torch.Tensor:
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """From the file that has it."""
     with safe_open(file, "pt") as tensors:
         return tensors.get_tensor(name)

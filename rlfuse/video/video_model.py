@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -86,12 +87,15 @@ class VideoModel:
             bounds = PixelBounds(min_pixels=min(bounds.min_pixels, most), max_pixels=most)
         return bounds, geometry
 
-    def served(self, folder: Path) -> str:
-        """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there."""
+    def served(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
+        """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there.
+
+        `head`: a reward model's, which is a part of the whole.
+        """
         if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder
         if not (folder / "tokenizer_config.json").exists():  # written last
-            self.family.export(self.folder, folder)
+            self.family.export(self.folder, folder, head)
         return str(folder)
 
     def complete(self, folder: Path) -> None:

@@ -1,10 +1,14 @@
-"""Judges that see, of both routes into vLLM, in one real pool: what Hugging Face's own models say of clip and image."""
+"""Judges and classifiers that see, of both routes into vLLM, in one real pool: what Hugging Face's own models say of
+clip and image."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlfuse.config.rewards import RewardConfig
@@ -28,6 +32,27 @@ ROWS = [("<video>Which is last?", "red", "blue"), ("<image>Which?", "a <video>",
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {name: write(tmp_path_factory.mktemp("judges") / name) for name, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="module")
+def heads(folders, tmp_path_factory):
+    """Family -> folder of a classifier with the judge's trunk, three labels and no output layer; and its head."""
+    found = {}
+    for name, folder in folders.items():
+        shutil.copytree(folder, own := tmp_path_factory.mktemp("classifiers") / name)
+        config = json.loads((own / "config.json").read_text())
+        config["architectures"] = [
+            config["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")
+        ]
+        config["id2label"] = {"0": "clear", "1": "right", "2": "short"}
+        (own / "config.json").write_text(json.dumps(config))
+        head = torch.nn.Linear(config["text_config"]["hidden_size"], 3)
+        weights = load_file(own / "model.safetensors").items()
+        tensors = {key: each for key, each in weights if not key.startswith("lm_head")}
+        tensors |= {"score.weight": head.weight.detach(), "score.bias": head.bias.detach()}
+        save_file(tensors, own / "model.safetensors", {"format": "pt"})
+        found[name] = own, head
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +88,23 @@ from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 class Own(Qwen25VL):
     '''As it was.'''
 """
+SCORES = """\
+from rlfuse.rewards.models.classifier import Classifier
+
+class Scores:
+    def __init__(self, **folders):
+        self.models = {name: Classifier(folder, "vllm", label="right") for name, folder in folders.items()}
+
+    def start(self):
+        for model in self.models.values():
+            model.start()
+
+    def score(self, samples):
+        '''One batch for each model.'''
+        asked = {name: [each for each in samples if each.data_source == name] for name in self.models}
+        found = {name: iter(model.score(asked[name])) for name, model in self.models.items()}
+        return [next(found[each.data_source]) for each in samples]
+"""
 
 
 def sample(number: int, name: str, row, visual) -> Sample:
@@ -74,11 +116,9 @@ def sample(number: int, name: str, row, visual) -> Sample:
 
 
 @torch.no_grad()
-def first(folder, model, question, a, b, visual, light=1.0) -> float:
-    """P(A) of the two answers by Hugging Face's tower and text part; features rounded, as in caches, and dimmed."""
-    whole, tower = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval(), Tower(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = TEMPLATE.format(prompt=question, a=a, b=b)
+def last_hidden(whole, model, text, visual, light=1.0) -> torch.Tensor:
+    """Of the text's last token by Hugging Face's tower and text part; features rounded, as in caches, and dimmed."""
+    tower, tokenizer = Tower(model.folder), AutoTokenizer.from_pretrained(model.folder)
     made = model.prompt(tokenizer, text, [each.plan for each in visual], 8000)
     ids = torch.from_numpy(made.token_ids.astype(np.int64))
     rows, placed = whole.get_input_embeddings()(ids), []
@@ -93,12 +133,21 @@ def first(folder, model, question, a, b, visual, light=1.0) -> float:
         placed.append(replace(each, positions=places))
     at = rope.positions(len(ids), placed) if (rope := m_rope(whole.config)) else np.arange(len(ids))
     at = torch.from_numpy(at).unsqueeze(-2)
-    hidden = whole.model.language_model(inputs_embeds=rows[None], position_ids=at).last_hidden_state[0, -1]
+    return whole.model.language_model(inputs_embeds=rows[None], position_ids=at).last_hidden_state[0, -1]
+
+
+@torch.no_grad()
+def first(whole, model, question, a, b, visual, light=1.0) -> float:
+    """P(A) of the two answers."""
+    hidden = last_hidden(whole, model, TEMPLATE.format(prompt=question, a=a, b=b), visual, light)
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
     verdicts = [tokenizer.convert_tokens_to_ids(verdict) for verdict in "AB"]
     return whole.lm_head(hidden)[verdicts].softmax(-1)[0].item()
 
 
-async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, folders, files, tmp_path):
+async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
+    ray_cluster, folders, heads, files, tmp_path
+):
     """Their processes know a family of the user's own. And a judge that can't, of another family than the policy or of
     text, says so before anything starts."""
     models = {name: VideoModel.at(str(folder)) for name, folder in folders.items()}
@@ -108,6 +157,9 @@ async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, fol
         for name, folder in folders.items()
     ]
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "scores.py").write_text(SCORES)
+    scores = {name: str(folder) for name, (folder, _) in heads.items()}
+    entries.append({"path": f"{tmp_path / 'scores.py'}:Scores", "name": "score", "weight": 0.0, "kwargs": scores})
     pool = RewardPool(RewardConfig(entries), engine_timeout_s=300, video_family=f"{tmp_path / 'own.py'}:Own")
     asked = [(name, row, shown(models[name], row[0], files)) for name in folders for row in ROWS]
     batch = [sample(number, *each) for number, each in enumerate(asked)]
@@ -117,15 +169,19 @@ async def test_judges_see_clips_and_images_as_hugging_face_does(ray_cluster, fol
         pool.check_prompts([other])
     await pool.start()
     try:
-        assert len(list(tmp_path.glob("known_to_*"))) == len(folders)
+        assert len(list(tmp_path.glob("known_to_*"))) == len(folders) + 1
         results = await pool.score(batch)
         again = await pool.score(batch[:1])
     finally:
         await pool.close()
+    load = AutoModelForImageTextToText.from_pretrained
+    wholes = {name: load(folder, dtype=torch.float32).eval() for name, folder in folders.items()}
     for (name, (question, response, reference), visual), found in zip(asked, results, strict=True):
         answers = response.replace("<video>", "< video>"), reference
-        p, q = (first(folders[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
+        p, q = (first(wholes[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
         assert found.value == pytest.approx((p + 1 - q) / 2, abs=1e-4), (name, question, found)
-        unseen = first(folders[name], models[name], question, *answers, visual, light=0.0)
+        unseen = first(wholes[name], models[name], question, *answers, visual, light=0.0)
         assert (abs(unseen - p) > 1e-3) == bool(visual), "what is shown matters"
-    assert again[0].value == results[0].value
+        last = last_hidden(wholes[name], models[name], f"{question}{answers[0]}<end>", visual)
+        assert found.parts["score"] == pytest.approx(heads[name][1](last)[1].item(), abs=1e-4), (name, question, found)
+    assert again[0].value == results[0].value and again[0].parts["score"] == results[0].parts["score"]

@@ -110,7 +110,7 @@ def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
     assert sum(passes) == 2
     direct = Qwen2ForSequenceClassification.from_pretrained(model)
     for position, item in enumerate(items):
-        logits = direct(torch.tensor([loaded._tokens(item)])).logits[0].tolist()
+        logits = direct(torch.tensor([loaded._runner.asked(item, loaded._tokenizer).tokens])).logits[0].tolist()
         assert [found["right"][position], found["brief"][position]] == pytest.approx(logits, abs=1e-5)
 
 

@@ -1,18 +1,21 @@
 """What a judge is shown: the policy's embeddings where tower, file and plan are the same, else its own; refusals."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.models import sight
 from rlfuse.rewards.models.classifier import Classifier
-from rlfuse.rewards.models.judge import TOKENS_SHOWN, Judge, portions
-from rlfuse.rewards.models.sight import Sight
+from rlfuse.rewards.models.judge import Judge
+from rlfuse.rewards.models.pooling import read_head
+from rlfuse.rewards.models.sight import TOKENS_SHOWN, Sight, portions
 from rlfuse.samples import Embedding, Visual
 from rlfuse.tasks.clips import draw_scene, write_image
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl
@@ -42,7 +45,7 @@ def seeing(folder) -> Sight:
     """As when an engine of this model runs."""
     model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32)
     limits = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
-    own = Sight(str(folder))
+    own = Sight(str(folder), key="model", otherwise="")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     own.start(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer))
     return own
@@ -94,7 +97,26 @@ def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, t
     for ask in (lambda judge: judge.refusal(pictures), Judge.start):
         with pytest.raises(RewardError, match=r"model=.*damaged can't be read: .*of_no_library"):
             ask(Judge(str(damaged)))
-    assert "0.png: it reads text alone" in Classifier(str(text)).refusal(pictures)
+    why = Classifier(str(text)).refusal(pictures)
+    assert f"reward.model_path={text} can't see {pictures[0].path}: give a model of " in why and "by a judge" in why
+
+
+def test_a_video_model_without_a_head_of_its_own_is_no_reward_model(folder, tmp_path):
+    """Of the shape that its config.json says, and served by vLLM."""
+    shutil.copytree(folder, own := tmp_path / "own")
+    with pytest.raises(RewardError, match=r"reward\.model_backend=hf: .*own is a video model.* set reward\."):
+        Classifier(str(own))
+    with pytest.raises(RewardError, match=r"reward\.model_path: .*own holds no score\.weight, .*not a language model"):
+        Classifier(str(own), "vllm")
+    for labels, width in ((1, 128), (2, 127)):
+        save_file({"score.weight": torch.zeros(labels, width)}, own / "head.safetensors")
+        with pytest.raises(
+            RewardError, match=rf"shape \[{labels}, {width}\], .* of 2 labels .* and 128 hidden features"
+        ):
+            Classifier(str(own), "vllm", label="LABEL_1")
+    save_file({"score.weight": torch.ones(2, 128)}, own / "head.safetensors")
+    Classifier(str(own), "vllm", label="LABEL_1")
+    assert read_head(str(own)).weight.equal(torch.ones(2, 128)) and read_head(str(own)).bias is None
 
 
 def test_samples_are_compared_together_as_long_as_they_show_little():

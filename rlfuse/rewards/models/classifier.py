@@ -1,4 +1,4 @@
-"""A sequence-classification reward model: `reward.model_path`.
+"""A sequence-classification reward model: `reward.model_path`. One that is a video model sees what a row shows.
 
 Role: `Classifier` is a model as `shapes` knows them (`start`, then `score`); as the part `reward_model` it is made from
 the configuration by `entries`, and started in a process of its own (a pool's) or in a notebook's. Of a model with
@@ -26,8 +26,10 @@ from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
-from rlfuse.rewards.api.labels import check_trust, columns, head_labels, read_config, saved
+from rlfuse.rewards.api.labels import check_trust, columns, read_config, saved
 from rlfuse.rewards.api.results import failure, headline
+from rlfuse.rewards.models.pooling import KEY, Asked, Pooling, check_head, sees, sight_of
+from rlfuse.rewards.models.sight import Sight
 from rlfuse.samples import RewardFailure, Visual
 
 MAX_BATCH_TOKENS = 16384
@@ -75,15 +77,23 @@ class Classifier:
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
-        path = model_place(path, "reward.model_path")
+        path = model_place(path, KEY)
         if Path(path).is_dir():
             labels, own = saved(Path(path))
-            check_trust(path, "reward.model_path", own, trust_remote_code)
+            check_trust(path, KEY, own, trust_remote_code)
             if labels:
                 columns(path, labels, [self._name])
+            if sees(Path(path)):
+                if backend != "vllm":
+                    raise RewardError(
+                        f"reward.model_backend={backend}: {path} is a video model, of which transformers has no "
+                        "classifier; set reward.model_backend=vllm"
+                    )
+                check_head(Path(path))
         more = json.dumps(engine_kwargs or {}, sort_keys=True)
         self._settings = Settings(path, backend, dtype, device, trust_remote_code, more)
         self._model: Loaded | None = None
+        self._sight: Sight | None = None
 
     def start(self) -> None:
         """Load; RewardError for a model that is no reward model."""
@@ -92,19 +102,19 @@ class Classifier:
             LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
         self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
 
-    def refusal(self, visual: Sequence[Visual]) -> str:
-        """Why it can't score rows that show something."""
-        return (
-            f"reward.model_path={self._settings.path} can't see {visual[0].path}: it reads text alone. Score such "
-            "rows by a judge, which can see, or by functions, and name in this entry's sources data_sources of text"
-        )
+    def refusal(self, visual: Sequence[Visual]) -> str | None:
+        """Why it can't score rows that show these clips and images; None where it can. Loads no weights."""
+        self._sight = self._sight or sight_of(self._settings.path, self._settings.trust_remote_code)
+        return self._sight.refusal(visual)
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
         """The logit of each sample, in order, or why there is none."""
-        return [
-            logits if isinstance(logits, RewardFailure) else _finite(logits[self._column])
-            for logits in self._model.logits(samples)
-        ]
+        refused = [self.refusal(item.visual) if item.visual else None for item in samples]
+        seen = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
+        return [RewardFailure("", why) if why else self._own(next(seen)) for why in refused]
+
+    def _own(self, logits: list[float] | RewardFailure) -> float | RewardFailure:
+        return logits if isinstance(logits, RewardFailure) else _finite(logits[self._column])
 
 
 class Loaded:
@@ -115,7 +125,7 @@ class Loaded:
 
         path, trusts = settings.path, settings.trust_remote_code
         try:
-            config = read_config(path, "reward.model_path", trusts)
+            config = read_config(path, KEY, trusts)
         except OSError as error:
             raise RewardError(
                 f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
@@ -125,45 +135,38 @@ class Loaded:
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
-        self._kept: dict[Tokens, list[float]] = {}
+        self._kept: dict[Asked, list[float]] = {}
         """Of the latest sequences: whoever asks for one label asks for the others soon."""
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
         results: list[list[float] | RewardFailure | None] = [None] * len(samples)
-        sequences: dict[int, Tokens] = {}
+        sequences: dict[int, Asked] = {}
         for position, item in enumerate(samples):
             try:
-                tokens = tuple(self._tokens(item))
+                asked = self._runner.asked(item, self._tokenizer)
             except Exception as error:
                 results[position] = failure("", error)
                 continue
-            if 0 < len(tokens) <= self._context:
-                sequences[position] = tokens
+            if 0 < len(asked.tokens) <= self._context:
+                sequences[position] = asked
             else:
-                results[position] = self._misfit(len(tokens))
+                results[position] = self._misfit(len(asked.tokens))
         found = self._run(set(sequences.values()))
-        for position, tokens in sequences.items():
-            results[position] = found[tokens]
+        for position, asked in sequences.items():
+            results[position] = found[asked]
         return results
 
-    def _run(self, sequences: set[Tokens]) -> dict[Tokens, list[float] | RewardFailure]:
+    def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
         """Return each sequence's logits, those kept where they are."""
-        found = {tokens: self._kept[tokens] for tokens in sequences if tokens in self._kept}
-        if new := sorted(sequences - found.keys()):
+        found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
+        if new := sorted(sequences - found.keys(), key=lambda asked: asked.tokens):
             found |= zip(new, self._runner.logits(new), strict=True)
         if len(self.labels) > 1:
-            self._kept |= {tokens: each for tokens, each in found.items() if isinstance(each, list)}
+            self._kept |= {asked: each for asked, each in found.items() if isinstance(each, list)}
             for oldest in list(self._kept)[:-KEPT]:
                 del self._kept[oldest]
         return found
-
-    def _tokens(self, item: Item) -> list[int]:
-        """By the reward model's own chat template; without one, the policy's prompt text and the response."""
-        from rlfuse.data.tokenizers import conversation_ids  # imports transformers
-
-        messages = [*item.messages, {"role": "assistant", "content": item.response}]
-        return conversation_ids(self._tokenizer, messages, item.prompt_text + item.response)
 
     def _misfit(self, length: int) -> RewardFailure:
         return RewardFailure(
@@ -205,16 +208,23 @@ class Transformers:
         self._pad_id = text.pad_token_id
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
-    def logits(self, sequences: Sequence[Tokens]) -> list[list[float] | RewardFailure]:
+    def asked(self, item: Item, tokenizer: Any) -> Asked:
+        """By the reward model's own chat template; without one, the policy's prompt text and the response."""
+        from rlfuse.data.tokenizers import conversation_ids  # imports transformers
+
+        messages = [*item.messages, {"role": "assistant", "content": item.response}]
+        return Asked(tuple(conversation_ids(tokenizer, messages, item.prompt_text + item.response)))
+
+    def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or the failure of its batch where that raised."""
         found: dict[Tokens, list[float] | RewardFailure] = {}
-        for batch in self._batches(sequences):
+        for batch in self._batches([asked.tokens for asked in sequences]):
             try:
                 logits = self._forward(batch)
             except Exception as error:
                 logits = [failure("", error)] * len(batch)
             found |= zip(batch, logits, strict=True)
-        return [found[tokens] for tokens in sequences]
+        return [found[asked.tokens] for asked in sequences]
 
     def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
         """Cut batches of similar length, longest first, within the token budget."""
@@ -240,32 +250,6 @@ class Transformers:
                 attention_mask=torch.tensor(mask, device=self._device),
             ).logits
         return logits.float().tolist()
-
-
-class Pooling:
-    """The model as vLLM's pooling runs it, without its activation."""
-
-    def __init__(self, settings: Settings):
-        from rlfuse.rewards.models.vllm_engine import EngineSettings, engine
-
-        if not head_labels(settings.path, settings.trust_remote_code):
-            raise RewardError(
-                f"reward.model_path: {settings.path} is no sequence classifier by the architectures of its "
-                "config.json; give a trained one, not a language model"
-            )
-        same = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "engine_kwargs")}
-        self._engine = engine(EngineSettings(settings.path, **same, pooling=True))
-        self.context = self._engine.model_config.max_model_len
-
-    def logits(self, sequences: Sequence[Tokens]) -> list[list[float]]:
-        """Return each sequence's logits."""
-        from vllm import PoolingParams
-
-        from rlfuse.rewards.models.vllm_engine import run
-
-        prompts = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
-        outputs = run(self._engine, prompts, PoolingParams(task="classify", use_activation=False))
-        return [output.outputs.data.float().tolist() for output in outputs]
 
 
 def model_place(path: Any, key: str) -> str:

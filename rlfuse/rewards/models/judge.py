@@ -21,16 +21,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.classifier import model_place
-from rlfuse.rewards.models.sight import Sight
+from rlfuse.rewards.models.sight import Sight, portions
 from rlfuse.rewards.models.vllm_engine import EngineSettings, engine, run
 from rlfuse.samples import Reward, RewardFailure, Visual
 
@@ -51,8 +50,8 @@ Compare two answers to a question.
 
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
 PLACES = ("prompt", "a", "b")
-TOKENS_SHOWN = 1 << 16
-"""Visual tokens of samples that are compared together: of 3,584 features, 1 GB of prompts."""
+OTHERWISE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
+"""What to do about rows that the judge can't see."""
 
 
 class Judge:
@@ -102,7 +101,7 @@ class Judge:
         """Load the model; RewardError if it can't be served, or a verdict is not one token."""
         if self._engine is not None:
             return
-        sight = Sight(self._settings.model, self._settings.trust_remote_code)
+        sight = self._new_sight()
         with sight.served() as model:
             llm = engine(replace(self._settings, model=model))
         sight.start(llm)
@@ -126,8 +125,11 @@ class Judge:
         """Why it can't score a row that shows these clips and images; None where it can. Loads no weights."""
         if self._blind:
             return None
-        self._sight = self._sight or Sight(self._settings.model, self._settings.trust_remote_code)
+        self._sight = self._sight or self._new_sight()
         return self._sight.refusal(visual)
+
+    def _new_sight(self) -> Sight:
+        return Sight(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=OTHERWISE)
 
     def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
         """What the judge reads: with the response first, and with the reference first."""
@@ -197,13 +199,6 @@ class Judge:
     def __getstate__(self) -> dict[str, Any]:
         """Travels without its engine, to be started where it arrives."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
-
-
-def portions(samples: Sequence[Item]) -> Iterator[list[Item]]:
-    """Those whose prompts are made and asked at a time: each holds copies of its embeddings, twice."""
-    behind = accumulate(sum(each.plan.tokens for each in item.visual) for item in samples)
-    for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // TOKENS_SHOWN):
-        yield [item for _, item in few]
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:

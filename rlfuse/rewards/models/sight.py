@@ -1,12 +1,12 @@
-"""How a judge sees what a row shows: clips and images as prompts of the vLLM engine that serves it.
+"""How a judge or a classifier sees what a row shows: clips and images as prompts of the vLLM engine that serves it.
 
-Role: `judge.Judge` has one where its model has a visual part, in the process that serves the model; `refusal` is asked
-in the driver too, before anything starts. torch is imported by what needs a tower only.
+Role: `judge.Judge` and `pooling.Pooling` have one, in the process that serves the model; `refusal` is asked in the
+driver too, before anything starts. torch is imported by what needs a tower only.
 Invariants:
-- a judge sees what the policy saw: the frames and sizes of the row's own plan, so that its family has to cut frames as
+- a model sees what the policy saw: the frames and sizes of the row's own plan, so that its family has to cut frames as
   the policy's does;
 - embeddings are the policy's, mapped from the shared memory of the node, where their key says that file, plan and
-  tower are the same; those of any other tower are made here by the judge's own, a block of frames at a time, and kept
+  tower are the same; those of any other tower are made here by the model's own, a block of frames at a time, and kept
   for siblings within KEPT_BYTES;
 - markers in answers are text: nothing that a policy writes stands for a clip.
 """
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ KEPT_BYTES = 1 << 30
 """Of embeddings that were made here; the latest stay."""
 BLOCK_BYTES = 64 << 20
 """Pixels decoded at a time."""
+TOKENS_SHOWN = 1 << 16
+"""Visual tokens of samples that are asked about together: of 3,584 features, half a GB in each copy."""
 NO_LIMIT = 1 << 31
 """Tokens of a prompt: whoever serves it says what fits."""
 
@@ -55,25 +58,29 @@ class OwnEmbedding(Embedding):
 
 
 class Sight:
-    """Of one judge; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
+    """Of one model; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
 
-    def __init__(self, path: str, trust_remote_code: bool = False):
+    def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
         """Reads configuration files only; RewardError where it can't. A model of text, or of no family known here, is
-        shown nothing."""
+        shown nothing.
+
+        `key`: what the user gave the model as; `otherwise`: what to do about rows that it can't see.
+        """
         from rlfuse.video.video_model import VideoModel
 
+        self._name, self._otherwise = f"{key}={path}", otherwise
         self._path = path
         try:
             self._model: VideoModel | None = VideoModel.at(path, trust_remote_code)
         except VideoError:
             self._model = None
         except (OSError, ValueError) as error:
-            raise RewardError(f"model={path} can't be read: {error}") from error
+            raise RewardError(f"{self._name} can't be read: {error}") from error
         self._tower: Any = None
         self._own: OrderedDict[str, OwnEmbedding] = OrderedDict()
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why these can't be shown to the judge; None where they can."""
+        """Why these can't be shown to the model; None where they can."""
         return next((why for each in visual if (why := self._refusal(each))), None)
 
     def _refusal(self, visual: Visual) -> str | None:
@@ -81,19 +88,18 @@ class Sight:
         from rlfuse.video.models.base import Route, known_families
 
         model, plan = self._model, visual.plan
-        remedy = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
         if model is None:
             families = known_families()
-            return f"model={self._path} can't see {visual.path}: give a model of {families}, or {remedy}"
+            return f"{self._name} can't see {visual.path}: give a model of {families}, or {self._otherwise}"
         own = self._image_geometry if plan.still else model.geometry
         if own != plan.geometry:
             return (
-                f"model={self._path} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
-                f"policy as {plan.geometry}. Give a model of the policy's family, or {remedy}"
+                f"{self._name} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
+                f"policy as {plan.geometry}. Give a model of the policy's family, or {self._otherwise}"
             )
         if model.family.route is Route.VIDEO_EMBEDS:
             route = hand_over(self._config, plan)
-            return f"model={self._path} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
+            return f"{self._name} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
         return None
 
     @cached_property
@@ -108,13 +114,17 @@ class Sight:
         return self._model.image_sizes(None)[1]
 
     @contextmanager
-    def served(self) -> Iterator[str]:
-        """What vLLM serves, to be loaded meanwhile: the whole model, or its text part, which is removed then."""
+    def served(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
+        """What vLLM serves, to be loaded meanwhile: the whole model, or its text part, which is removed then.
+
+        `read_head`: of a reward model's folder.
+        """
         if self._model is None:
             yield self._path
         else:
             with TemporaryDirectory(prefix="rlfuse-text-part-") as folder:
-                yield self._model.served(Path(folder) / "model")
+                head = read_head(self._model.folder) if read_head else None
+                yield self._model.served(Path(folder) / "model", head)
 
     def start(self, llm: Any) -> None:
         """`llm`: vLLM's engine of what `served` gave."""
@@ -149,7 +159,7 @@ class Sight:
         pairs = zip(visual, made.positions, strict=True)
         shown = [replace(each, positions=places, source=self._embedding(each)) for each, places in pairs]
         shown.sort(key=lambda each: each.positions[0])
-        self._prompts.check("of a judge", made.token_ids, shown)
+        self._prompts.check("of a reward", made.token_ids, shown)
         return self._prompts.prompt(made.token_ids, shown)
 
     def _embedding(self, visual: Visual) -> Embedding:
@@ -184,3 +194,10 @@ class Sight:
                 frames = torch.from_numpy(pool.decode(visual.path, plan, first, last))
                 parts.append(self._tower.encode(frames, plan.merge).to("cpu", torch.bfloat16))
         return torch.cat(parts)
+
+
+def portions(samples: Sequence[Any]) -> Iterator[list[Any]]:
+    """Those whose prompts are made and asked at a time, by what each has as `visual`: copies of its embeddings wait."""
+    behind = accumulate(sum(each.plan.tokens for each in sample.visual) for sample in samples)
+    for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // TOKENS_SHOWN):
+        yield [sample for _, sample in few]

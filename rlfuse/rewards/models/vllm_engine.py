@@ -1,6 +1,6 @@
 """vLLM inside a reward's own process: what a judge and a pooled reward model share.
 
-Role: called by `judge.Judge` and `model.Classifier` when they are started. The engine runs in the calling process, on
+Role: called by `judge.Judge` and `pooling.Pooling` when they are started. The engine runs in the calling process, on
 its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
 Invariants: requests come back in order; none is left in the engine, also when a step raises; the same
 settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
@@ -94,16 +94,31 @@ def _build(settings: EngineSettings, device: str) -> Any:
     else:
         # The cache is given in bytes, but vLLM starts only where this share is free, beside engine or ranks.
         arguments["gpu_memory_utilization"] = 0.01
-    if settings.pooling:
-        arguments["runner"] = "pooling"
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+        if settings.pooling:
+            arguments["runner"] = "pooling"
+            _know_classifier(config)
         longest = settings.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", 0)
         arguments |= prompt_arguments(config, longest)
         with forking(device):
             return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
     except Exception as error:
         raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
+
+
+def _know_classifier(config: Any) -> None:
+    """Tell vLLM of a whole video model under a head of its own. By itself it looks for the head in the text part
+    (`language_model.score`), where that is a model that it knows."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.adapters import as_seq_cls_model
+
+    from rlfuse.video.models.base import family_of
+
+    family, name = family_of(config), (config.architectures or [""])[0]
+    if family is not None and name not in ModelRegistry.models:
+        whole = ModelRegistry.models[family.whole.__name__].load_model_cls()
+        ModelRegistry.register_model(name, as_seq_cls_model(whole))
 
 
 def run(llm: Any, prompts: Sequence[dict[str, Any]], params: Any) -> list[Any]:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -120,10 +121,11 @@ class VideoFamily(torch.nn.Module, ABC):
         return int(visual.positions[0]), int(visual.positions[-1]) + 1
 
     @classmethod
-    def export(cls, folder: str | Path, out: str | Path) -> Path:
+    def export(cls, folder: str | Path, out: str | Path, head: torch.nn.Linear | None = None) -> Path:
         """With `PROMPT_EMBEDS`: the text part of the model at `folder`, as a model with its tokenizer; returns `out`.
 
         Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
+        `head`: of a reward model, in place of the output layer; it becomes a sequence classifier with the same labels.
         """
         out = Path(out)
         whole = cls.whole.from_pretrained(folder, dtype="auto", use_safetensors=True)
@@ -134,10 +136,15 @@ class VideoFamily(torch.nn.Module, ABC):
         # The whole model's word is final where the two configurations differ: it decided how the weights were saved.
         config.tie_word_embeddings = whole.config.tie_word_embeddings
         config.image_token_id, config.video_token_id = whole.config.image_token_id, whole.config.video_token_id
+        config.id2label = whole.config.id2label
+        kind = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
         with torch.device("meta"):
-            text = AutoModelForCausalLM.from_config(config, dtype=whole.dtype)
-        text.model, text.lm_head = whole.model.language_model, whole.lm_head
-        text.generation_config = whole.generation_config
+            text = kind.from_config(config, dtype=whole.dtype)
+        text.model = whole.model.language_model
+        if head is None:
+            text.lm_head, text.generation_config = whole.lm_head, whole.generation_config
+        else:
+            text.score = head
         text.save_pretrained(out)
         AutoTokenizer.from_pretrained(folder).save_pretrained(out)
         return out

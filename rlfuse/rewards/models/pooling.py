@@ -1,0 +1,152 @@
+"""A reward model as vLLM's pooling runs it: of text, or a video model under a score head, which sees what a row shows.
+
+Role: one of the two that `classifier.Loaded` has run its model. A reward model that sees is a whole video model whose
+config.json names an architecture `...ForSequenceClassification` and the labels, and among whose weights is the head,
+`score.weight` [labels, hidden], maybe with `score.bias`; transformers has no class of that kind, vLLM makes one.
+Invariants: scores are raw, without vLLM's activation; a head is never a fresh one, nor of another shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.api.labels import head_labels
+from rlfuse.rewards.api.results import failure
+from rlfuse.rewards.models.sight import Sight, portions
+from rlfuse.samples import FramePlan, RewardFailure, Visual
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from rlfuse.video.prompt import VideoPrompt
+
+KEY = "reward.model_path"
+OTHERWISE = (
+    "score such rows by a judge or by functions, and name in this entry's sources data_sources that show nothing"
+)
+"""What to do about rows that a reward model can't see."""
+WEIGHT, BIAS = "score.weight", "score.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A sequence to score; those that are equal have the same logits."""
+
+    tokens: tuple[int, ...]
+    """Of prompt and response."""
+    shown: tuple[tuple[str, FramePlan | None], ...] = ()
+    """Files and plans of clips and images."""
+    visual: tuple[Visual, ...] = field(default=(), compare=False)
+    made: VideoPrompt | None = field(default=None, compare=False)
+    """The tokens, with the places of what is shown."""
+
+
+def sight_of(path: str, trust_remote_code: bool) -> Sight:
+    """How the reward model there sees; of one of text, why not."""
+    return Sight(path, trust_remote_code, key=KEY, otherwise=OTHERWISE)
+
+
+class Pooling:
+    """The model on a vLLM engine of this process. `settings`: as of `classifier.Settings`."""
+
+    def __init__(self, settings: Any):
+        from rlfuse.rewards.models.vllm_engine import EngineSettings, engine
+
+        if not head_labels(settings.path, settings.trust_remote_code):
+            raise RewardError(
+                f"{KEY}: {settings.path} is no sequence classifier by the architectures of its "
+                "config.json; give a trained one, not a language model"
+            )
+        same = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "engine_kwargs")}
+        self._sight = sight_of(settings.path, settings.trust_remote_code)
+        with self._sight.served(read_head) as model:
+            self._engine = engine(EngineSettings(model, **same, pooling=True))
+        self._sight.start(self._engine)
+        self.context = self._engine.model_config.max_model_len
+
+    def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
+        """What is asked of the item. RewardError or VideoError where its markers and what it shows don't match."""
+        from rlfuse.data.tokenizers import conversation_text
+
+        quoted, response = self._sight.quoted, self._sight.quoted(item.response)
+        contents = [message.get("content") for message in item.messages]
+        if not item.visual and any(isinstance(content, str) and quoted(content) != content for content in contents):
+            raise RewardError(
+                "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
+            )
+        messages = [*item.messages, {"role": "assistant", "content": response}]
+        text, special = conversation_text(tokenizer, messages, item.prompt_text + response)
+        made = self._sight.assemble(text, item.visual, special)
+        shown = tuple((each.path, each.plan) for each in item.visual)
+        return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)
+
+    def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
+        """Return each sequence's logits, or why it can't be shown."""
+        return [found for few in portions(sequences) for found in self._scored(few)]
+
+    def _scored(self, few: Sequence[Asked]) -> Iterator[list[float] | RewardFailure]:
+        from vllm import PoolingParams
+
+        from rlfuse.rewards.models.vllm_engine import run
+
+        prompts = [self._prompt(each) for each in few]
+        fit = [each for each in prompts if not isinstance(each, RewardFailure)]
+        outputs = iter(run(self._engine, fit, PoolingParams(task="classify", use_activation=False)))
+        for each in prompts:
+            yield each if isinstance(each, RewardFailure) else next(outputs).outputs.data.float().tolist()
+
+    def _prompt(self, asked: Asked) -> dict[str, Any] | RewardFailure:
+        try:
+            return self._sight.prompt(asked.made, asked.visual)
+        except Exception as error:
+            return failure("", error)
+
+
+def sees(folder: Path) -> bool:
+    """Whether the model in this folder has a visual part, by its config.json."""
+    return json.loads((folder / "config.json").read_text()).get("vision_config") is not None
+
+
+def check_head(folder: Path) -> dict[str, Path]:
+    """The files of the head's tensors, which the config.json of this folder speaks of. RewardError otherwise."""
+    from rlfuse.video.checkpoints import tensor_places, tensor_shape
+
+    config = json.loads((folder / "config.json").read_text())
+    labels = len(config.get("id2label") or "01")  # transformers writes none where there are two without names
+    hidden = (config.get("text_config") or config).get("hidden_size")
+    try:
+        places = tensor_places(folder)
+    except FileNotFoundError as error:
+        raise RewardError(f"{KEY}: {error}") from error
+    if WEIGHT not in places:
+        raise RewardError(
+            f"{KEY}: {folder} holds no {WEIGHT}, so that scores would be a random head's. Give a trained reward model, "
+            "whose head is in its *.safetensors, not a language model"
+        )
+    shape = tensor_shape(places[WEIGHT], WEIGHT)
+    if shape[0] != labels or hidden not in (None, *shape[1:]):
+        raise RewardError(
+            f"{KEY}: {folder} has a {WEIGHT} of shape {shape}, and a config.json that speaks of {labels} labels "
+            f"(id2label) and {hidden} hidden features; give head and config.json of one model"
+        )
+    return {name: places[name] for name in (WEIGHT, BIAS) if name in places}
+
+
+def read_head(folder: str) -> torch.nn.Linear:
+    """The head of the reward model in this folder. RewardError as `check_head`."""
+    import torch
+
+    from rlfuse.video.checkpoints import read_tensor
+
+    tensors = {name: read_tensor(file, name) for name, file in check_head(Path(folder)).items()}
+    labels, hidden = tensors[WEIGHT].shape
+    head = torch.nn.Linear(hidden, labels, bias=BIAS in tensors, device="meta")
+    head.load_state_dict({name.removeprefix("score."): each for name, each in tensors.items()}, assign=True)
+    return head

@@ -44,6 +44,8 @@ RELEASE_CHECKS = 32
 """Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
 HYSTERESIS = 1.25
 """Samples are moved when so many times more slots hold them than need to."""
+OVERDUE = 8
+"""Steps without any news of a slow slot, after which it is tried though it will be late."""
 MARGIN = 1.3
 """Samples are admitted as if they would be so many times longer than expected: some will be."""
 
@@ -91,15 +93,20 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
-    """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?"""
+    """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?
+
+    Where no step could end in time with that, one in OVERDUE pays for it.
+    """
     slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()
     groups = (group for group in view.shortest_first or view.waiting if group in view.waiting)
-    tried = list(islice(groups, min(len(slow), len(view.waiting) - 1)))
-    for capacity, group in zip(slow, tried, strict=False):
-        capacity.take(group)
-    return set(tried)
+    tried = set()
+    for capacity, group in zip(slow, islice(groups, len(view.waiting) - 1), strict=False):
+        if capacity.in_time(group) or view.slots[capacity.slot].unheard >= OVERDUE:
+            capacity.take(group)
+            tried.add(group)
+    return tried
 
 
 def longest_on(view: Snapshot, slot: Slot) -> float:

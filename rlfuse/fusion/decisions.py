@@ -115,8 +115,8 @@ class Slot:
     """Seconds its work takes for each that a typical slot's takes, for plans (`rates`)."""
     measured: float = 1.0
     """Seconds its engine takes for each that costs foresee, by what finished there last, for dead reckoning."""
-    unheard: bool = False
-    """Slow, and not measured since the step began: a small piece of work would tell how it is now."""
+    unheard: int = 0
+    """Steps that began since it was last measured, if it is slow: a small piece of work would tell how it is now."""
     busy: bool = False
     """Scoring, training or changing roles."""
     alive: bool = True

@@ -4,9 +4,9 @@ Role: the run's `Tuning` keeps one `Rates`; the slot table tells it of every str
 its slots what plans go by. Policies give a slot of rate 2 half as much; `drained` ones get nothing. Pure: no clock.
 Invariants: typical slots have the rate 1, whatever costs are wrong by; noise changes no plan: a rate moves only when
 the middle one of the slot's last three observations is DEAD_BAND away from it (one that no hiccup explains counts as
-two), and what is within THRESHOLD counts as typical. A slow slot is tried with a small piece of work in every step if
-it has none. A drained one is probed instead: it is back by `restore`, or, where that was wanted, once it is below
-THRESHOLD.
+two), and what is within THRESHOLD counts as typical. Of a slow slot that gets no work it is counted for how many steps
+nothing was heard, as it has to be tried some time. A drained one is probed instead: it is back by `restore`, or, where
+that was wanted, once it is below THRESHOLD.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rates:
         self.current = [1.0] * slots
         """Slot -> its rate, for plans."""
         self.drained: set[int] = set() if drained is None else drained
-        self.unheard: set[int] = set()
-        """Slow slots that get work and were not observed since the step began."""
+        self.unheard: dict[int, int] = {}
+        """Slow slots that may get work -> steps that began since they were last observed, where any did."""
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
         self._returning: set[int] = set() if returning is None else returning
         for slot in self._returning:
@@ -61,14 +61,14 @@ class Rates:
         if costs != self._costs:
             self._costs = costs
             self._peers.clear()
-        slow = {slot for slot, rate in enumerate(self.current) if rate > 1}
-        self.unheard = slow - self.drained
+        slow = (slot for slot, rate in enumerate(self.current) if rate > 1 and slot not in self.drained)
+        self.unheard = {slot: self.unheard.get(slot, 0) + 1 for slot in slow}
 
     def observe(self, slot: int, kind: str, seconds: float, expected: float) -> None:
         """A stretch of work of one kind took so long; costs foresaw `expected` seconds."""
         if seconds <= 0 or expected <= 0 or not self._measured:
             return  # nothing to tell
-        self.unheard.discard(slot)
+        self.unheard.pop(slot, None)
         typical = self._peers[kind].note(slot, seconds / expected)
         if typical is None:
             return

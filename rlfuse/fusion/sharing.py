@@ -74,14 +74,16 @@ class Capacity:
 
         A slow one takes what it can generate in time, unless nothing else is under way.
         """
-        view, costs, count = self.view, self.view.costs, self.view.waiting[group]
-        prompt_tokens, expected = view.expected(group)
-        if self.rate > 1 and view.in_flight:
-            seconds = self.rate * costs.decode_step(self.load + count, 0.0) * expected
-            if view.now + seconds > view.deadline:
-                return False
-        more = count * (prompt_tokens + expected)
+        if self.rate > 1 and self.view.in_flight and not self.in_time(group):
+            return False
+        costs, count = self.view.costs, self.view.waiting[group]
+        more = count * sum(self.view.expected(group))
         return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
+
+    def in_time(self, group: int) -> bool:
+        """Whether the group would be whole here by the deadline."""
+        view, load = self.view, self.load + self.view.waiting[group]
+        return view.now + self.rate * view.costs.decode_step(load, 0.0) * view.expected(group)[1] <= view.deadline
 
     def take(self, group: int) -> None:
         """Count the group in."""

@@ -32,7 +32,7 @@ class SlotTable:
         self.rates = rates or Rates(count)
         self.rates.begin(costs)
         self.slots = [
-            Slot(index, rate=rate, measured=rate, unheard=index in self.rates.unheard)
+            Slot(index, rate=rate, measured=rate, unheard=self.rates.unheard.get(index, 0))
             for index, rate in enumerate(self.rates.current)
         ]
         self.power = 0.0

@@ -143,7 +143,7 @@ class Stopwatch:
 
     def _observe(self, slot: Slot, kind: str, seconds: float, expected: float) -> None:
         self._rates.observe(slot.index, kind, seconds, expected)
-        slot.unheard = False
+        slot.unheard = 0
         if (rate := self._rates.current[slot.index]) != slot.rate:
             if kind != "decode":
                 slot.measured *= rate / slot.rate

@@ -80,7 +80,7 @@ def test_a_slot_that_is_drained_until_it_is_well_comes_back_by_probes():
     rates = observed(4, [1, 1, 1, 4], times=4)
     rates.drain(3, until_well=True)
     rates.begin(Costs())
-    assert rates.drained == {3} and rates.unheard == set()
+    assert rates.drained == {3} and not rates.unheard
     rates.probed(3, 3.9)
     rates.probed(3, 1.0)
     assert rates.drained == {3}, "once may be luck"
@@ -92,7 +92,7 @@ def test_a_typical_slot_is_drained_until_it_is_restored():
     rates = observed(4, [1, 1, 1, 1])
     rates.drain(1)
     rates.begin(Costs())
-    assert rates.unheard == set()
+    assert not rates.unheard
     for _ in range(5):
         rates.probed(1, 1.0)
     assert rates.drained == {1}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlfuse.fusion.adaptive import OVERDUE
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.rates import Rates
 from rlfuse.simulate.bound import lower_bound
@@ -74,6 +75,16 @@ def test_samples_leave_a_slot_that_is_drained_in_the_middle_of_a_step():
     run = simulate(build(1, 8), "adaptive", rates=Later(8))
     stayed = [span.end for span in run.spans if span.where == "rollout/3"]
     assert max(stayed) < 0.5 * run.result.generation_s
+
+
+def test_a_slow_slot_that_would_end_the_step_later_is_tried_now_and_then_only():
+    """It was given a group in every step, which then took nearly twice as long."""
+    fields = {"slots": 4, "response_tokens": [100] * 16, "group": 4, "lockstep": "all", "slot_speed": [1, 1, 1, 0.5]}
+    workload, rates = parse(fields | {"engine": {"flat_batch": 8}}), Rates(4)
+    rates.current[3] = 2.0
+    serial = simulate(workload, "serial", rates=rates).result.step_s
+    steps = [simulate(workload, "adaptive", rates=rates).result.step_s for _ in range(2 * OVERDUE)]
+    assert [step > serial for step in steps].count(True) == 2 and rates.current == pytest.approx([1, 1, 1, 2], rel=0.01)
 
 
 def test_the_last_slot_that_is_not_drained_being_lost_the_others_go_on():

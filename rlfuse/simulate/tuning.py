@@ -7,7 +7,7 @@ take the best. Pure: a workload in, settings out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -36,30 +36,39 @@ EQUAL = 1e-6
 DRAWS = 2
 FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
+PROOFS, PROVED = 8, 1024
+"""More draws, as long as they have no more samples than that all in all, that what was found is held against `serial`
+on: of a few samples which order is best is as much chance as it is the order."""
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
     """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
 
     What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which a draw
-    takes longer than under `serial`, if there are others. `given`: what the configuration decides; it is simulated, and
-    is part of what is returned.
+    takes longer than under `serial`, if there are others: first admission by length is given up, then consolidation,
+    then all that overlaps. `given`: what the configuration decides; it is simulated, and is part of what is returned.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
-    draws = draws_of(workload)
-    limits = [simulate(draw, "serial", given).result.step_s for draw in draws]
+    draws, proofs = draws_of(workload), proofs_of(workload)
+    limit = cache(lambda draw: simulate(draw, "serial", given).result.step_s * (1 + EQUAL))
 
     @cache
     def seconds(settings: Settings) -> float:
         """With what a gain on a few draws has to be at least, for the risk to be taken."""
         steps = []
-        for draw, limit in zip(draws, limits, strict=True):
+        for draw in draws:
             steps.append(simulate(draw, function, settings).result.step_s)
-            if steps[-1] > limit * (1 + EQUAL):
+            if steps[-1] > limit(draw):
                 return inf
         return round(fmean(steps) * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
+
+    def proves(settings: Settings) -> bool:
+        """Never to lose."""
+        return seconds(settings) < inf and all(
+            simulate(draw, function, settings).result.step_s <= limit(draw) for draw in proofs
+        )
 
     known = "longest_first" in tuned and workload.length_history_sigma is not None
     first = replace(given, cost_gated=True, longest_first=known, overlapping=True)
@@ -69,20 +78,39 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     best = min(tried, key=seconds)
     if known:
         best = min((best, *(replace(each, longest_first=False) for each in (best, tried[0]))), key=seconds)
-    return replace(best, overlapping=False) if "overlapping" in tuned and seconds(best) == inf else best
+    surest = replace(tried[0], longest_first=False)
+    for each in dict.fromkeys((best, replace(best, longest_first=False), tried[0], surest)):
+        if proves(each):
+            return each
+    return replace(surest, overlapping=False) if "overlapping" in tuned else surest
 
 
 def draws_of(workload: Workload) -> list[Workload]:
     """Steps like this one, scaled down."""
-    per_slot = workload.samples / workload.slots
-    slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
-    samples = round(per_slot * slots)
+    count = DRAWS if _scaled(workload)[1] <= FEW else 1
+    return _drawn(workload, range(1, 1 + count))
+
+
+def proofs_of(workload: Workload) -> list[Workload]:
+    """More of them."""
+    count = min(PROOFS, PROVED // _scaled(workload)[1])
+    return _drawn(workload, range(1 + DRAWS, 1 + DRAWS + count))
+
+
+def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
+    """Other draws of its lengths, scaled down."""
+    slots, samples = _scaled(workload)
     speeds = some_of(workload.slot_speed, slots)
     small = replace(workload, slots=slots, slot_speed=speeds, slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
-    count = DRAWS if samples <= FEW else 1
-    drawn = (resample(lengths, workload.group, samples, seed) for seed in range(1, 1 + count))
-    return [replace(small, response_tokens=each) for each in drawn]
+    return [replace(small, response_tokens=resample(lengths, workload.group, samples, seed)) for seed in seeds]
+
+
+def _scaled(workload: Workload) -> tuple[int, int]:
+    """Slots and samples."""
+    per_slot = workload.samples / workload.slots
+    slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
+    return slots, max(1, round(per_slot * slots))
 
 
 def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tuple[int, ...]:

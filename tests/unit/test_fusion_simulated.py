@@ -10,7 +10,9 @@ from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Score
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.serial import serial
+from rlfuse.simulate import tuning
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.recorded import workload_of
 from rlfuse.simulate.runner import simulate
@@ -22,10 +24,19 @@ exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 
 @st.composite
+def slowdowns(draw, slots):
+    """Of one of the slots, from the step's start or later, for three seconds or as long as it takes."""
+    begin, rate = draw(st.sampled_from([0.0, 1.0])), draw(st.sampled_from([0.5, 2.0, 5.0]))
+    until = draw(st.sampled_from([None, begin + 3.0]))
+    return {"slot": draw(st.integers(0, slots - 1)), "rate": rate, "from_s": begin, "until_s": until}
+
+
+@st.composite
 def workloads(draw):
     """Up to 80 long-tailed samples on unequal slots, with caches that may be too small and engines that may be lost.
 
-    Ranks are free, or work together where ZeRO, Ulysses or pipelines want it, whose bubbles passes may fill.
+    Ranks are free, or work together where ZeRO, Ulysses or pipelines want it, whose bubbles passes may fill. A slot may
+    be slow for a while, and small batches may be decoded speculatively.
     """
     slots, group = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
     together = draw(st.sampled_from(["none", "none", "gradients", "all", "pipelines"]))
@@ -72,6 +83,8 @@ def workloads(draw):
             "kv_bytes_per_token": 1000,
             "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
             "slot_speed": [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(slots)],
+            "slowdowns": draw(st.lists(slowdowns(slots), max_size=1)),
+            "tail_speculation": draw(st.sampled_from([None, None, {"speedup": 2.0, "batch": 4}])),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 4.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
         }
@@ -93,9 +106,16 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
 @settings(exploring, max_examples=6, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
 def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, workload):
-    workload = replace(workload, slot_speed=())  # how unlike slots are, policies learn at different times
-    tuned = simulate(workload, policy, tune(workload, policy)).result.step_s
-    assert tuned - simulate(workload, "serial").result.step_s <= tolerance(workload)
+    """On slots whose speeds a step before has told. Which policy gives most to a slot that becomes slow is chance."""
+    workload = replace(workload, slowdowns=())
+    serial, tuned = second_step(workload, "serial"), second_step(workload, policy, tune(workload, policy))
+    assert tuned - serial <= tolerance(workload)
+
+
+def second_step(workload, policy, settings=None):
+    """Seconds, once the first one has told how fast each slot is."""
+    rates = Rates(workload.slots)
+    return [simulate(workload, policy, settings, rates).result.step_s for _ in range(2)][1]
 
 
 @pytest.mark.slow
@@ -106,6 +126,19 @@ def test_tuning_knows_what_ranks_do_together_only():
     serial = simulate(together, "serial").result.step_s
     assert simulate(together, "adaptive", tune(together, "adaptive")).result.step_s <= serial
     assert simulate(together, "adaptive", tune(free, "adaptive")).result.step_s > serial
+
+
+@pytest.mark.slow
+def test_luck_on_two_draws_is_no_gain(monkeypatch):
+    """Consolidation was as fast on both, and lost 4 % on a third: a cache that holds few samples makes steps uneven."""
+    lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
+    later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
+    tight = {"engine": Engine(kv_tokens=600), "credit_samples": 8, "kv_bytes_per_token": 1000}
+    workload = Workload(3, lengths, seed=685, prompt_tokens=58, group=4, **later, **tight)
+    serial = simulate(workload, "serial").result.step_s
+    assert simulate(workload, "adaptive", tune(workload, "adaptive")).result.step_s <= serial
+    monkeypatch.setattr(tuning, "PROOFS", 0)
+    assert simulate(workload, "adaptive", tune(workload, "adaptive")).result.step_s > 1.04 * serial
 
 
 @pytest.mark.parametrize(

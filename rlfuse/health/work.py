@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-
-import numpy as np
+from statistics import median
 
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
@@ -109,5 +108,5 @@ class Expected:
         if group not in self._factors:
             ratios = self._ratios.get(group, {})
             enough = sum(map(len, ratios.values())) >= LEAST
-            self._factors[group] = float(np.median([np.median(each) for each in ratios.values()])) if enough else None
+            self._factors[group] = median(map(median, ratios.values())) if enough else None
         return self._factors[group]

@@ -1,8 +1,8 @@
 """The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
 
 Role: `fusion=adaptive`. Exact like the others. Its settings are tuned by simulating the lengths and costs that the run
-recorded (`rlfuse.simulate.tuning`); where none of them is as fast as `serial` there, it does what that does. Four ideas
-beyond RLHFuse's one threshold:
+recorded (`rlfuse.simulate.tuning`); where none of them is as fast as `serial` there, it does what that does, unless an
+engine is lost: its rank has nothing to wait for. Four ideas beyond RLHFuse's one threshold:
 1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
    by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
    r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
@@ -53,7 +53,7 @@ MARGIN = 1.3
 @fusion_policy(tuned=TUNABLE, trains_early=True)
 def adaptive(view: Snapshot) -> list[Decision]:
     """Admit, release, score, train: whatever pays now."""
-    if not view.settings.overlapping:
+    if not view.settings.overlapping and all(slot.alive for slot in view.slots):
         return serial(view)
     admitted = admit_by_deadline(view)
     scored = score_passes(view, admitted)

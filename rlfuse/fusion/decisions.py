@@ -195,7 +195,7 @@ class Settings:
     longest_first: bool = True
     """adaptive: admit by expected length, where lengths are known from before."""
     overlapping: bool = True
-    """adaptive: stages overlap; else one follows the other, as in serial."""
+    """adaptive: stages overlap; else one follows the other, as in serial, as long as no engine is lost."""
     prefill_share: float = 0.0
     """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
 

@@ -8,8 +8,10 @@ gradients of each mixture take turns within each repetition, another one first e
 planner has it, and what the bound is made of.
 That is the larger of all work shared out evenly (every rank runs the whole batch by itself, at the same time as the
 others, divided by ranks: so it knows what ranks take from each other on shared cores) and of the longest row alone at
-its best degree. `over bound` and `over fixed` (the better of the fixed degrees) are medians of ratios within a
-repetition, with their range; `planned` is what the planner itself expects of the former. What comes first warms up.
+its best degree. `over bound` and `over fixed` (the fixed degree of the least median) are medians of ratios within a
+repetition, with their range; `planned` is what the planner itself expects of the former. `CPU, s` is what all ranks
+compute in the pass at each fixed degree and as chosen: with fewer cores than ranks no pass takes less than that shared
+out over the cores, however ranks wait for each other. What comes first warms up.
 """
 
 from __future__ import annotations
@@ -48,27 +50,42 @@ Pass = Callable[..., Awaitable[object]]
 """Of rows; with `slot`, on its rank alone."""
 
 
-async def seconds(group: Forced, run: Pass, rows: Sequence[Row], way: int | str) -> float:
-    """At that degree, at the chosen ones, or of an even share of the work."""
+async def seconds(group: Forced, run: Pass, rows: Sequence[Row], way: int | str) -> tuple[float, float]:
+    """At that degree, at the chosen ones, or of an even share of the work; and those that all ranks compute."""
     group.degree = way if isinstance(way, int) else None
-    begin, slots = time.perf_counter(), range(len(group.ranks)) if way == EVEN else [None]
+    slots, before = range(len(group.ranks)) if way == EVEN else [None], await computed(group)
+    begin = time.perf_counter()
     await asyncio.gather(*(run(rows, slot=slot) for slot in slots))
-    return (time.perf_counter() - begin) / len(slots)
+    taken = time.perf_counter() - begin
+    return taken / len(slots), await computed(group) - before
 
 
-async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) -> dict[str, list[float]]:
-    """Way -> seconds of each repetition; `bound` among them."""
+async def computed(group: Forced) -> float:
+    """Seconds that the ranks' processes have spent on cores so far."""
+    return sum(await asyncio.gather(*(rank.__ray_call__.remote(lambda _: time.process_time()) for rank in group.ranks)))
+
+
+Taken = dict[str, list[float]]
+"""Way -> seconds of each repetition."""
+
+
+async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) -> tuple[Taken, Taken]:
+    """By the clock, `bound` among them, and of the ranks' computing."""
     degrees, longest = degrees_up_to(len(group.ranks)), max(rows, key=lambda each: each.tokens)
-    found: dict[str, list[float]] = {str(way): [] for way in (*degrees, CHOSEN, "bound")}
+    found: Taken = {str(way): [] for way in (*degrees, CHOSEN, "bound")}
+    computing: Taken = {str(way): [] for way in (*degrees, CHOSEN)}
     ways: list[int | str] = [*degrees, CHOSEN, EVEN]
     for _ in range(repeats):
         ways = [*ways[1:], ways[0]]
-        taken = {way: await seconds(group, run, rows, way) for way in ways}
-        alone = [await seconds(group, run, [longest], degree) for degree in degrees]
+        both = {str(way): await seconds(group, run, rows, way) for way in ways}
+        alone = [(await seconds(group, run, [longest], degree))[0] for degree in degrees]
+        taken = {way: clock for way, (clock, _) in both.items()}
         taken["bound"] = max(taken[EVEN], min(alone))
         for way, times in found.items():
-            times.append(taken[int(way) if way.isdigit() else way])
-    return found
+            times.append(taken[way])
+        for way, times in computing.items():
+            times.append(both[way][1])
+    return found, computing
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> str:
@@ -92,7 +109,7 @@ async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
         degrees = list(map(str, degrees_up_to(ranks)))
         print(f"\n{ranks} ranks on {slots.device}, {group.costs}\n")
         titles = ["long", "short", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "bound, s"]
-        titles += ["over bound", "over fixed", "planned"]
+        titles += ["over bound", "over fixed", "planned", "CPU, s"]
         print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|", flush=True)
         passes = {"log-probs": partial(group.log_probs, "actor"), "gradients": partial(group.accumulate, "actor")}
         mixtures = [tuple(map(int, each.split("+"))) for each in options.mixtures]
@@ -101,16 +118,18 @@ async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
         for long, short in mixtures:
             rows = mixture(long, short, options)
             for name, run in passes.items():
-                found = await measured(group, run, rows, options.repeats)
+                found, computing = await measured(group, run, rows, options.repeats)
                 group.degree = None
                 await group.drain()
                 await run(rows)
                 planned = balance_metrics(await group.drain())["balance/makespan_over_bound/mean"]
-                fixed = [min(each) for each in zip(*(found[degree] for degree in degrees), strict=True)]
+                fixed = found[min(degrees, key=lambda degree: statistics.median(found[degree]))]
                 cells = [f"{statistics.median(found[way]):.3f}" for way in (*degrees, CHOSEN, "bound")]
                 cells += [ratio(found[CHOSEN], found["bound"]), ratio(found[CHOSEN], fixed), f"{planned:.2f}"]
+                cells.append(", ".join(f"{statistics.median(each):.2f}" for each in computing.values()))
                 print(f"| {long} | {short} | {name} | " + " | ".join(cells) + " |", flush=True)
-                measurements.append({"ranks": ranks, "long": long, "short": short, "pass": name, "seconds": found})
+                of = {"ranks": ranks, "long": long, "short": short, "pass": name}
+                measurements.append(of | {"seconds": found, "computing": computing})
     return measurements
 
 

@@ -1,5 +1,6 @@
 """What a judge is shown: the policy's embeddings where tower, file and plan are the same, else its own; refusals."""
 
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
 from rlfuse.errors import RewardError
-from rlfuse.rewards.models import sight
+from rlfuse.rewards.api.labels import OWN_CLASS
+from rlfuse.rewards.models import sight, vllm_engine
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge
 from rlfuse.rewards.models.pooling import read_head
 from rlfuse.rewards.models.sight import TOKENS_SHOWN, Sight, portions
+from rlfuse.rewards.models.vllm_engine import EngineSettings
 from rlfuse.samples import Embedding, Visual
 from rlfuse.tasks.clips import draw_scene, write_image
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl
@@ -97,8 +100,9 @@ def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, t
     for ask in (lambda judge: judge.refusal(pictures), Judge.start):
         with pytest.raises(RewardError, match=r"model=.*damaged can't be read: .*of_no_library"):
             ask(Judge(str(damaged)))
-    why = Classifier(str(text)).refusal(pictures)
+    why = Classifier(str(text), "vllm").refusal(pictures)
     assert f"reward.model_path={text} can't see {pictures[0].path}: give a model of " in why and "by a judge" in why
+    assert "by reward.model_backend=hf it reads text alone" in Classifier(str(text)).refusal(pictures)
 
 
 def test_a_video_model_without_a_head_of_its_own_is_no_reward_model(folder, tmp_path):
@@ -117,6 +121,26 @@ def test_a_video_model_without_a_head_of_its_own_is_no_reward_model(folder, tmp_
     save_file({"score.weight": torch.ones(2, 128)}, own / "head.safetensors")
     Classifier(str(own), "vllm", label="LABEL_1")
     assert read_head(str(own)).weight.equal(torch.ones(2, 128)) and read_head(str(own)).bias is None
+
+
+def test_what_transformers_classifies_by_its_text_part_is_a_reward_model_of_text(folder, pictures, tmp_path):
+    """A classifier of Gemma 3, and a class that ships with the weights; neither is shown a picture it would pass by."""
+    video = json.loads((folder / "config.json").read_text()) | {"auto_map": {OWN_CLASS: "own.Own"}}
+    for config in ({"model_type": "gemma3", "vision_config": {}}, video):
+        (there := tmp_path / config["model_type"]).mkdir()
+        (there / "config.json").write_text(json.dumps(config | {"id2label": {"0": "good"}}))
+        model = Classifier(str(there), trust_remote_code=True)
+        assert "by reward.model_backend=hf it reads text alone" in model.refusal(pictures)
+
+
+def test_an_engine_takes_the_clips_that_fit_the_context_it_was_given(folder, monkeypatch):
+    """Not in the model's own, of which vLLM would hold activations ready, 128,000 tokens of a Qwen2.5-VL."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", lambda arguments: arguments)
+    for own, length, steps in (("{}", None, 8192), ('{"max_model_len": 4096}', None, 4096), ("{}", 6000, 6000)):
+        made = vllm_engine._build(EngineSettings(str(folder), max_model_len=length, engine_kwargs=own), "cpu")
+        assert made.max_num_batched_tokens == steps
 
 
 def test_samples_are_compared_together_as_long_as_they_show_little():

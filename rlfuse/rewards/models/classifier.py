@@ -28,7 +28,7 @@ from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.labels import check_trust, columns, read_config, saved
 from rlfuse.rewards.api.results import failure, headline
-from rlfuse.rewards.models.pooling import KEY, Asked, Pooling, check_head, sees, sight_of
+from rlfuse.rewards.models.pooling import KEY, OTHERWISE, Asked, Pooling, check_head, sees, sight_of
 from rlfuse.rewards.models.sight import Sight
 from rlfuse.samples import RewardFailure, Visual
 
@@ -104,6 +104,12 @@ class Classifier:
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
         """Why it can't score rows that show these clips and images; None where it can. Loads no weights."""
+        if self._settings.backend != "vllm":
+            return (
+                f"{KEY}={self._settings.path} can't see {visual[0].path}: by reward.model_backend="
+                f"{self._settings.backend} it reads text alone. Give a video model under a head, and "
+                f"reward.model_backend=vllm, or {OTHERWISE}"
+            )
         self._sight = self._sight or sight_of(self._settings.path, self._settings.trust_remote_code)
         return self._sight.refusal(visual)
 

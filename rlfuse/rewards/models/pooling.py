@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
-from rlfuse.rewards.api.labels import head_labels
+from rlfuse.rewards.api.labels import OWN_CLASS, head_labels
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.sight import Sight, portions
 from rlfuse.samples import FramePlan, RewardFailure, Visual
@@ -110,8 +110,14 @@ class Pooling:
 
 
 def sees(folder: Path) -> bool:
-    """Whether the model in this folder has a visual part, by its config.json."""
-    return json.loads((folder / "config.json").read_text()).get("vision_config") is not None
+    """Whether the model in this folder is a whole video model, by its config.json. transformers has classifiers of the
+    text part of some others (Gemma 3), and a folder may bring a class of its own."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("vision_config") is None or OWN_CLASS in (config.get("auto_map") or {}):
+        return False
+    from rlfuse.video.models.base import family_named  # imports transformers
+
+    return family_named(config["model_type"]) is not None
 
 
 def check_head(folder: Path) -> dict[str, Path]:

@@ -99,7 +99,7 @@ def _build(settings: EngineSettings, device: str) -> Any:
         if settings.pooling:
             arguments["runner"] = "pooling"
             _know_classifier(config)
-        longest = settings.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", 0)
+        longest = (arguments | more)["max_model_len"] or getattr(config.get_text_config(), "max_position_embeddings", 0)
         arguments |= prompt_arguments(config, longest)
         with forking(device):
             return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))

@@ -178,10 +178,13 @@ def bring_along(family: str | None) -> None:
 
 def family_of(config: PreTrainedConfig) -> type[VideoFamily] | None:
     """The family of a model with a visual part; None for a model of text, and for a family that is not registered."""
-    if getattr(config, "vision_config", None) is None:
-        return None
+    return None if getattr(config, "vision_config", None) is None else family_named(config.model_type)
+
+
+def family_named(model_type: str) -> type[VideoFamily] | None:
+    """The family whose models' config.json has this `model_type`; None if it is not registered."""
     _import_built_in()
-    return FAMILIES.get(config.model_type)
+    return FAMILIES.get(model_type)
 
 
 def m_rope(config: PreTrainedConfig) -> MRope | None:

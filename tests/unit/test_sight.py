@@ -112,6 +112,11 @@ def test_a_video_model_without_a_head_of_its_own_is_no_reward_model(folder, tmp_
         Classifier(str(own))
     with pytest.raises(RewardError, match=r"reward\.model_path: .*own holds no score\.weight, .*not a language model"):
         Classifier(str(own), "vllm")
+    save_file({"score.weight": torch.ones(2, 128)}, own / "head.safetensors")
+    with pytest.raises(RewardError, match=r"architectures=\['Qwen2_5_VLForConditionalGeneration'\]; .*name there"):
+        Classifier(str(own), "vllm", label="LABEL_1")
+    text = (own / "config.json").read_text()
+    (own / "config.json").write_text(text.replace("ForConditionalGeneration", "ForSequenceClassification"))
     for labels, width in ((1, 128), (2, 127)):
         save_file({"score.weight": torch.zeros(labels, width)}, own / "head.safetensors")
         with pytest.raises(

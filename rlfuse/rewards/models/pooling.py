@@ -117,7 +117,7 @@ def sees(folder: Path) -> bool:
         return False
     from rlfuse.video.models.base import family_named  # imports transformers
 
-    return family_named(config["model_type"]) is not None
+    return family_named(config.get("model_type", "")) is not None
 
 
 def check_head(folder: Path) -> dict[str, Path]:
@@ -135,6 +135,12 @@ def check_head(folder: Path) -> dict[str, Path]:
         raise RewardError(
             f"{KEY}: {folder} holds no {WEIGHT}, so that scores would be a random head's. Give a trained reward model, "
             "whose head is in its *.safetensors, not a language model"
+        )
+    named = config.get("architectures") or []
+    if not any("SequenceClassification" in name for name in (*named, *(config.get("auto_map") or ()))):
+        raise RewardError(
+            f"{KEY}: {folder} has a {WEIGHT}, but its config.json has architectures={named}; if that is a linear layer "
+            "over the last token's features, name there the model's ...ForSequenceClassification"
         )
     shape = tensor_shape(places[WEIGHT], WEIGHT)
     if shape[0] != labels or hidden not in (None, *shape[1:]):

@@ -4,7 +4,7 @@
 #   bash jobs/pictures.sh                      all of them (about 40 minutes on two cores)
 #   bash jobs/pictures.sh quickstart report    some (minutes on two cores):
 #
-#   quickstart 7  report 1 (of quickstart's run)  live 3  timeline 3  schedules 5  long_video_steps 6
+#   quickstart 3  report 1 (of quickstart's run)  live 3  timeline 3  schedules 5  long_video_steps 6
 #   contact_sheet 3  proxy_and_truth 7  gpu_slot 1 (these three don't depend on how busy the machine is)
 #
 # What is measured is taken on a quiet machine only: the CPU time of other processes is measured before and meanwhile

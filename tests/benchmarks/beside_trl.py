@@ -105,6 +105,7 @@ def ours(folder: Path, model: Path, steps: int) -> tuple[str, ...]:
     words += ("actor.use_kl_loss=false", "algorithm.use_kl_in_reward=false", f"data.max_response_length={LENGTH}")
     words += ("trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.save_freq={SAVED_EVERY}")
     words += (
+        "trainer.max_ckpt_to_keep=null",  # all are asked afterwards
         f"trainer.default_local_dir={folder}",
         "trainer.experiment_name=run",
         f"trainer.total_training_steps={steps}",

@@ -19,6 +19,7 @@ WORK = ("generate", "old_log_prob", "ref", "forward", "backward")
 def found(driven, tmp_path_factory):
     """What drained_steps.py found, and the folders of both runs."""
     settings = {
+        "fusion": "serial",  # which leaves each slot its half of the samples for as long as they last
         "data.train_batch_size": 8,
         "data.max_response_length": 160,
         "actor.ppo_mini_batch_size": 4,

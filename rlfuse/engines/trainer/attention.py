@@ -40,7 +40,7 @@ class Segment:
     start: int
     stop: int
     prefix: tuple[int, int] | None = None
-    """[start, stop) of earlier tokens that stand before the segment's first."""
+    """[start, stop) of an earlier segment, whose tokens stand before this one's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,17 @@ def _by_segment(
     whole: bool = True,
 ) -> Tensor:
     """`whole`: `run` takes no block, which means causal, where a segment needs no other."""
+    # By one cut, whose gradient is one copy: that of a slice has the size of all tokens, for each segment.
+    lengths = [segment.stop - segment.start for segment in segments]
+    queries, keys, values = (x.split(lengths) for x in (query, key, value))
+    place = {(segment.start, segment.stop): number for number, segment in enumerate(segments)}
     outputs = []
-    for segment in segments:
-        q, k, v = (x[segment.start : segment.stop] for x in (query, key, value))
+    for segment, q, k, v in zip(segments, queries, keys, values, strict=True):
         if whole and segment.prefix is None and (window is None or len(q) <= window):
             outputs.append(run(q, k, v, None))
             continue
         if segment.prefix is not None:
-            k, v = (torch.cat((x[slice(*segment.prefix)], own)) for x, own in ((key, k), (value, v)))
+            k, v = (torch.cat((x[place[segment.prefix]], own)) for x, own in ((keys, k), (values, v)))
         before = len(k) - len(q)
         for start in range(0, len(q), _BLOCK):
             stop = min(start + _BLOCK, len(q))

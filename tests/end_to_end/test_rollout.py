@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
+from rlfuse.engines.rollout import vllm_import
 from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.weights import staging as weight_staging
 from rlfuse.engines.weights.sync import WeightPush
@@ -50,6 +52,8 @@ async def engine(ray_cluster, tiny_model):
     facts = await handle.start(model_config(tiny_model), settings(), 512, "cpu")
     null_block = 32  # tokens that vLLM's cache has room for, and gives to nobody
     assert (facts["kv_tokens"] + null_block) * 1024 == 32 << 20 and facts["kv_bytes_per_token"] == 1024
+    loaded = await handle.actor.__ray_call__.remote(lambda _: set(sys.modules))
+    assert "vllm.v1.engine.async_llm" in loaded and not {vllm_import.AUDIO, vllm_import.COMPILER} & loaded
     yield handle
     await release(handle)
 

@@ -38,6 +38,7 @@ from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
 from rlfuse.engines.rollout.engine_fork import forking
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
+from rlfuse.engines.rollout.vllm_import import import_vllm
 from rlfuse.engines.rollout.vllm_setup import (
     Request,
     StepMeter,
@@ -107,7 +108,7 @@ class RolloutWorker:
                 bind(core)  # first, so that the engine's processes inherit it
                 bring_along(model.video_family)
                 with self._garbage.importing():
-                    import vllm.v1.engine.async_llm  # noqa: F401
+                    import_vllm()
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 with forking(device):
                     self._engine, self._kv_store = build(arguments, rollout, device, self._note)

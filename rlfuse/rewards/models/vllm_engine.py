@@ -61,11 +61,14 @@ def _engine(settings: EngineSettings, written: int) -> Any:
     """`written`: when the model's files were, as a notebook may train it again."""
     import torch
 
+    from rlfuse.engines.rollout.vllm_import import import_vllm
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, value in environment(device).items():
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
         warnings.simplefilter("ignore")
+        import_vllm()
         return _build(settings, device)
 
 

@@ -351,7 +351,7 @@ class Board:
             generating=slot_table.generating,
             slow_engines=slot_table.slow_engines,
             power=slot_table.power,
-            next_end=slot_table.next_end,
+            ends=slot_table.ends,
             siblings_together=self._siblings_together,
             costs=costs,
             settings=self.settings,

@@ -256,8 +256,8 @@ class Snapshot:
     """Slots that hold samples and are slow, but for drained ones."""
     power: float
     """Typical slots that all slots make up which are not drained."""
-    next_end: float
-    """When a busy slot will be free next, if its call takes what is foreseen; infinite where none has a call."""
+    ends: Callable[[], list[float]]
+    """When the calls under way on slots are over, if they take what is foreseen."""
     siblings_together: bool
     """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
     costs: Costs

@@ -8,10 +8,8 @@ more); a slot is given work only while it does nothing, and by its rate: whoever
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, islice
-from math import inf
 
 from rlfuse.fusion.decisions import (
     PASS_BEFORE_STEP,
@@ -36,8 +34,12 @@ PATIENCE = 10
 BUSY = -1
 """Stands for the busy slot that will be free next."""
 
-REWARD_EVERY_S = 0.03
-"""While others generate, rewards take what has come in this time: each call costs the driver some milliseconds."""
+NEXT_FEW = 16
+"""Samples, or families of them, that are looked at for one that fits."""
+
+REWARD_EVERY_S, REWARD_RARELY_S = 0.03, 0.1
+"""While others generate, rewards take what has come in this time: each call costs the driver some milliseconds. Rarely
+as long as all slots generate, for whose cores on a CPU host it would be."""
 
 
 # Generation ----------------------------------------------------------------------------------------------------------
@@ -181,7 +183,8 @@ def batch_is_ready(view: Snapshot, kind: str) -> bool:
     """A batch is worth a call by its tokens or its age; or nothing more will come."""
     costs, waited = view.costs, view.now - view.oldest[kind]
     if kind == REWARD:
-        return not view.in_flight or waited >= REWARD_EVERY_S
+        wanted = view.idle_trainers or view.idle_engines
+        return not view.in_flight or waited >= (REWARD_EVERY_S if wanted else REWARD_RARELY_S)
     enough = view.backlog[kind] >= costs.score_call_s * costs.score_tokens_per_s
     return enough or not view.in_flight or waited >= PATIENCE * costs.score_call_s
 
@@ -231,20 +234,42 @@ def share(
     """The first of these samples in shares of nearly equal time, longest first to who would end first (Graham 1969).
 
     Siblings stay together where their prompt, which then runs once, is most of them. Other slots will come for more:
-    each gets what would be its part if all slots had one (guided self-scheduling,
-    Polychronopoulos and Kuck 1987), but no less than a call is worth.
+    while anything is generated each gets what would be its part if all slots had one (guided self-scheduling,
+    Polychronopoulos and Kuck 1987), and then what it can do until all end together; but no less than a call is worth.
     """
-    least = int(call_s * tokens_per_s)
-    counted = Counter(view.slots[slot].rate for slot in slots)
-    taken, rest = [], sum(max(tokens / (view.power * rate), least) * count for rate, count in counted.items())
-    for _, family in groupby(names, prompt_of if view.siblings_together else None):
-        if rest <= 0:
-            break
-        members = tuple(family)
-        size = sum(names[name] for name in members)
-        taken.append((size, members))
-        rest -= size
+    least, rates = int(call_s * tokens_per_s), [view.slots[slot].rate for slot in slots]
+    part = tokens / view.power
+    if not view.unfinished:
+        part = tokens_per_s * seconds_together(view, tokens / tokens_per_s, rates)
+    families = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
+    pieces = ((sum(map(names.__getitem__, members)), members) for members in families)
+    taken = _fitting(pieces, sum(max(part / rate, least) for rate in rates))
     return _shared_out(view, sorted(taken, reverse=True), slots, tokens_per_s)
+
+
+def _fitting(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list[tuple[int, tuple[str, ...]]]:
+    """The first pieces, at least one, of about so many tokens; the last is that of the next few which fits best."""
+    taken = list(islice(pieces, 1))
+    rest -= sum(size for size, _ in taken)
+    for piece in pieces:
+        if piece[0] > rest:
+            best = min((piece, *islice(pieces, NEXT_FEW)), key=lambda each: abs(each[0] - rest))
+            return taken + [best] * (rest >= best[0] / 2)
+        taken.append(piece)
+        rest -= piece[0]
+    return taken
+
+
+def seconds_together(view: Snapshot, work_s: float, rates: Collection[float]) -> float:
+    """How long slots of these rates work if they begin now, and others when they are free, until nothing is left."""
+    ends = [max(0.0, end - view.now) for end in view.ends()]
+    ends += [view.costs.switch_s] * (len(view.slots) - len(rates) - len(ends))
+    power = sum(1 / rate for rate in rates)
+    for end in sorted(ends):
+        if work_s <= end * power:
+            break
+        work_s, power = work_s + end, power + 1
+    return work_s / power
 
 
 def _shared_out(
@@ -255,8 +280,8 @@ def _shared_out(
     heaps: dict[float, list[tuple[float, int]]] = {}
     for slot in slots:
         heaps.setdefault(view.slots[slot].rate, []).append((0, slot))
-    if any(rate > 1 for rate in heaps) and view.next_end < inf:
-        heaps.setdefault(1.0, []).append((max(0.0, view.next_end - view.now) * tokens_per_s, BUSY))
+    if any(rate > 1 for rate in heaps) and (ends := view.ends()):
+        heaps.setdefault(1.0, []).append((max(0.0, min(ends) - view.now) * tokens_per_s, BUSY))
     for heap in heaps.values():
         heapq.heapify(heap)
     for size, members in pieces if heaps else ():

@@ -302,10 +302,9 @@ class SlotTable:
     def _sum_power(self) -> None:
         self.power = sum(1 / slot.rate for slot in self.slots if not slot.drained)
 
-    @property
-    def next_end(self) -> float:
-        """When a call is over next, if it takes what is foreseen; infinite where there is none."""
-        return self._stopwatch.next_end()
+    def ends(self) -> list[float]:
+        """When the calls under way are over, if they take what is foreseen."""
+        return self._stopwatch.ends()
 
     @property
     def generating(self) -> Collection[int]:

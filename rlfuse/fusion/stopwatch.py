@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush, nsmallest
-from math import inf
+from heapq import nsmallest
 
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
@@ -56,6 +55,8 @@ class Call:
     seconds: float
     """That costs foresee for its tokens."""
     since: float
+    end: float
+    """Foreseen."""
 
 
 class Stopwatch:
@@ -65,8 +66,6 @@ class Stopwatch:
         self._costs, self._rates, self._changed = costs, rates, changed
         self._stretches = [Stretch() for _ in range(count)]
         self._calls: dict[int, Call] = {}
-        self._ends: list[tuple[float, int, float]] = []
-        """A heap: (foreseen end, slot, beginning) of calls, and some that are over."""
         self._answers: dict[int, tuple[Stretch, int]] = {}
         """Slot -> what it was doing when it was asked, and steps of its engine by then."""
 
@@ -120,20 +119,14 @@ class Stopwatch:
         """It was given a call over so many tokens."""
         costs = self._costs
         if isinstance(call, Score):
-            begun = Call(call.kind, costs.score_call_s, tokens / costs.score_tokens_per_s, now)
+            kind, call_s, seconds = call.kind, costs.score_call_s, tokens / costs.score_tokens_per_s
         else:
-            begun = Call(call.model, costs.train_call_s, tokens / costs.train_tokens_per_s, now)
-        self._calls[slot.index] = begun
-        heappush(self._ends, (now + begun.call_s + begun.seconds * slot.rate, slot.index, now))
+            kind, call_s, seconds = call.model, costs.train_call_s, tokens / costs.train_tokens_per_s
+        self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
-    def next_end(self) -> float:
-        """When the next one is over, if it takes what is foreseen; infinite where there is none."""
-        while self._ends and not self._under_way(*self._ends[0][1:]):
-            heappop(self._ends)
-        return self._ends[0][0] if self._ends else inf
-
-    def _under_way(self, slot: int, since: float) -> bool:
-        return slot in self._calls and self._calls[slot].since == since
+    def ends(self) -> list[float]:
+        """When those under way are over, if they take what is foreseen."""
+        return [call.end for call in self._calls.values()]
 
     def end_call(self, slot: Slot, now: float) -> None:
         """Its call is over, if it had one. A short one tells of what calls cost, not of its slot."""

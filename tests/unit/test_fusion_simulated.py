@@ -130,15 +130,22 @@ def test_tuning_knows_what_ranks_do_together_only():
 
 @pytest.mark.slow
 def test_luck_on_two_draws_is_no_gain(monkeypatch):
-    """Consolidation was as fast on both, and lost 4 % on a third: a cache that holds few samples makes steps uneven."""
+    """What overlaps was faster on both, and lost on a ninth: a cache that holds few samples makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
     later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
     tight = {"engine": Engine(kv_tokens=600), "credit_samples": 8, "kv_bytes_per_token": 1000}
-    workload = Workload(3, lengths, seed=685, prompt_tokens=58, group=4, **later, **tight)
-    serial = simulate(workload, "serial").result.step_s
-    assert simulate(workload, "adaptive", tune(workload, "adaptive")).result.step_s <= serial
+    workload = Workload(3, lengths, seed=683, prompt_tokens=58, group=4, **later, **tight)
+    draws = tuning.proofs_of(workload)
+
+    def most_lost():
+        tuned = tune(workload, "adaptive")
+        return max(
+            simulate(draw, "adaptive", tuned).result.step_s / simulate(draw, "serial").result.step_s for draw in draws
+        )
+
+    assert most_lost() <= 1
     monkeypatch.setattr(tuning, "PROOFS", 0)
-    assert simulate(workload, "adaptive", tune(workload, "adaptive")).result.step_s > 1.04 * serial
+    assert most_lost() > 1.004
 
 
 def test_the_rank_of_a_lost_engine_scores_meanwhile_whatever_was_tuned():

@@ -103,11 +103,20 @@ def test_a_typical_slot_is_drained_until_it_is_restored():
 # Work by rates -------------------------------------------------------------------------------------------------------
 
 
-def view_of(rates, next_end=inf):
-    """Idle trainers of these rates, beside busy ones of which the first is free at this second."""
+def view_of(rates, *ends):
+    """Idle trainers of these rates, beside busy ones that are free at these seconds; nothing is generated any more."""
     slots = [Slot(i, "trainer", rate=rate) for i, rate in enumerate(rates)]
     power = sum(1 / rate for rate in rates)
-    return SimpleNamespace(slots=slots, power=power, siblings_together=False, now=0.0, next_end=next_end)
+    slots += [Slot(len(rates) + i, "trainer", busy=True) for i in range(len(ends))]
+    return SimpleNamespace(
+        slots=slots,
+        power=power + len(ends),
+        siblings_together=False,
+        now=0.0,
+        ends=lambda: list(ends),
+        unfinished=0,
+        costs=Costs(),
+    )
 
 
 def ends(shares, sizes, rates):
@@ -131,8 +140,20 @@ def test_equal_pieces_are_shared_out_as_well_as_they_can_be(rates, count):
 def test_a_slow_slot_leaves_what_a_busy_one_would_end_sooner():
     sizes = {"a": 10, "b": 10}
     assert share(view_of([5.0]), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b", "a")}
-    assert share(view_of([5.0], next_end=1.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {}
-    assert share(view_of([5.0], next_end=60.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b",)}
+    assert share(view_of([5.0], 1.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {}
+    assert share(view_of([5.0], 60.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b",)}
+
+
+@pytest.mark.parametrize(("end", "taken"), [(0.0, 4), (4.0, 6), (8.0, 8), (20.0, 8)])
+def test_who_is_free_first_takes_what_it_can_do_until_all_end_together(end, taken):
+    view, sizes = view_of([1.0], end), {str(i): 1 for i in range(8)}
+    assert len(share(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == taken
+
+
+def test_while_others_generate_a_slot_takes_its_part_of_what_is_there():
+    view, sizes = view_of([1.0], inf), {str(i): 1 for i in range(8)}
+    view.unfinished = 1
+    assert len(share(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == 4
 
 
 # Speeds of simulated slots -------------------------------------------------------------------------------------------

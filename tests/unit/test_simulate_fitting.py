@@ -60,7 +60,7 @@ def test_hiccups_do_not_bend_the_costs(spans):
     assert costs.step_per_sequence_s == pytest.approx(4e-4, rel=0.2)
     # Calls are few and much alike in size: how long one takes is known, but not how much of it is for its tokens.
     tokens = np.median([span.tokens for span in spans if span.kind in PASSES and span.where != "driver"])
-    assert costs.score_call_s + tokens / costs.score_tokens_per_s == pytest.approx(0.03 + tokens / 3000, rel=0.05)
+    assert costs.score_call_s + tokens / costs.score_tokens_per_s == pytest.approx(0.03 + tokens / 3000, rel=0.15)
 
 
 def test_the_mean_is_told_where_the_model_is_too_simple(spans):

@@ -12,6 +12,7 @@ that was wanted, once it is below THRESHOLD.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from statistics import median, median_low
 
 from rlfuse.fusion.costs import Costs
@@ -55,6 +56,15 @@ class Rates:
             self._last[slot].clear()
         self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
         self._costs: Costs | None = None
+
+    @classmethod
+    def of(cls, speeds: Sequence[float]) -> Rates:
+        """As steps leave them on slots of these speeds."""
+        rates, typical = cls(len(speeds)), median_low(1 / speed for speed in speeds)
+        for slot, speed in enumerate(speeds):
+            rates._last[slot].extend((1 / (speed * typical),) * OBSERVATIONS)
+            rates._decide(slot)
+        return rates
 
     def begin(self, costs: Costs) -> None:
         """A step begins; what was typical by other costs is forgotten."""

@@ -26,7 +26,7 @@ from rlfuse.planning.activations import head_share, layer_costs, stage_parts
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.recorded import micro_batches, workload_of
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
@@ -256,7 +256,7 @@ def mini_batches_of(config: Config) -> int:
 
 def seconds_of(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
     """Simulated; `training_s`: of training beside what is simulated."""
-    result = simulate(workload, policy, settings).result
+    result = later_step(workload, policy, settings).result
     scored = result.generation_and_scoring_s
     return Seconds(result.generation_s, scored - result.generation_s, result.step_s - scored + training_s)
 

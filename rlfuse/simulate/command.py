@@ -26,7 +26,7 @@ from rlfuse.fusion.registry import traits_of
 from rlfuse.simulate.explaining import sources, terms_table
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
-from rlfuse.simulate.runner import Result, Simulated, simulate
+from rlfuse.simulate.runner import Result, Simulated, later_step
 from rlfuse.simulate.stress import Tried, Verdict, search, shrink, written
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, parse, read_workload
@@ -100,7 +100,7 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
         if (tuned := traits_of(loaded_policy(policy)).tuned) and threshold is None:
             chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in tuned)
             print(f"{policy}: {chosen} (best on other draws of the lengths)")
-        results.append(simulate(workload, policy, settings))
+        results.append(later_step(workload, policy, settings))
     return results
 
 

@@ -2,8 +2,8 @@
 
 Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
 steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
-whenever lengths have drifted, some steps after: their mean or their longest changed by a fifth, or prompts' lengths are
-known by now from an earlier epoch.
+whenever the step is another, some steps after: the mean or the longest of lengths or what all slots do together changed
+by a fifth, or prompts' lengths are known by now from an earlier epoch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Learning:
     def __init__(self, config: Config, engines: int, say: Callable[[str], object]):
         self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
-        self._tuned_for: tuple[bool, float, float] | None = None
+        self._tuned_for: tuple[bool, float, float, float] | None = None
         self._since = 0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
@@ -52,7 +52,7 @@ class Learning:
         self._spans.append(spans)
         tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
         lengths = tuning.lengths.recorded
-        shape = (_known(tuning), float(np.mean(lengths)), float(np.max(lengths)))
+        shape = (_known(tuning), float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
         before, self._since = self._tuned_for, self._since + 1
         if before is None or (_drifted(before, shape) and self._since >= PAUSE):
             self._tuned_for, self._since = shape, 0
@@ -71,14 +71,19 @@ class Learning:
         self._say(f"rollout.disaggregate={mode}: {found.why}")
 
 
-def _drifted(before: tuple[bool, float, float], now: tuple[bool, float, float]) -> bool:
-    """Whether lengths have become known, or others: (known, mean, longest)."""
+def _drifted(before: tuple[bool, float, float, float], now: tuple[bool, float, float, float]) -> bool:
+    """Whether lengths have become known, or others, or slots: (known, mean, longest, speed of all slots)."""
     return before[0] != now[0] or any(abs(new / old - 1) > DRIFT for new, old in zip(now[1:], before[1:], strict=True))
 
 
 def _known(tuning: Tuning) -> bool:
     """Whether most prompts' lengths were known before the last step."""
     return tuning.lengths.known_share > 0.5
+
+
+def _speeds(tuning: Tuning) -> tuple[float, ...]:
+    """Of the slots, as the run has seen them."""
+    return tuple(1 / rate for rate in tuning.rates.current)
 
 
 def measured(spans: Sequence[Span], before: Costs) -> Costs:
@@ -95,9 +100,10 @@ def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequ
 
 
 def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span]) -> Workload:
-    """The step of these spans, with the costs of `tuning`."""
+    """The step of these spans, with the costs and slots' rates of `tuning`."""
     step = next(span for span in spans if span.kind == "step")
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
     lengths, prompt_tokens = whole_samples(spans_within(spans, step))
     history = HISTORY if _known(tuning) else None
-    return workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
+    like = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
+    return replace(like, slot_speed=_speeds(tuning))

@@ -109,6 +109,11 @@ def simulate(
     return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
 
 
+def later_step(workload: Workload, policy: str | Policy, settings: Settings | None = None) -> Simulated:
+    """The same of a step before which others have told how fast each slot is (`slot_speed`)."""
+    return simulate(workload, policy, settings, Rates.of(workload.slot_speed) if workload.slot_speed else None)
+
+
 def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
     """Of the step. A policy's mistake is raised as it is, without the group of the tasks that it ended."""
     try:

@@ -19,7 +19,7 @@ import numpy as np
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.registry import traits_of
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
 
@@ -53,8 +53,8 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     if not (tuned := traits_of(function).tuned):
         return given
     draws, proofs = draws_of(workload), proofs_of(workload)
-    serial = cache(lambda draw: simulate(draw, "serial", given).result.step_s)
-    taken = cache(lambda settings, draw: simulate(draw, function, settings).result.step_s)
+    serial = cache(lambda draw: later_step(draw, "serial", given).result.step_s)
+    taken = cache(lambda settings, draw: later_step(draw, function, settings).result.step_s)
 
     @cache
     def seconds(settings: Settings) -> float:

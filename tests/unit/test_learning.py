@@ -32,7 +32,7 @@ def run(monkeypatch):
     return tuning, read_events(folder / "events.jsonl"), searched
 
 
-def test_settings_are_searched_again_once_lengths_are_known_and_when_they_are_others(run):
+def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slots_are_others(run):
     tuning, spans, searched = run
     for _ in range(2 * learning.PAUSE):
         tuning.relearn(tuning, spans)
@@ -45,3 +45,7 @@ def test_settings_are_searched_again_once_lengths_are_known_and_when_they_are_ot
     for _ in range(2 * learning.PAUSE):
         tuning.relearn(tuning, spans)
     assert searched == [0.0, 1.0, 1.0]
+    tuning.rates = Rates.of((1.0, 0.5))
+    for _ in range(2 * learning.PAUSE):
+        tuning.relearn(tuning, spans)
+    assert searched == [0.0, 1.0, 1.0, 1.0]

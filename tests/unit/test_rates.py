@@ -61,6 +61,11 @@ def test_typical_slots_are_one_whatever_costs_are_wrong_by(wrong):
     assert rates.current == [1.0] * 7 + [pytest.approx(3.0)]
 
 
+def test_speeds_are_known_as_steps_would_have_told_them():
+    told = observed(4, [0.5, 1.0, 0.5, 1 / 1.9])
+    assert Rates.of((2.0, 1.0, 2.0, 1.9)).current == told.current == [1.0, 2.0, 1.0, 1.0]
+
+
 def test_each_kind_of_work_has_its_own_typical_time():
     rates = observed(4, [1, 1, 1, 1])
     for _, slot in product(range(5), range(4)):

@@ -6,9 +6,9 @@ What is assumed of a schedule: it is on-policy (every sample is generated with t
 at a time, and starts and ends as an engine; an optimizer step is taken by all slots together, all of them trainers, so
 not before generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one
 before; a sample is trained on only after every kind of scoring that it needs. Costs are those of `fusion.costs`.
-Nothing else: no policy, no order, no limit on moving samples, no memory limit. So the bound holds for every policy,
-also for ranks that work together only, which can do no more than free ones, and where samples are re-prefilled,
-pre-empted or generated again after a failure, all of which only add work.
+What slots do together only, if anything (`lockstep`), they do as trainers, all of them, each an even part of it.
+Nothing else: no policy, no order, no limit on moving samples, no memory limit. So the bound holds for every policy, and
+where samples are re-prefilled, pre-empted or generated again after a failure, all of which only add work.
 
 Proof. Let T be the time when the last optimizer step is over; after it every slot becomes an engine again, which takes
 `switch_s`, and the step `step_s` more. Let v_s(t) be the slots' speeds, which may change at any time: a second of a
@@ -43,7 +43,13 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
 7. Samples that end together. Of the work in 3 that is not generation, what belongs to samples with e_i >= t follows t,
    for every t: S >= D(t, that work of samples with e_i >= t), and what 4 says comes after S. It is more than 6 where
    many responses end last, as long as they may be.
-The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6 and 7: some terms grow with G, the others
+8. Ranks that work together only. None of that goes on in the H seconds in which some slot generates, nor while the last
+   of these turns into a trainer, nor during an optimizer step. All steps fit into H, so what 1 and 2 say of G holds of
+   it: H >= max e_i, and W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, in w / (n * z) at
+   least, where z is the largest speed of the slot for which that is smallest; and each mini-batch takes at least its
+   longest sample at speed z. The bubbles of pipelines come on top, less what they hold of passes. So
+   T >= H + switch_s + all of that + all optimizer steps: of training, and of scoring where `lockstep` is `all`.
+The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6, 7 and 8: some terms grow with G, the others
 fall, so the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences
 cheaper by `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it
 stands.
@@ -96,6 +102,10 @@ def lower_bound(workload: Workload) -> Bound:
     end = _crossing(earliest, rising, falling)
     together_s = _following(generation.ends, rest.before_first, total) + rest.optimizer_s + after_s
     seconds, chain = rising(end), max(together_s, float((generation.ends + rest.chains).max()))
+    if rest.in_lockstep_s:
+        alone = _crossing(earliest, lambda end: end, lambda end: generation.work(end) / total.most)
+        if (lockstep_s := alone + switch_s + rest.in_lockstep_s) > seconds:
+            seconds, end = lockstep_s, alone
     generated = _crossing(earliest, lambda end: end, lambda end: total.end(0.0, generation.work(end)))
     turned = rest.scoring_work + bool(workload.scoring.kinds) * switch_s * min(speed.least for speed in speeds)
     passed = float(rest.passes.min())
@@ -181,7 +191,7 @@ def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float
 
 
 class _Rest:
-    """What follows generation: points 3 to 6 of the proof."""
+    """What follows generation: points 3 to 8 of the proof."""
 
     def __init__(self, workload: Workload):
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
@@ -215,3 +225,16 @@ class _Rest:
         self.chains = self.passes + own + (left + collective)[part]
         if all_scored_first:
             self.chains = np.maximum(self.chains, self.passes + self.optimizer_s + self.after_first_s)
+        even = np.maximum(sums / workload.slots, longest)  # of what all slots do together, and none is cut
+        self.in_lockstep_s = self._in_lockstep(workload, float(even.sum()), len(each))
+
+    def _in_lockstep(self, workload: Workload, even: float, parts: int) -> float:
+        """Point 8: seconds after generation; `even`: of one model on each slot. 0 where slots are free."""
+        if workload.lockstep == "none":
+            return 0.0
+        training, slowest = workload.training, min(speed.most for speed in workload.speeds())
+        passes = self.scoring_work / workload.slots * (workload.lockstep == "all")
+        trained = len(training.models) * training.epochs * even
+        bubbles = trained * (training.bubbles or 0.0)
+        beside = max(bubbles, passes) if workload.scoring.deferred else bubbles + passes
+        return (trained + beside) / slowest + training.epochs * parts * training.call_s + self.optimizer_s

@@ -86,6 +86,19 @@ def test_what_follows_samples_that_end_together_is_shared_out_after_them():
     assert lower_bound(workload([400, *[10] * 7], slots=4)).seconds == pytest.approx(0.01 + 8.0 + 1.5 + 0.5)
 
 
+def test_what_slots_do_together_only_follows_generation_on_all_of_them():
+    # Both slots take part in every pass, and the longest sample is not cut; nothing of it is beside the 400 steps.
+    generation, passes, training = 0.01 + 8.0, (500 + 3 * 110) / 2 / 1000, 500 / 500
+    assert lower_bound(workload([400, 10, 10, 10], 2, lockstep="all")).seconds == pytest.approx(
+        generation + 0.5 + passes + training + 0.5
+    )
+    stages = {"lockstep": "all", "training": {"tokens_per_s": 500, "bubbles": 0.6}}
+    for deferred, beside in ((False, passes + 0.6 * training), (True, max(passes, 0.6 * training))):
+        scoring = {"tokens_per_s": 1000, "deferred": deferred}
+        bound = lower_bound(workload([400, 10, 10, 10], 2, **stages, scoring=scoring))
+        assert bound.seconds == pytest.approx(generation + 0.5 + training + beside + 0.5)
+
+
 def test_what_binds_is_named():
     many = [100] * 64
     assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (

@@ -44,6 +44,8 @@ ROOFS = tuple(2.0**power for power in range(13))
 MOST_CROWDING, NARROWED = 1.0, 6
 """Where `Hardware.crowding` is looked for, and how often that is halved."""
 FOLDS = 5
+COUNTED_BEFORE = "optimizer_bytes_per_s"
+"""A field of files that are refused: it was of the states alone."""
 ACROSS_DEVICES = 0.1085
 """Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
 
@@ -74,7 +76,8 @@ class Coefficients:
     step_s: AtLeastZero = 0.0
     crowding: AtLeastZero = 0.0
     hidden_bytes_per_s: Positive | None = None
-    optimizer_bytes_per_s: Positive | None = None
+    update_bytes_per_s: Positive | None = None
+    copied_bytes_per_s: Positive | None = None
     sent_bytes_per_s: Positive | None = None
     host_bytes_per_s: Positive | None = None
     """None of these where it was not measured."""
@@ -169,8 +172,9 @@ def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
     of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
     models = {round(work.read / work.steps) for work in of["generating"]}
     passes = [work for work in (*of["scoring"], *of["training"]) if not work.optimizer_steps]
-    known = _fit_optimizer([work for work in of["training"] if work.optimizer_steps])
-    known |= _fit_passes(passes, len(models) > 1, known.get("sent_bytes_per_s", UNSEEN))
+    known = _fit_copying([work for work in alone if work.kind == "copying"])
+    known |= _fit_optimizer([work for work in of["training"] if work.optimizer_steps], known)
+    known |= _fit_passes(passes, len(models) > 1, known)
     known |= _fit_decoding(of["generating"], known["pass_flops"])
     hardware = Hardware(**known, crowding=crowding)
     left = [work.seconds - seconds_of(work, hardware) for work in works if work.kind == "step"]
@@ -182,10 +186,11 @@ def _alone(work: Work, longer: float) -> Work:
     return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
 
 
-def _fit_passes(works: Sequence[Work], widths: bool, sent_bytes_per_s: float) -> Fields:
+def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
     """Passes and gradients together, as a layer begins alike in both.
 
-    Without several `widths` all that tokens take is computing: hidden states grow with them alike.
+    Without several `widths` all that tokens take is computing: hidden states grow with them alike. What they send, and
+    copy for that, takes what optimizer steps told: `known`.
     """
     weights = _weights(works)
     rows = []
@@ -193,8 +198,10 @@ def _fit_passes(works: Sequence[Work], widths: bool, sent_bytes_per_s: float) ->
         scores = work.kind == "scoring"
         rows.append([scores * work.calls, (not scores) * work.calls, work.micro_batches, work.layers])
         rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
-    sent = np.array([work.sent for work in works]) / sent_bytes_per_s
-    seconds = np.maximum(_seconds(works) - sent, 0.0)
+    updating, sending = (known.get(name, UNSEEN) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
+    copying = known.get("copied_bytes_per_s", updating)
+    beside = [work.moved / updating + work.copied / copying + work.sent / sending for work in works]
+    seconds = np.maximum(_seconds(works) - beside, 0.0)
     columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
     factors, _ = robust(columns * weights[:, None], seconds * weights)
     pass_call, train_call, micro_batch, layer, hidden, passed, trained = map(float, factors[:7])
@@ -212,21 +219,31 @@ def _fit_passes(works: Sequence[Work], widths: bool, sent_bytes_per_s: float) ->
     }
 
 
-def _fit_optimizer(works: Sequence[Work]) -> Fields:
-    """By the states' bytes, and as far as steps differ enough, by those that ranks exchange and by what each step takes
-    beside."""
+def _fit_copying(works: Sequence[Work]) -> Fields:
+    """Nothing where no work was that alone: steps do not tell copies from what they do in place."""
+    copied = sum(work.copied for work in works)
+    return {"copied_bytes_per_s": _rate(sum(work.seconds for work in works) / copied)} if works else {}
+
+
+def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
+    """By the bytes that a rank moves in its memory, and as far as steps differ enough, by those that ranks exchange and
+    by what each step takes beside."""
     if not works:
         return {}
-    amounts = np.array([[work.moved, work.sent, 1] for work in works], float)
+    moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
+    seconds, copying = _seconds(works), known.get("copied_bytes_per_s")
+    if copying:
+        seconds = np.maximum(seconds - copied / copying, 0.0)
+    amounts = np.stack([moved if copying else moved + copied, sent, np.ones_like(sent)], axis=1)
     told = [0]
     for column in (1, 2):
         if np.linalg.matrix_rank(_unit(amounts[:, [*told, column]])) > len(told):
             told.append(column)
     weights = _weights(works)
-    factors, _ = robust(amounts[:, told] * weights[:, None], _seconds(works) * weights)
+    factors, _ = robust(amounts[:, told] * weights[:, None], seconds * weights)
     of = dict(zip(told, map(float, factors), strict=True))
-    sent = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
-    return sent | {"optimizer_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
+    sending = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
+    return sending | {"update_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
 
 
 def _unit(columns: np.ndarray) -> np.ndarray:
@@ -339,7 +356,8 @@ def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Ha
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
     faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
     errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
-    reading = {name: getattr(hardware, name) for name in ("bytes_per_s", "hidden_bytes_per_s", "optimizer_bytes_per_s")}
+    copies = ("bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s", "copied_bytes_per_s")
+    reading = {name: getattr(hardware, name) for name in copies}
     faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}
     return replace(hardware, **faster, sent_bytes_per_s=None, errors=errors)
 
@@ -380,6 +398,11 @@ def read_file(path: Path) -> Calibration:
         raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise CalibrationError(f"{path}: no YAML: {error}") from error
+    if isinstance(data, dict) and isinstance(data.get("hardware"), dict) and COUNTED_BEFORE in data["hardware"]:
+        raise CalibrationError(
+            f"{path}: hardware.{COUNTED_BEFORE}: an older rlfuse wrote this file, and counted fewer bytes of an "
+            "optimizer step than it moves; let `rlfuse calibrate` write it anew, of the same runs or of a probe"
+        )
     try:
         return read(Calibration, data, CalibrationError)
     except CalibrationError as error:

@@ -17,8 +17,18 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.fusion.costs import Costs
 from rlfuse.planning.activations import leaves
-from rlfuse.planning.exchanges import Exchange, gradient_item, held_of, of_gradients, of_pass, of_step
-from rlfuse.planning.hardware import ADAM, Hardware
+from rlfuse.planning.exchanges import (
+    Exchange,
+    Traffic,
+    gradient_item,
+    held_of,
+    moved_in_gradients,
+    moved_in_step,
+    of_gradients,
+    of_pass,
+    of_step,
+)
+from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import ITEM, STATES, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
 
@@ -127,6 +137,9 @@ class _Ranks:
     def _train_token_s(self, shape: Shape, passes: float) -> float:
         flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
         exchanged = self._stages * self._exchange_s(of_gradients(self._config, shape))
+        exchanged += moved_in_gradients(self._config, held_of(self._config, shape), self._copies).seconds(
+            self._hardware
+        )
         once = (passes * self._begun_s(shape) + exchanged) / self._micro_batch
         computed = passes * (flops + self._hidden_s(shape)) + (passes - 1) * self._summed_s(shape)
         return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
@@ -147,12 +160,17 @@ class _Ranks:
     def _exchange_s(self, exchange: Exchange) -> float:
         """Of a stage's share."""
         begun = max(self._hardware.gather_s, self._gather(0)) if exchange.modules else 0.0
-        return exchange.modules / self._stages * begun + (self._gather(exchange.bytes) if exchange.bytes else 0.0)
+        sent = self._gather(exchange.bytes) if exchange.bytes else 0.0
+        copied = exchange.copied(self._stages).seconds(self._hardware) if self._copies > 1 else 0.0
+        return exchange.modules / self._stages * begun + sent + copied
 
     def _summed_s(self, shape: Shape) -> float:
-        """Of a token's hidden states over the ranks that share layers, forward."""
+        """Of a token's hidden states over the ranks that share layers, forward; of copies of them."""
+        if self._width == 1:
+            return 0.0
         links, size = self._hardware.links, 2 * len(shape.layers) * shape.hidden * self._item
-        return links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
+        copied = Traffic(2 * size).seconds(self._hardware)
+        return copied + links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
 
     def _gather(self, size: float) -> float:
         """All-gather or reduce-scatter of a stage's share of so many bytes, among those that have the same stage."""
@@ -184,13 +202,12 @@ class _Ranks:
 
     def _step_s(self, shape: Shape) -> float:
         held = held_of(self._config, shape) / self._stages
-        share = held / self._copies if self._config.actor.zero_stage else held
         sent = self._exchange_s(of_step(self._config, shape))
         if self._config.actor.offload_optimizer:  # computed where the states are, at the rate at which they travel
+            share = held / self._copies if self._config.actor.zero_stage else held
             moved = 2 * (4 + STATES) + gradient_item(self._config) + self._item
             return sent + share * moved / self._hardware.host_bytes_per_s
-        speed = self._hardware.optimizer_bytes_per_s or self._hardware.bytes_per_s
-        return sent + ADAM * share / speed
+        return sent + moved_in_step(self._config, held, self._copies).seconds(self._hardware)
 
     def switch_s(self, moved: Moved) -> float:
         """Of a change of roles, in the mean of both ways."""

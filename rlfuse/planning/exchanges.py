@@ -1,10 +1,13 @@
-"""What ZeRO's ranks exchange: a plan takes it over its links (`costs`), a calibration finds it in a run (`features`).
+"""What ZeRO's ranks exchange, and move in their own memory for that: plans take it over links and memory (`costs`),
+calibrations find it in runs (`features`).
 
 Role: pure functions of a configuration and a model's shape. ZeRO 0 all-reduces gradients once a step, which is a
 scatter and a gather; 1 gathers weights besides; 2 all-reduces in each micro-batch; 3 scatters there, and gathers all
 weights forward and backward (Rajbhandari et al. 2020, arXiv 1910.02054), for each module by itself, as DeepSpeed 0.19
 does at a `stage3_param_persistence_threshold` of 0. Under 1 and 2 a scatter would do, but DeepSpeed 0.19 sums all
 ranks' parts in one all-reduce (`use_multi_rank_bucket_allreduce`, which is on unless a configuration turns it off).
+Before a sum it copies gradients: all of them into a bucket, which it divides, and where several ranks have them once
+more to have them flat (under ZeRO 0 only that); after it, a rank's share to where the step reads it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.gradient_memory import KEPT
+from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
@@ -24,13 +29,39 @@ class Exchange:
     """Of whole tensors, each as often as it is gathered or scattered."""
     modules: int = 0
     """That are gathered or scattered by themselves."""
+    gathered: float = 0.0
+    """Of the bytes those that are gathered."""
+
+    def copied(self, parts: int) -> Traffic:
+        """Of gathers in so many parts: gloo gathers into a tensor of its own, NCCL into that which it is given."""
+        each = self.gathered / (self.modules or parts)
+        return Traffic(on_hosts=2 * self.gathered / parts if each > KEPT else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a rank reads and writes of its own memory."""
+
+    in_place: float = 0.0
+    copied: float = 0.0
+    """Into new memory, where the device is a host."""
+    on_hosts: float = 0.0
+    """Likewise, and not at all on GPUs."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.on_hosts + other.on_hosts)
+
+    def seconds(self, hardware: Hardware) -> float:
+        copied = self.copied + (self.on_hosts if hardware.copied_bytes_per_s else 0.0)
+        return self.in_place / hardware.updating + copied / hardware.copying
 
 
 def of_pass(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch without gradients."""
     if config.actor.zero_stage < 3:
         return Exchange()
-    return Exchange(shape.parameters * ITEM[config.model.dtype], shape.modules)
+    weights = shape.parameters * ITEM[config.model.dtype]
+    return Exchange(weights, shape.modules, weights)
 
 
 def of_gradients(config: Config, shape: Shape) -> Exchange:
@@ -39,14 +70,54 @@ def of_gradients(config: Config, shape: Shape) -> Exchange:
     if zero < 3:
         return Exchange(2 * sums if zero == 2 else 0.0)
     gathers, each = 3 if config.model.enable_gradient_checkpointing else 2, of_pass(config, shape)
-    return Exchange(gathers * each.bytes + sums, (gathers + 1) * each.modules)
+    return Exchange(gathers * each.bytes + sums, (gathers + 1) * each.modules, gathers * each.bytes)
 
 
 def of_step(config: Config, shape: Shape) -> Exchange:
     """Of an optimizer step."""
     held = held_of(config, shape)
     weights, sums = held * ITEM[config.model.dtype], held * gradient_item(config)
-    return Exchange({0: 2 * sums, 1: 2 * sums + weights, 2: weights, 3: 0.0}[config.actor.zero_stage])
+    gathered = weights if config.actor.zero_stage in (1, 2) else 0.0
+    return Exchange(gathered + (2 * sums if config.actor.zero_stage < 2 else 0.0), gathered=gathered)
+
+
+def moved_in_gradients(config: Config, held: float, copies: float) -> Traffic:
+    """In a micro-batch, of `held` parameters with gradients, of which there are so many copies."""
+    return _handed_over(config, held, copies) if config.actor.zero_stage > 1 else Traffic()
+
+
+def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
+    """In an optimizer step, which under ZeRO 1 to 3 is of one flat tensor."""
+    zero, share, item = config.actor.zero_stage, held / copies, gradient_item(config)
+    if zero == 0:
+        return _handed_over(config, held, copies) + Traffic(ADAM * held)
+    step = updated(share, ITEM[config.model.dtype]) + _written(4 * share, (item + 4) * share)
+    return step + _handed_over(config, held, copies) if zero == 1 else step
+
+
+def updated(share: float, item: int) -> Traffic:
+    """By a flat float32 tensor's step: gradients' norm in float64, scaling and use, weights to those that models read.
+
+    On hosts two tensors of roots are made in it; on GPUs all is one kernel.
+    """
+    roots = 4 * share
+    return Traffic((4 + 2 * 8 + 8 + ADAM + 4 + item) * share, on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
+
+
+def _written(size: float, moved: float) -> Traffic:
+    """Bytes read and written to make a tensor of that size, which needs new memory where it is larger than any kept."""
+    return Traffic(copied=moved) if size > KEPT else Traffic(moved)
+
+
+def _handed_over(config: Config, held: float, copies: float) -> Traffic:
+    """Gradients to a sum over so many ranks, and from it what this rank then needs of them."""
+    item, share = gradient_item(config), held / copies
+    flat = _written(item * held, 2 * item * held)
+    if config.actor.zero_stage == 0:  # scaled by the count and by the ranks, copied back; their norm, clipped
+        return flat + Traffic((2 * 2 + 2 + 1 + 2) * item * held)
+    bucket = Traffic(2 * item * held, 2 * item * held)  # of a size of its own, divided
+    kept = _written(item * share, 2 * item * share)
+    return bucket + kept + (flat + Traffic(2 * item * share) if copies > 1 else Traffic())
 
 
 def held_of(config: Config, shape: Shape) -> float:

@@ -15,8 +15,16 @@ from math import inf
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES, model_of
 from rlfuse.events import Span
-from rlfuse.planning.exchanges import held_of, of_gradients, of_pass, of_step
-from rlfuse.planning.hardware import ADAM, Hardware
+from rlfuse.planning.exchanges import (
+    Traffic,
+    held_of,
+    moved_in_gradients,
+    moved_in_step,
+    of_gradients,
+    of_pass,
+    of_step,
+)
+from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import ITEM, quantized_away
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
@@ -31,7 +39,7 @@ class Work:
     """One piece of work of one device; amounts of all that it did, of which most are 0."""
 
     kind: str
-    """`generating scoring training`, or `step`: what a step takes beside these."""
+    """`generating scoring training`; `step`: what a step takes beside these; `copying`: nothing but that."""
     source: str
     """The run, or the part of a probe."""
     part: int
@@ -55,7 +63,9 @@ class Work:
     computed: float = 0.0
     """FLOP of decoding."""
     moved: float = 0.0
-    """Bytes of caches that decoding reads; of states in an optimizer step; of weights that are pushed."""
+    """Bytes of caches that decoding reads; of gradients and states, in place; of weights that are pushed."""
+    copied: float = 0.0
+    """Bytes of gradients into new memory."""
     optimizer_steps: int = 0
     sent: float = 0.0
     """Bytes to other ranks of its node."""
@@ -78,7 +88,7 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
     call_s = hardware.pass_call_s if scoring else hardware.train_call_s
     rate = hardware.pass_flops if scoring else hardware.train_flops
     started = work.calls * call_s + work.micro_batches * hardware.micro_batch_s + work.layers * hardware.layer_s
-    states = work.moved / (hardware.optimizer_bytes_per_s or hardware.bytes_per_s)
+    states = work.moved / hardware.updating + work.copied / hardware.copying
     computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
     exchanged = work.gathers * hardware.gather_s + work.sent / (hardware.sent_bytes_per_s or inf)
     return started + computed + states + work.optimizer_steps * hardware.optimizer_s + exchanged
@@ -150,23 +160,27 @@ def _calls(
     share = (copies - 1) / copies if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
     gradients = [span for span in spans if not is_optimizer_step(span)]
-    for kind, passes, model, exchange, found in (
-        ("scoring", 1, model_of, of_pass, busiest(spans, PASSES, PASSES)),
-        ("training", learn, _learning, of_gradients, busiest(gradients, updates(spans), ("backward",))),
+    for kind, passes, model, found in (
+        ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
+        ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
     ):
         for call, done in found:
             shape = shapes[ROLES[model(call.kind)]]
+            each, own = of_pass(config, shape), Traffic()
+            if kind == "training":
+                each = of_gradients(config, shape)
+                own = moved_in_gradients(config, held_of(config, shape), copies)
             layers, begun = len(shape.layers), passes * len(done)
             hidden = passes * layers * shape.hidden * ITEM[config.model.dtype] * sum(span.tokens for span in done)
             flops = passes * sum(_flops(config, shape, span, lengths) for span in done)
-            each = exchange(config, shape)
-            sent, gathers = share * each.bytes * len(done), each.modules * len(done)
-            yield Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops, sent=sent, gathers=gathers)
+            work = Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops)
+            sent, gathers, times = share * each.bytes * len(done), each.modules * len(done), len(done)
+            yield replace(work, sent=sent, gathers=gathers, moved=times * own.in_place, copied=times * own.copied)
     for span in filter(is_optimizer_step, spans):
         shape = shapes[ROLES[_learning(span.kind)]]
-        moved = ADAM * held_of(config, shape) / (copies if config.actor.zero_stage else 1)
-        sent = share * of_step(config, shape).bytes
-        yield Work("training", *part, span.seconds, moved=moved, optimizer_steps=1, sent=sent)
+        own, sent = moved_in_step(config, held_of(config, shape), copies), share * of_step(config, shape).bytes
+        work = Work("training", *part, span.seconds, optimizer_steps=1, sent=sent)
+        yield replace(work, moved=own.in_place, copied=own.copied)
 
 
 def _learning(kind: str) -> str:

@@ -14,7 +14,8 @@ from math import inf
 
 ADAM = 32
 """Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
-RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "optimizer_bytes_per_s"]
+RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
+RATES += ["copied_bytes_per_s"]
 WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "layer_s", "micro_batch_s", "optimizer_s"]
 """Of a device's own work: what other devices of its node slow."""
 KINDS = ("generating", "scoring", "training")
@@ -84,12 +85,15 @@ class Hardware:
     """Of each module that ZeRO 3 gathers or scatters, beside its bytes: hooks and messages, at least of `links`."""
     sent_bytes_per_s: float | None = None
     """That a rank exchanges with others of its node, as runs told it, where a cluster file does not say; plans go by
-    `links`. None: not told apart from `optimizer_bytes_per_s`."""
+    `links`. None: not told apart from `update_bytes_per_s`."""
     step_s: float = 0.0
     """Of each step of the job, beside its work and the bytes of new weights: data, messages, what waits for nothing."""
-    optimizer_bytes_per_s: float | None = None
-    """Of weights and moments, in optimizer steps; with what ranks exchange in them where `sent_bytes_per_s` is None.
-    None: as `bytes_per_s`."""
+    update_bytes_per_s: float | None = None
+    """Of gradients, weights and moments, where they lie, in optimizer steps (`exchanges.Traffic`); with what ranks
+    exchange in them where `sent_bytes_per_s` is None. None: as `bytes_per_s`."""
+    copied_bytes_per_s: float | None = None
+    """Of what hosts copy into new memory, which the system clears page by page as it is first written to. None where
+    that was not measured, and on GPUs, whose allocator keeps memory: as in updates."""
     crowding: float = 0.0
     """Share by which work takes longer for each other device of its node that is at work, too: of memory, caches and
     clocks that they have in common. All above is of a device alone."""
@@ -98,6 +102,16 @@ class Hardware:
     links: Links = Links()
     errors: Mapping[str, float] = field(default_factory=dict)
     """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""
+
+    @property
+    def updating(self) -> float:
+        """Bytes per second, in place."""
+        return self.update_bytes_per_s or self.bytes_per_s
+
+    @property
+    def copying(self) -> float:
+        """Bytes per second, into new memory."""
+        return self.copied_bytes_per_s or self.updating
 
     def crowded(self, beside: int) -> Hardware:
         """A device while so many others of its node are at work."""

@@ -3,6 +3,7 @@
 Role: `rlfuse calibrate --probe` fits a calibration to `Probe.works`. Runs on this machine's GPU, else in as many
 threads as a trainer rank has (OMP_NUM_THREADS, 1 unless it is set). Models have random weights and two depths of the
 layers of `--model` (or of small Qwen2 models of two widths), which tells what a layer takes from what a call takes.
+Optimizers step on one flat tensor, as DeepSpeed has them do.
 Invariants: a time is the median of several, the first not counted; decoding is transformers' with a cache, no engine's.
 Waits for nothing but the device.
 """
@@ -22,8 +23,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.engines.trainer.optimizer import matmul_rate
+from rlfuse.planning.exchanges import updated
 from rlfuse.planning.features import Work, forward_flops
-from rlfuse.planning.hardware import ADAM
 from rlfuse.planning.model_sizes import Shape, read_shape
 
 ENOUGH_S, FEWEST = 0.12, 3
@@ -32,6 +33,10 @@ DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
 COPIED = 1 << 26
 """Bytes."""
+STEPPED = (4_000_000, 8_000_000, 16_000_000)
+"""Parameters of optimizer steps: whose states no cache holds, as none holds a model's."""
+NORMED = 1 << 18
+"""Gradients of one parameter, whose norm is made at a time."""
 
 
 @dataclass
@@ -52,7 +57,10 @@ class Probe:
     def measure(self, folder: str | None) -> None:
         """Everything; `folder`: a model's, with its config.json."""
         with _threads(self.device):
-            self._rates(_dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype)
+            dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype
+            self._rates(dtype)
+            for parameters in STEPPED:
+                self._optimizer(parameters, dtype)
             for name, config in _configs(folder):
                 with tempfile.TemporaryDirectory() as where:
                     config.save_pretrained(where)
@@ -90,6 +98,9 @@ class Probe:
             both = self._seconds(lambda: host.copy_(data)) + self._seconds(lambda: data.copy_(host))
             self.host_bytes_per_s = 2 * COPIED / both
             self.tell(f"to the host and back: {self.host_bytes_per_s / 1e9:,.1f} GB/s")
+        else:
+            anew = Work("copying", "", 0, self._seconds(data.clone), copied=2 * COPIED)
+            self._add("copies", "into new memory", anew)
 
     def _model(self, name: str, config: Any, shape: Shape, dtype: torch.dtype) -> None:
         with torch.device(self.device):
@@ -100,7 +111,6 @@ class Probe:
         for batch in BATCHES:
             for context in (each for each in CONTEXTS if each + STEPS <= longest):
                 self._decoding(name, model, shape, (batch, context), item)
-        self._optimizer(name, model, shape)
 
     def _add(self, name: str, what: str, work: Work) -> None:
         self.works.append(replace(work, source="probe", part=self._part))
@@ -149,14 +159,26 @@ class Probe:
         )
         self._add(name, f"{STEPS} decoding steps of {batch} sequences of {context} tokens", work)
 
-    def _optimizer(self, name: str, model: Any, shape: Shape) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        seconds = self._seconds(optimizer.step)
+    def _optimizer(self, parameters: int, dtype: torch.dtype) -> None:
+        master = torch.nn.Parameter(torch.zeros(parameters, device=self.device))
+        weights = torch.empty_like(master, dtype=dtype, requires_grad=False)
+        master.grad = torch.randn_like(master)  # of zeros, roots take twenty times as long on a CPU
+        optimizer = torch.optim.AdamW([master], lr=1e-6, fused=self.device != "cpu")
+
+        @torch.no_grad()
+        def step() -> None:
+            for part in master.grad.split(NORMED):
+                torch.linalg.vector_norm(part.double())
+            master.grad.mul_(1.0)
+            optimizer.step()
+            weights.copy_(master)
+
+        seconds = self._seconds(step)
         self._part += 1
-        work = Work("training", "", 0, seconds, moved=ADAM * shape.parameters, optimizer_steps=1)
-        self._add(name, "an optimizer step", work)
+        moved = updated(parameters, dtype.itemsize)
+        copied = moved.on_hosts if self.device == "cpu" else 0.0
+        work = Work("training", "", 0, seconds, moved=moved.in_place, copied=copied, optimizer_steps=1)
+        self._add("optimizer", f"a step of {parameters:,} parameters", work)
 
 
 def _configs(folder: str | None) -> Iterator[tuple[str, Any]]:

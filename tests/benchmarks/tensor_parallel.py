@@ -44,6 +44,7 @@ from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.planning.activations import stage_parts
 from rlfuse.planning.calibration import fitted
 from rlfuse.planning.costs import costs_of
+from rlfuse.planning.features import Work
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
@@ -54,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 import pipelines
 
 ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
-LARGE = 1 << 22
+LARGE = 1 << 24
 """Numbers of a sum that is timed for its rate."""
 SLEEPING_FLOPS = 5e10
 """Per second, of ranks that sleep."""
@@ -90,7 +91,7 @@ def sums(rank) -> tuple[float, float]:
         for _ in range(11):
             dist.barrier()
             began = time.perf_counter()
-            rank.tensor.sum(numbers)
+            dist.all_reduce(numbers, group=rank.tensor.group)
             taken.append(time.perf_counter() - began)
         return median(taken)
 
@@ -133,14 +134,25 @@ def predicted(config: Config, hardware: Hardware, options: argparse.Namespace) -
     return [scored, costs.train_call_s + tokens / costs.train_tokens_per_s, costs.optimizer_s]
 
 
+def probe(rank) -> list[Work]:
+    """On a rank."""
+    found = Probe(lambda line: None)
+    found.measure(None)
+    return found.works
+
+
+async def device_of(group: RankGroup) -> Hardware:
+    """A rank's, while the others are as busy."""
+    works = await asyncio.gather(*(rank.__ray_call__.remote(probe) for rank in group.ranks))
+    return replace(fitted([work for each in works for work in each]), links=await links_of(group, len(group.ranks)))
+
+
 async def whole(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
     """A line for each kind of work."""
-    probe = Probe(lambda line: None)
-    probe.measure(None)
     jobs = [job(folder, options, options.ranks, width) for width in (1, options.ranks)]
     groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
     rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
-    hardware = replace(fitted(probe.works), links=await links_of(groups[1], options.ranks))
+    hardware = await device_of(groups[1])
     turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
     plans = [predicted(each, hardware, options) for each in jobs]
     for number, what in enumerate(("log-probs", "gradients", "optimizer step")):

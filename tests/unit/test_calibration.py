@@ -31,6 +31,7 @@ from rlfuse.planning.calibration import (
     write,
 )
 from rlfuse.planning.costs import costs_of
+from rlfuse.planning.exchanges import moved_in_step
 from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.model_sizes import shapes_of
@@ -54,7 +55,8 @@ TRUE = Hardware(
     hidden_bytes_per_s=6e7,
     optimizer_s=0.02,
     step_s=0.3,
-    optimizer_bytes_per_s=5e8,
+    update_bytes_per_s=5e8,
+    copied_bytes_per_s=3e8,
     gather_s=0.001,
     sent_bytes_per_s=4e8,
     crowding=0.125,
@@ -69,10 +71,10 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
         weights = 12 * layers * hidden**2
         for part in range(5):
             common = (f"{layers}x{hidden}", part, 0.0)
-            works.append(Work("step", *common, moved=8 * weights))
+            works += [Work("step", *common, moved=8 * weights), Work("copying", *common, copied=4 * weights)]
             shared, gathered = sharded * (number % 2), sharded * (number % 2) * (part % 2)
             moved, sent = 16 * weights / (1 + shared), 4 * weights * (shared - gathered)
-            works += [Work("training", *common, moved=moved, optimizer_steps=1, sent=sent)] * 4
+            works += [Work("training", *common, moved=moved, copied=8 * weights, optimizer_steps=1, sent=sent)] * 4
             for _ in range(40):
                 steps, batch, context = map(int, draw.integers((1, 1, 10), (30, 64, 300)))
                 read, computed = steps * weights * 4, 2 * steps * batch * weights
@@ -211,6 +213,13 @@ def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration,
     assert "errors.scorn: unknown field; did you mean errors.scoring?" in str(told.value)
     with pytest.raises(CalibrationError, match=r"nowhere\.yaml: No such file"):
         read_calibration(tmp_path / "nowhere.yaml")
+    del data["errors"]["scorn"]
+    data["hardware"] |= {"pass_flops": 1e9, "optimizer_bytes_per_s": 5e8}
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(
+        CalibrationError, match=r"an older rlfuse wrote this file, .* let `rlfuse calibrate` write it anew"
+    ):
+        read_calibration(path)
     path.write_text("a: [")
     with pytest.raises(CalibrationError, match="no YAML"):
         read_calibration(path)
@@ -274,8 +283,8 @@ def test_a_run_becomes_a_file_that_plans_read(run, capsys):
     assert calibration.device == "a slot" and calibration.count == 2
     assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
     assert any("models of other sizes" in line for line in calibration.not_measured)
-    moved = 32 * calibration.fitted_on[0].parameters / calibration.count
-    assert moved / hardware.optimizer_bytes_per_s == pytest.approx(0.07, rel=0.1)
+    own = moved_in_step(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
+    assert own.seconds(hardware) == pytest.approx(0.07, rel=0.1)
     assert max(hardware.errors.values()) < 0.15, "equal steps predict one another"
     assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
 
@@ -316,7 +325,7 @@ def test_a_probe_measures_a_model_here_and_leaves_the_threads_alone(run, monkeyp
         torch.set_num_threads(before)
     hardware = fitted(probe.works)
     assert hardware.pass_flops > 1e6 and hardware.decode_step_s < 1
-    assert {work.kind for work in probe.works} == {"generating", "scoring", "training"}
+    assert {"generating", "scoring", "training"} <= {work.kind for work in probe.works}
     assert [len(shape.layers) for shape in probe.shapes.values()] == [2, 4]
     assert probe.copy_bytes_per_s > 1e8 and probe.product_flops > 1e8 and lines[0].startswith("matrix products")
     assert set(asdict(errors_of(held_out(probe.works)[0])).values()).isdisjoint({None})

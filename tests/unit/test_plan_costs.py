@@ -7,8 +7,10 @@ import pytest
 from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.planning import plan
 from rlfuse.planning.costs import costs_of, optimizer_trips
+from rlfuse.planning.exchanges import Exchange, Traffic, moved_in_step
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.memory import Moved
 from rlfuse.planning.remedies import changed
@@ -45,6 +47,24 @@ def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
     assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
     assert whole.score_tokens_per_s == sums.score_tokens_per_s > all_of_it.score_tokens_per_s
     assert states.optimizer_s > whole.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
+
+
+def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F811
+    """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes as `updated`
+    says. Alone nobody's gradients are summed. A host copies what gloo gathers, and makes roots; a GPU does not."""
+    config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
+    parameters, device = 4 * KEPT, Hardware(1e13, 1e13, 1e13, 1e9)
+    of_four, alone = (moved_in_step(config, parameters, copies) for copies in (4, 1))
+    assert of_four.in_place == (8 + (8 + 68) / 4) * parameters and alone.in_place == (8 + 68) * parameters
+    assert of_four.copied == (16 + (8 + 8) / 4) * parameters and alone.copied == (8 + 8 + 8) * parameters
+    assert of_four.on_hosts == 16 / 4 * parameters
+    gathers = Exchange(gathered=4.0 * KEPT)
+    assert gathers.copied(2) == Traffic(on_hosts=4.0 * KEPT) and gathers.copied(4) == Traffic(), "small: kept"
+    host = replace(device, copied_bytes_per_s=1e8)
+    assert of_four.seconds(device) == (of_four.in_place + of_four.copied) / 1e9
+    assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.on_hosts) / 1e8
+    few = moved_in_step(config, KEPT / 16, 1)
+    assert few.on_hosts == 0 and few.copied == 8 * KEPT / 16, "memory is kept for small tensors; a bucket is none"
 
 
 @pytest.mark.parametrize("again, gathered", [(False, 3), (True, 4)])

@@ -13,6 +13,8 @@ that hold the same parameters: all of them, or with pipelines one of each.
 
 REDUCED = 50_000_000
 """Gradient elements that are reduced at a time; DeepSpeed's own 500 million would take 2 GB in float32."""
+KEPT = 32 << 20
+"""Bytes of a tensor up to which a rank on CPUs keeps its memory for the next one (`rank_group.HOST_MEMORY`)."""
 _ITEM = {"float32": 4, "bfloat16": 2}
 
 

@@ -28,12 +28,13 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
+from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.engines.trainer.liveness import WATCH, Judge
 from rlfuse.errors import NotSaved, WorkerLost
 from rlfuse.events import Recorder, Span
 
 HOST_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(KEPT),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
 }

@@ -78,7 +78,7 @@ def seconds_to_generate(remaining: np.ndarray, slots: float, other_s: float, cos
     high = low + (longest_step * float(remaining.sum()) + other_s) / slots
     for _ in range(20):
         middle = (low + high) / 2
-        step = np.clip(middle / remaining, costs.step_base_s, longest_step)
+        step = np.minimum(np.maximum(middle / remaining, costs.step_base_s), longest_step)
         batch: np.ndarray | float = costs.max_sequences
         if costs.step_per_sequence_s > 0:
             batch = np.minimum(costs.flat_batch + (step - costs.step_base_s) / costs.step_per_sequence_s, batch)

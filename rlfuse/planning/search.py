@@ -119,10 +119,10 @@ class _Search:
         looking, until = now + LOOKING * seconds, now + seconds
         try:
             self._enter_structures(facts, looking)
-            while self._left() and self._clock() < looking and len(self._plans) < self._gained + patience:
+            while not self._done and self._clock() < looking and len(self._plans) < self._gained + patience:
                 self._open_first()
                 self._tell_at_times()
-            if self._left() and not self._plans:
+            if not self._done and not self._plans:
                 self._try_the_smallest(until)
             self._try_other_policies(until)
         except KeyboardInterrupt:
@@ -143,10 +143,14 @@ class _Search:
             self._tell_at_times()
         self._unseen = False
 
+    @property
+    def _done(self) -> bool:
+        """Whether a plan comes first, so that nothing hides a faster one."""
+        return not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
+
     def _left(self) -> int:
-        """Entries that may hide a faster plan; 0 once a plan comes first."""
-        done = not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
-        return 0 if done else self._unseen + sum(entry.kind != "simulated" for entry in self._heap)
+        """Entries that may hide a faster plan."""
+        return 0 if self._done else self._unseen + sum(entry.kind != "simulated" for entry in self._heap)
 
     def _try_the_smallest(self, until: float) -> None:
         """Until one fits: in the order of their memory without activations, with the filling that has the fewest."""

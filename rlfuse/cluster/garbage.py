@@ -33,6 +33,19 @@ LOOK_S = 1.0
 """Between two looks at that; one takes microseconds."""
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept."""
+    automatic = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if automatic:
+            gc.enable()
+        gc.freeze()
+
+
 class GarbageCollector:
     """A process's; `recorder` takes its spans, and says when a piece of work has ended.
 
@@ -74,18 +87,6 @@ class GarbageCollector:
     def keep(self) -> None:
         """What is there now is no garbage later. To look through what libraries leave takes half a second each time."""
         gc.freeze()
-
-    @contextmanager
-    def importing(self) -> Iterator[None]:
-        """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept."""
-        automatic = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if automatic:
-                gc.enable()
-            self.keep()
 
     def let_go(self) -> None:
         """Free what is not needed any more of the process's start, too: what was there at the first planned collection

@@ -119,7 +119,7 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
 
 def test_what_was_imported_is_not_looked_through(collector):
     before = Cycle.freed
-    with collector.importing():
+    with garbage.importing():
         assert leave_cycles(20_000) == 0
     assert gc.isenabled()
     gc.collect()

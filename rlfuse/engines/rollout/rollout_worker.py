@@ -33,7 +33,7 @@ import psutil
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
-from rlfuse.cluster.garbage import GarbageCollector
+from rlfuse.cluster.garbage import GarbageCollector, importing
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
 from rlfuse.engines.rollout.engine_fork import forking
@@ -98,16 +98,16 @@ class RolloutWorker:
         core: int | None = None,
     ) -> dict:
         """Build the engine inside the running loop; returns facts to log. See `RolloutHandle.start`."""
-        from rlfuse.engines.rollout.prompts import Prompts
-        from rlfuse.video.models.base import bring_along
-
         began, self._errors, self._device = time.perf_counter(), engine_death.ErrorOutput(), device
         core = core if device == "cpu" else None
         try:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
-                bring_along(model.video_family)
-                with self._garbage.importing():
+                with importing():
+                    from rlfuse.engines.rollout.prompts import Prompts
+                    from rlfuse.video.models.base import bring_along
+
+                    bring_along(model.video_family)
                     import_vllm()
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 with forking(device):

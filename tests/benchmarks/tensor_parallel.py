@@ -5,9 +5,9 @@
 
 whole: a random Qwen2 in float32 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are
     enough; one group has whole models and cuts the rows up, in the other all ranks share every layer. The plan knows
-    this machine by a probe (`rlfuse calibrate --probe`) and by what a sum takes its ranks, as they do it in a layer:
-    copied, and all-reduced. What sharing saves, and whether the plan's bytes are a rank's, is measured by
-    `memory_peaks.py "two ranks, shared layers"`.
+    a rank by the probe of `rlfuse calibrate --probe`, which all of them take at the same time, and their link by what
+    a sum takes them: by nothing that is told here. What sharing saves, and whether the plan's bytes are a rank's, is
+    measured by `memory_peaks.py "two ranks, shared layers"`.
 stages: gradients in 1F1B, a row in each micro-batch, on four real ranks: a pipeline of four stages, and one of two
     whose layers two ranks share. Operations sleep for as long as a plan says that they compute (more ranks than
     cores); what ranks sum and hand on they do in earnest, and the plan knows by what a sum takes two pairs.

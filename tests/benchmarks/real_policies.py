@@ -97,7 +97,8 @@ class Benchmark:
             policy, spans = step["policy"], self.spans[step["repeat"], step["policy"]]
             lengths = whole_samples(spans)
             workload = workload_of(controller.config, costs, 2, *lengths, history=HISTORY)
-            step["simulated_s"] = simulate(workload, policy, settings[policy]).result.step_s
+            result = simulate(workload, policy, settings[policy]).result
+            step |= {"simulated_s": result.step_s, "bound_s": result.oracle_s}
 
     async def _step(self, controller: Controller, policy: str, batch: int, number: int, learn: bool) -> list[Span]:
         """One step on the prompts of this batch with the seeds of this step; its spans."""
@@ -131,16 +132,25 @@ class Benchmark:
         mine = {step["repeat"]: step[name] for step in self.steps if step["policy"] == policy}
         return sorted(step[name] / mine[step["repeat"]] for step in self.steps if step["policy"] == "serial")
 
+    def won(self, policy: str) -> float:
+        """What it gains over `serial` by what any could: of measured steps by simulated ones and their bound."""
+        serial, mine = ({s["repeat"]: s for s in self.steps if s["policy"] == name} for name in ("serial", policy))
+        return statistics.median(
+            (1 - mine[i]["step_s"] / serial[i]["step_s"]) / (1 - serial[i]["bound_s"] / serial[i]["simulated_s"])
+            for i in serial
+        )
+
     def table(self) -> str:
         """Medians, and the median of ratios to serial with their range."""
-        head = "policy, step, simulated, x serial (range), generation, generation + scoring, x serial, idle, moved"
-        lines = ["| " + head.replace(", ", " | ") + " |", "|" + "---|" * 9]
+        head = "policy, step, simulated, x serial (range), of what can be won, generation, generation + scoring, "
+        head += "x serial, idle, moved"
+        lines = ["| " + head.replace(", ", " | ") + " |", "|" + "---|" * 10]
         for policy in POLICIES:
             steps, scored = self.ratio(policy, "step_s"), self.ratio(policy, "gen_and_scoring_s")
             lines.append(
                 f"| {policy} | {self.median(policy, 'step_s'):.2f} s | {self.median(policy, 'simulated_s'):.2f} s | "
                 f"{statistics.median(steps):.2f} "
-                f"({steps[0]:.2f}-{steps[-1]:.2f}) | {self.median(policy, 'gen_s'):.2f} s | "
+                f"({steps[0]:.2f}-{steps[-1]:.2f}) | {self.won(policy):.0%} | {self.median(policy, 'gen_s'):.2f} s | "
                 f"{self.median(policy, 'gen_and_scoring_s'):.2f} s | {statistics.median(scored):.2f} | "
                 f"{self.median(policy, 'idle_share'):.0%} | {self.median(policy, 'moved'):.0f} |"
             )

@@ -21,17 +21,8 @@ from rich.table import Table
 from rlfuse import version_of
 from rlfuse.config.schema import Config
 from rlfuse.events import read_events
-from rlfuse.planning.calibration import (
-    UNSEEN,
-    Calibration,
-    CalibrationError,
-    Source,
-    coefficients_of,
-    errors_of,
-    fitted,
-    held_out,
-    write,
-)
+from rlfuse.planning.calibration import UNSEEN, errors_of, fitted, held_out
+from rlfuse.planning.calibration_file import Calibration, CalibrationError, Source, coefficients_of, write
 from rlfuse.planning.features import Work, lengths_of, works_of
 from rlfuse.planning.hardware import KINDS, Hardware
 from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links

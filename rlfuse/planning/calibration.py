@@ -1,6 +1,6 @@
-"""A device's `Hardware` out of measured work, with how far it was off on work that it was not fitted to; as a file.
+"""A device's `Hardware` out of measured work, with how far it was off on work that it was not fitted to.
 
-Role: `calibrate` fits and writes, `read_calibration` gives plans their hardware. Pure but for reading and writing.
+Role: `calibrate` fits by it. Pure; `calibration_file` writes what was found.
 Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
 roof: reading weights or computing, whichever takes longer; the ratio of the two rates is searched, and so is how much
 devices of a node slow one another, where runs had more and fewer of them at work. The rest is linear.
@@ -14,25 +14,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, replace
 
 import numpy as np
-import yaml
 
-from rlfuse.config.input_files import (
-    AtLeastZero,
-    Count,
-    Index,
-    InputError,
-    Positive,
-    Schema,
-    line_of,
-    lines_of,
-    one_of,
-    read,
-)
+from rlfuse.planning.calibration_file import CalibrationError, Errors
 from rlfuse.planning.features import Work, seconds_of
 from rlfuse.planning.hardware import KINDS, Hardware
 from rlfuse.simulate.fitting import MIN_SPANS, robust
@@ -44,97 +30,10 @@ ROOFS = tuple(2.0**power for power in range(13))
 MOST_CROWDING, NARROWED = 1.0, 6
 """Where `Hardware.crowding` is looked for, and how often that is halved."""
 FOLDS = 5
-COUNTED_BEFORE = "optimizer_bytes_per_s"
-"""A field of files that are refused: it was of the states alone."""
 ACROSS_DEVICES = 0.1085
 """Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
 
-Text = Annotated[str, Schema(type="string", minLength=1)]
 Fields = dict[str, float]
-
-
-class CalibrationError(InputError):
-    """Nothing to calibrate by, or a file that is no calibration. The message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The fields of `Hardware` of the same names."""
-
-    pass_flops: Positive
-    train_flops: Positive
-    decode_flops: Positive
-    bytes_per_s: Positive
-    pass_call_s: AtLeastZero = 0.0
-    train_call_s: AtLeastZero = 0.0
-    decode_step_s: AtLeastZero = 0.0
-    decode_sequence_s: AtLeastZero = 0.0
-    layer_s: AtLeastZero = 0.0
-    micro_batch_s: AtLeastZero = 0.0
-    optimizer_s: AtLeastZero = 0.0
-    gather_s: AtLeastZero = 0.0
-    step_s: AtLeastZero = 0.0
-    crowding: AtLeastZero = 0.0
-    hidden_bytes_per_s: Positive | None = None
-    update_bytes_per_s: Positive | None = None
-    copied_bytes_per_s: Positive | None = None
-    sent_bytes_per_s: Positive | None = None
-    host_bytes_per_s: Positive | None = None
-    """None of these where it was not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Of the totals of steps that were held out, as shares; None where too little of a kind was seen."""
-
-    generating: AtLeastZero | None = None
-    scoring: AtLeastZero | None = None
-    training: AtLeastZero | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What was measured: a run, or the part of a probe with one model."""
-
-    name: Text
-    parameters: Index
-    layers: Index
-    hidden: Index
-    prompt_tokens: AtLeastZero
-    """In the mean."""
-    response_tokens: AtLeastZero
-    longest: Index
-    """Tokens of the longest sample."""
-    slots: Count
-    generating: Index = 0
-    """Pieces of work of a run, as of the kinds below."""
-    scoring: Index = 0
-    training: Index = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What `calibration.yaml` holds."""
-
-    measured: Annotated[str, one_of("runs", "probe")]
-    device: Text
-    count: Count
-    """Devices that were at work at the same time; cores of a machine without GPUs."""
-    rlfuse: Text
-    hardware: Coefficients
-    errors: Errors
-    held_out: Text
-    fitted_on: tuple[Source, ...]
-    not_measured: tuple[Text, ...] = ()
-    product_flops: Positive | None = None
-    """Of matrix products alone, and of copies alone below: by whose ratios to another device's `scaled` goes."""
-    copy_bytes_per_s: Positive | None = None
-
-    def as_hardware(self) -> Hardware:
-        """With links that cost nothing: the caller knows them."""
-        given = {name: value for name, value in asdict(self.hardware).items() if value is not None}
-        errors = {kind: error for kind, error in asdict(self.errors).items() if error is not None}
-        return Hardware(**given, errors=errors)
 
 
 # Fitting -------------------------------------------------------------------------------------------------------------
@@ -360,58 +259,3 @@ def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Ha
     reading = {name: getattr(hardware, name) for name in copies}
     faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}
     return replace(hardware, **faster, sent_bytes_per_s=None, errors=errors)
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def coefficients_of(hardware: Hardware) -> Coefficients:
-    """Numbers for a file, to six digits; None for what was not measured."""
-    given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
-    known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None and math.isfinite(each)}
-    return Coefficients(**known)
-
-
-def write(calibration: Calibration, path: Path) -> None:
-    """As YAML. Raises CalibrationError if the file can't be written."""
-    try:
-        path.write_text(yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
-    except OSError as error:
-        raise CalibrationError(
-            f"{path}: {error.strerror}; give --out a file in a folder that can be written"
-        ) from error
-
-
-def _plain(value: object) -> object:
-    """Lists for tuples."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
-
-
-def read_file(path: Path) -> Calibration:
-    """Raises CalibrationError, naming file, line, field, value and what it may be."""
-    try:
-        text = path.read_text()
-        data = yaml.safe_load(text)
-    except OSError as error:
-        raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise CalibrationError(f"{path}: no YAML: {error}") from error
-    if isinstance(data, dict) and isinstance(data.get("hardware"), dict) and COUNTED_BEFORE in data["hardware"]:
-        raise CalibrationError(
-            f"{path}: hardware.{COUNTED_BEFORE}: an older rlfuse wrote this file, and counted fewer bytes of an "
-            "optimizer step than it moves; let `rlfuse calibrate` write it anew, of the same runs or of a probe"
-        )
-    try:
-        return read(Calibration, data, CalibrationError)
-    except CalibrationError as error:
-        lines = lines_of(text)
-        raise CalibrationError(
-            *(f"{path}{line_of(problem, lines)}: {problem}" for problem in error.problems)
-        ) from error
-
-
-def read_calibration(path: Path) -> Hardware:
-    """The device, whose links cost nothing until the caller sets them."""
-    return read_file(path).as_hardware()

@@ -202,7 +202,8 @@ class Cluster:
         return min(links.bytes_per_s[a][b] for a, b in pairs), max(links.seconds[a][b] for a, b in pairs)
 
     def _measured(self, most: float) -> Hardware:
-        from rlfuse.planning.calibration import read_calibration, scaled
+        from rlfuse.planning.calibration import scaled
+        from rlfuse.planning.calibration_file import read_calibration
 
         found = read_calibration(Path(self.calibration))
         if self.product_ratio is not None:

@@ -14,20 +14,16 @@ from transformers import Qwen2Config
 from rlfuse.cli import main
 from rlfuse.events import Span
 from rlfuse.planning.calibrate import read_works
-from rlfuse.planning.calibration import (
-    ACROSS_DEVICES,
+from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
+from rlfuse.planning.calibration_file import (
     Calibration,
     CalibrationError,
     Coefficients,
     Errors,
     Source,
     coefficients_of,
-    errors_of,
-    fitted,
-    held_out,
     read_calibration,
     read_file,
-    scaled,
     write,
 )
 from rlfuse.planning.costs import costs_of

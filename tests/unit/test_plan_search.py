@@ -328,8 +328,8 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
     times = StepTimes({}, lengths, 64)
     even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
-    assert uneven["serial"].step == pytest.approx(2 * even["serial"].step, rel=0.05), "samples are divided alike"
-    assert all(uneven[policy].step > 1.3 * even[policy].step for policy in even)
+    # Slots' speeds are known from the second step on, so that each is given what it can do.
+    assert all(even[policy].step < uneven[policy].step < 2 * even[policy].step for policy in even)
     assert of_slowest(costs, (1.0, 0.5)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
 
 

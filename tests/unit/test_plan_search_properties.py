@@ -11,7 +11,7 @@ import pytest
 from test_plan_search import CLUSTER, SMALL, facts_of, job_of, read_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import Config
-from rlfuse.planning.calibration import Calibration, Errors, Source, coefficients_of, write
+from rlfuse.planning.calibration_file import Calibration, Errors, Source, coefficients_of, write
 from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, LinksGiven
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.hardware import Hardware

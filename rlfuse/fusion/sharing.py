@@ -263,7 +263,7 @@ def _fitting(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list
 def seconds_together(view: Snapshot, work_s: float, rates: Collection[float]) -> float:
     """How long slots of these rates work if they begin now, and others when they are free, until nothing is left."""
     ends = [max(0.0, end - view.now) for end in view.ends()]
-    ends += [view.costs.switch_s] * (len(view.slots) - len(rates) - len(ends))
+    ends += [view.costs.switch_s] * (sum(not slot.drained for slot in view.slots) - len(rates) - len(ends))
     power = sum(1 / rate for rate in rates)
     for end in sorted(ends):
         if work_s <= end * power:

@@ -155,6 +155,13 @@ def test_who_is_free_first_takes_what_it_can_do_until_all_end_together(end, take
     assert len(share(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == taken
 
 
+def test_what_is_left_is_shared_out_as_if_drained_slots_were_not_there():
+    """Parts were kept for them, so that the others came back for what was left, in ever smaller calls."""
+    view, sizes = view_of([1.0, 1.0]), {str(i): 1 for i in range(8)}
+    view.slots.append(Slot(2, "trainer", drained=True))
+    assert [len(names) for names in share(view, sizes, 8, [0, 1], call_s=1, tokens_per_s=1).values()] == [4, 4]
+
+
 def test_while_others_generate_a_slot_takes_its_part_of_what_is_there():
     view, sizes = view_of([1.0], inf), {str(i): 1 for i in range(8)}
     view.unfinished = 1

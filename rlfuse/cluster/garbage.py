@@ -15,6 +15,7 @@ Not here: vLLM's engine process, which freezes what it holds once it has started
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,15 +36,19 @@ LOOK_S = 1.0
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept."""
-    automatic = gc.isenabled()
+    """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept.
+
+    Where all of them are there already, what is left is another run's, and may be garbage.
+    """
+    automatic, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if automatic:
             gc.enable()
-        gc.freeze()
+        if len(sys.modules) > before:
+            gc.freeze()
 
 
 class GarbageCollector:

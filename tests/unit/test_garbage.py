@@ -1,8 +1,9 @@
 """Garbage is collected when the run says so, and before that only where memory would not stay bounded."""
 
 import gc
+import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -117,9 +118,10 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
 
 
-def test_what_was_imported_is_not_looked_through(collector):
+def test_what_was_imported_is_not_looked_through(collector, monkeypatch):
     before = Cycle.freed
     with garbage.importing():
+        monkeypatch.setitem(sys.modules, "imported", ModuleType("imported"))
         assert leave_cycles(20_000) == 0
     assert gc.isenabled()
     gc.collect()
@@ -128,6 +130,14 @@ def test_what_was_imported_is_not_looked_through(collector):
     collector.collect()
     collector.let_go()
     assert Cycle.freed == before + 20_000
+
+
+def test_a_run_before_leaves_no_garbage_to_one_that_finds_all_imported(collector):
+    before = Cycle.freed
+    with garbage.importing():
+        leave_cycles(3)
+    collector.collect()
+    assert Cycle.freed == before + 3
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from statistics import fmean
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.disaggregation import count_of
 from rlfuse.simulate.fitting import Fit
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.tuning import draws_of
 from rlfuse.simulate.workload import Workload
 
@@ -71,7 +71,7 @@ def _shares(engines: int) -> Sequence[float]:
 
 def _seconds(workload: Workload, policy: str, settings: Settings) -> float:
     """Of a step, with the copies that stall the engines that make or take them, whichever are fewer."""
-    result = simulate(workload, policy, settings).result
+    result = later_step(workload, policy, settings).result
     if not settings.prefill_share:
         return result.step_s
     readers = count_of(settings.prefill_share, workload.slots)

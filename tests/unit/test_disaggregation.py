@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.learning import Learning
 from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import config_of, read_run
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.tuning import draws_of
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
 
@@ -80,6 +81,13 @@ def test_long_prompts_are_read_apart_where_that_gains_more_than_costs_may_be_wro
     unsure = find(LONG, "adaptive", Settings(), "auto", 0.3)
     assert unsure.share == 0 and "stay together" in unsure.why and "wrong by 30%" in unsure.why
     assert find(LONG, "adaptive", Settings(), "off", 0.0).share == 0
+
+
+def test_steps_that_are_compared_know_which_slots_are_slow():
+    """As later steps do: one that has to find it out takes longer than they will."""
+    slow = replace(LONG, slot_speed=(1.0, 0.2, *[1.0] * (LONG.slots - 2)))
+    known = fmean(later_step(draw, "rlhfuse", Settings()).result.step_s for draw in draws_of(slow))
+    assert f"of a step of {known:.3g} s" in find(slow, "rlhfuse", Settings(), "auto", 1.0).why
 
 
 @pytest.mark.parametrize("policy", POLICIES)

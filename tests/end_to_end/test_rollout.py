@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout import vllm_import
+from rlfuse.engines.rollout.vllm_import import UNASKED
 from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.weights import staging as weight_staging
 from rlfuse.engines.weights.sync import WeightPush
@@ -53,7 +53,7 @@ async def engine(ray_cluster, tiny_model):
     null_block = 32  # tokens that vLLM's cache has room for, and gives to nobody
     assert (facts["kv_tokens"] + null_block) * 1024 == 32 << 20 and facts["kv_bytes_per_token"] == 1024
     loaded = await handle.actor.__ray_call__.remote(lambda _: set(sys.modules))
-    assert "vllm.v1.engine.async_llm" in loaded and not {vllm_import.AUDIO, vllm_import.COMPILER} & loaded
+    assert "vllm.v1.engine.async_llm" in loaded and not loaded & set(UNASKED)
     yield handle
     await release(handle)
 

@@ -33,6 +33,9 @@ RISK = 0.1
 other lengths than were simulated it may turn out worse."""
 EQUAL = 1e-6
 """Part of a step by which two that are the same may differ."""
+LOST = 0.02
+"""Part of a step that one draw may lose, where all of them together gain: costs are not known better than that, and
+what overlaps gains ten times as much on most draws of a step in which it loses so much on some."""
 DRAWS = 2
 FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
@@ -45,9 +48,9 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
 
     What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which a draw
-    takes longer than under `serial` by more than a switch, or all of them together take longer, if there are others:
-    first admission by length is given up, then consolidation, then all that overlaps. `given`: what the configuration
-    decides; it is simulated, and is part of what is returned.
+    takes longer than under `serial` by more than a switch and LOST, or all of them together take longer, if there are
+    others: first admission by length is given up, then consolidation, then all that overlaps. `given`: what the
+    configuration decides; it is simulated, and is part of what is returned.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
@@ -65,10 +68,10 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
         return round(steps * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
 
     def late(settings: Settings, draw: Workload) -> bool:
-        return taken(settings, draw) > serial(draw) * (1 + EQUAL) + draw.switch_s
+        return taken(settings, draw) > serial(draw) * (1 + LOST) + draw.switch_s
 
     def proves(settings: Settings) -> bool:
-        """Never to lose by more than a switch, and not to lose all in all."""
+        """Not to lose all in all, and on none much."""
         if any(late(settings, draw) for draw in draws + proofs):
             return False
         lost = sum(taken(settings, draw) - serial(draw) * (1 + EQUAL) for draw in draws + proofs)

@@ -130,11 +130,11 @@ def test_tuning_knows_what_ranks_do_together_only():
 
 @pytest.mark.slow
 def test_luck_on_two_draws_is_no_gain(monkeypatch):
-    """What overlaps was faster on both, and lost on a ninth: a cache that holds few samples makes steps uneven."""
+    """What overlaps was faster on both, and lost 3 % on another: a cache that holds few samples makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
     later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
     tight = {"engine": Engine(kv_tokens=600), "credit_samples": 8, "kv_bytes_per_token": 1000}
-    workload = Workload(3, lengths, seed=683, prompt_tokens=58, group=4, **later, **tight)
+    workload = Workload(3, lengths, seed=7, prompt_tokens=58, group=4, **later, **tight)
     draws = tuning.proofs_of(workload)
 
     def most_lost():
@@ -143,9 +143,9 @@ def test_luck_on_two_draws_is_no_gain(monkeypatch):
             simulate(draw, "adaptive", tuned).result.step_s / simulate(draw, "serial").result.step_s for draw in draws
         )
 
-    assert most_lost() <= 1
+    assert most_lost() <= 1 + tuning.LOST
     monkeypatch.setattr(tuning, "PROOFS", 0)
-    assert most_lost() > 1.004
+    assert most_lost() > 1.03
 
 
 def test_tuning_knows_which_slots_are_slow():

@@ -119,6 +119,7 @@ def run_job(job, sweep) -> float | None:
 def _run(job, trial, sweeper) -> None:
     """`trial`: of a sweep, None for a single job; `sweeper`: Hydra's settings of it."""
     from rlfuse import __version__
+    from rlfuse.cluster import fork_server
     from rlfuse.cluster.garbage import importing
     from rlfuse.cluster.scratch import keep_temporary_files
     from rlfuse.config.compose import to_config
@@ -135,6 +136,7 @@ def _run(job, trial, sweeper) -> None:
         if not quiet:
             print(f"rlfuse {__version__}: {config.run_folder}", flush=True)
         keep_temporary_files()  # before libraries are imported, which remember where they were
+        fork_server.start_early(config)
         quiet_libraries()
         with part("libraries", quiet), importing():
             if config.trainer.task == "reward_model":

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,22 +28,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster import cuda, scratch, watchdog
+from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
 from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, this_node_id
+from rlfuse.cluster.worker_environment import QUIET, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
-from rlfuse.progress import QUIET_LIBRARIES
-
-# One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
-    # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
-    "RAY_prestart_worker_first_driver": "0",
-} | QUIET_LIBRARIES
 
 LOOPBACK = "127.0.0.1"
 JOINING_S = 60.0
@@ -131,13 +121,6 @@ def reward_device(setting: str, slots: str) -> str:
     if setting == "cuda" and slots != "cuda":
         raise EngineError("reward.device=cuda: the slots of this run are no GPUs; set reward.device=auto")
     return slots if setting == "auto" else setting
-
-
-def worker_environment(device: str) -> dict[str, str]:
-    """Environment of every worker process."""
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = {"TORCH_EXTENSIONS_DIR": extensions} if extensions else {}
-    return QUIET | (CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())) | cache
 
 
 async def start(config: Config, again: bool = False, without: Collection[str] = ()) -> Slots:
@@ -239,7 +222,13 @@ def _start_ray(config: Config) -> None:
     folder = str(scratch.of_this_process())
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            with _loopback(), _without_pages(), _without_onlookers(), mock.patch.dict(os.environ, TMPDIR=folder):
+            with (
+                _loopback(),
+                _without_pages(),
+                _without_onlookers(),
+                _forked_workers(config),
+                mock.patch.dict(os.environ, TMPDIR=folder),
+            ):
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -277,6 +266,14 @@ def _loopback() -> AbstractContextManager:
 def _without_pages() -> AbstractContextManager:
     """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
+
+
+def _forked_workers(config: Config) -> AbstractContextManager:
+    """On CPUs Ray has the `fork_server` make its workers: the name of its own script is joined to its own folder."""
+    if config.cluster.device == "cuda" or _gpus():
+        return nullcontext()
+    fork_server.start()
+    return mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
 
 
 def _without_onlookers() -> AbstractContextManager:

@@ -18,8 +18,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster.nodes import Node, this_node_id
-from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import call
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.health.sampling import Sampler
 from rlfuse.health.series import Sample
 

@@ -16,6 +16,7 @@ import ray
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.cluster import cuda, nodes, placement
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
 from rlfuse.config.video import VideoConfig
@@ -195,7 +196,7 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         pool.decode,
         [EncoderPlacement(slots.options(*cuda.encoder_place(rank, ranks, slots.count))) for rank in range(ranks)],
         config.cluster.timeout_s,
-        placement.worker_environment(slots.device) if cpu else {},
+        worker_environment(slots.device) if cpu else {},
         [node.id for node in slots.nodes],
         decoders_elsewhere(slots, video),
     )

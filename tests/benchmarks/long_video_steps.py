@@ -52,6 +52,7 @@ from long_video_tables import PARTS, middle, picture, show
 from sequence_parallel import Forced, measured
 
 from rlfuse.cluster import placement
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
@@ -124,7 +125,7 @@ class Bench:
 
     async def start(self, slots: placement.Slots) -> None:
         """Encoder ranks, the engine, trainer ranks."""
-        environment = placement.worker_environment("cpu")
+        environment = worker_environment("cpu")
         place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
         settings = EncoderSettings(str(self.folder / "whole"), step=8)
         self.encoder = SequenceParallelEncoder(

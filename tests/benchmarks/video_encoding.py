@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from rlfuse.cluster import placement
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import EncoderPlacement
@@ -64,7 +65,7 @@ def batch(folder: Path, frames: int, number: int) -> list[Clip]:
 
 async def on_ranks(ranks: int, model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[float, float]:
     """(median seconds of a batch, heaviest shard / mean)."""
-    environment = placement.worker_environment("cpu")
+    environment = worker_environment("cpu")
     place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
     encoder = SequenceParallelEncoder(
         EncoderSettings(str(model)), CacheSettings(256 << 20), frame_reader(), [place] * ranks, 600.0, environment

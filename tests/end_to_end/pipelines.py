@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.fusion.schedules import shared_heads
 from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import Model, Problem

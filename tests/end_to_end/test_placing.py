@@ -15,8 +15,9 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster.placement import worker_environment
+from rlfuse.cluster import forked_worker
 from rlfuse.cluster.remote import call
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.engines.weights.staging import WeightStaging
 from rlfuse.errors import WorkerLost
 from rlfuse.rewards.workers.reward_worker import RewardWorker
@@ -46,14 +47,63 @@ def test_a_run_s_own_ray_has_no_process_that_nobody_asks(ray_cluster):
 
 
 def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
-    """Each would wait two seconds for it, and hold 200 MB."""
+    """Each would wait two seconds for it, and hold 200 MB, where no fork server has it for all of them: one declines to
+    fork a worker whose libraries could have been imported otherwise."""
     kinds = {WeightStaging: (), EmbeddingCache: (1 << 20, None, None, str(tmp_path)), RewardWorker: ("reward/0", (), 1)}
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu")}}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | {"PYTHONHASHSEED": "1"}}}
     actors = [ray.remote(kind).options(**options).remote(*given) for kind, given in kinds.items()]
     loaded = ray.get([actor.__ray_call__.remote(lambda _: "torch" in sys.modules) for actor in actors], timeout=120)
     for actor in actors:
         ray.kill(actor)
     assert loaded == [False] * 3
+
+
+def test_workers_are_forks_in_groups_of_their_own(ray_cluster):
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | {"MINE": "1"}}}
+    actors = [ray.remote(Fork).options(**options).remote() for _ in range(2)]
+    found = ray.get([actor.facts.remote() for actor in actors], timeout=120)
+    for actor in actors:
+        ray.kill(actor)
+    assert all(each["imported"] and each["mine"] == "1" and each["group"] == each["pid"] for each in found)
+    assert "rlfuse.cluster.fork_server" in psutil.Process(found[0]["parent"]).cmdline()
+    assert len({each["chance"] for each in found}) == len({each["pid"] for each in found}) == 2
+
+
+class Fork:
+    def __init__(self):
+        self.imported = {"torch", "deepspeed", "vllm.v1.engine.async_llm"} <= sys.modules.keys()
+
+    def facts(self):
+        import numpy as np
+
+        told = {"imported": self.imported, "mine": os.environ["MINE"], "chance": np.random.random()}
+        return told | {"pid": os.getpid(), "group": os.getpgid(0), "parent": os.getppid()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "context", "maker"),
+    [
+        ({}, {"env_vars": {"MINE": "${TWO}s"}}, "default_worker.py"),
+        ({"PYTHONHASHSEED": "1"}, {}, "setup_worker.py"),  # libraries may have been imported otherwise
+        ({}, {"py_executable": "/usr/bin/python3"}, "setup_worker.py"),
+        ({forked_worker.SERVER: "/nowhere"}, {}, "setup_worker.py"),
+    ],
+)
+def test_a_worker_is_forked_where_it_is_the_one_that_ray_would_start(ray_cluster, tmp_path, variables, context, maker):
+    for name in ("default_worker.py", "setup_worker.py"):  # as they lie side by side in Ray
+        (tmp_path / name).write_text(
+            "import json, os, sys\nprint(json.dumps([sys.argv, os.getcwd(), dict(os.environ)]))"
+        )
+    command = [sys.executable, forked_worker.__file__, str(tmp_path / "default_worker.py"), "--port=1"]
+    command += [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON"]
+    environment = os.environ | worker_environment("cpu") | {"TWO": "two"} | variables
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words, folder, found = json.loads(done.stdout)
+    assert Path(words[0]).name == maker and folder == str(tmp_path)
+    if maker == "default_worker.py":
+        assert words[1:] == ["--port=1"] and found["MINE"] == "twos"
+    else:
+        assert words[1:] == command[2:] and "MINE" not in found
 
 
 class Worker:

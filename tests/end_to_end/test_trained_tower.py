@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from trainer_probe import Probe, distance, lengths, make_rows, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
-from rlfuse.cluster.placement import worker_environment
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.engines.trainer.degrees import Costs, Overhead
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlfuse.cluster.placement import worker_environment
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
 from rlfuse.samples import Embedding, Prompt, Visual, make_groups
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3

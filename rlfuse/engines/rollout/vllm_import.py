@@ -10,8 +10,22 @@ from __future__ import annotations
 import os
 import sys
 
-UNASKED = ("scipy.signal", "torch._inductor.lowering")
-"""Of audio, and of the compiler, which is off on CPU hosts (`rollout_env`)."""
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where `engine_death` looks
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENVIRONMENT = ENVIRONMENT | {
+    "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: 20 s -> 11 s to start
+    "GLOO_SOCKET_IFNAME": "lo",  # an engine's own processes are on one node
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor parallel on one NUMA node refuses to start otherwise
+}
+UNASKED = ("scipy.signal", "torch._inductor.lowering", "ray")
+"""Of audio; of the compiler, which is off on CPU hosts (`rollout_env`); and of engines over several nodes. An actor has
+imported the last already."""
 
 
 def import_vllm() -> None:

@@ -22,6 +22,7 @@ from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import speculation
+from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
@@ -56,19 +57,13 @@ class Request:
 
 def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
     """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it."""
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
-    env["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # where `engine_death` looks
-    if resolve_transfer(transfer, device) == "ipc":
+    transfer = resolve_transfer(transfer, device)
+    if device == "cpu":
+        return dict(CPU_ENVIRONMENT)
+    env = ENVIRONMENT | cuda.environment(cuda.engine_settings())
+    if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
-    if device == "cuda":
-        return env | cuda.environment(cuda.engine_settings())
-    return env | {
-        "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
-        "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: 20 s -> 11 s to start
-        "GLOO_SOCKET_IFNAME": "lo",  # an engine's own processes are on one node
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor parallel on one NUMA node refuses to start otherwise
-    }
+    return env
 
 
 def engine_arguments(

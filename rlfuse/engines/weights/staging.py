@@ -24,9 +24,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster import nodes, scratch
-from rlfuse.cluster.placement import Slots, worker_environment
+from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import call
 from rlfuse.cluster.scratch import SHARED_MEMORY
+from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
 
 

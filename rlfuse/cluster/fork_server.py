@@ -1,0 +1,164 @@
+"""Ray's workers on CPU hosts as forks of one process that has imported what they need: once, beside the driver's own.
+
+    driver -- starts, holds its input --> fork server: imports, then waits ---+ forks
+    raylet -- starts --> forked_worker.py -- what the worker shall be --------+------> worker
+
+Role: `start` is called by the driver before Ray is up, as soon as it knows that workers live on this host's CPUs: what
+they import is most of what starts a small job. On GPUs Ray starts them as ever: CUDA does not outlive a fork, and
+imports are little beside what else starts there.
+Invariants:
+- a worker is what Ray would have started: its arguments, environment, folder, streams, group of processes and share of
+  the blame when memory is short; no file or random state of the server's. Where variables differ that libraries read
+  when they are imported, the server declines, and so it is where there is none or it has ended: Ray's own script runs;
+- the server has one thread, and has used neither OpenMP nor a device. It has not imported Ray, which learns of its
+  cluster when it is imported;
+- it ends with its driver, however that ends; its workers end with their raylet.
+Waits for a request to be told, at most REQUEST_S.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlfuse.cluster import scratch
+from rlfuse.cluster.forked_worker import FORKED, SERVER
+from rlfuse.cluster.garbage import importing
+from rlfuse.cluster.worker_environment import worker_environment
+from rlfuse.config.schema import Config
+
+IMPORTS = "rlfuse.run.worker_imports"
+"""The module that imports what workers need."""
+READ_BY_IMPORTS = re.compile("PYTHON|LD_|MALLOC_|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH|PYTORCH|DS)_")
+"""Names of variables by which an imported library may go for good."""
+GPUS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+"""Where there may be some: of NVIDIA, by way of Windows, of AMD."""
+REQUEST_S = 5.0
+STREAMS = 3
+
+
+def start_early(config: Config) -> None:
+    """Before anything else is imported, where workers are sure to live on this host's CPUs."""
+    device = config.cluster.device
+    here = device == "cpu" or (device == "auto" and not any(map(Path.exists, GPUS)))
+    if here and config.cluster.ray_address is None:
+        start()
+
+
+def start() -> None:
+    """Start this process's server, unless it has one."""
+    folder = scratch.of_this_process()
+    path = folder / "fork_server"
+    if os.environ.get(SERVER) == str(path):
+        return
+    with path.with_suffix(".log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(path)],
+            env=os.environ | worker_environment("cpu") | {"TMPDIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a person's Ctrl-C is for the driver
+        )
+    os.environ[SERVER] = str(path)
+    atexit.register(server.communicate)  # closes its input, by which it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A worker that Ray would start, see `forked_worker.request`."""
+
+    streams: list[int]
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    oom_score_adj: str
+
+    def become(self) -> None:
+        """In a fork, run what was asked for as if this process had been started for it."""
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.setpgid(0, 0)  # a raylet ends a worker's group with it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        Path("/proc/self/oom_score_adj").write_text(self.oom_score_adj)
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        _forget()
+        sys.argv, sys.path[0] = self.words, os.path.dirname(self.words[0])
+        runpy.run_path(self.words[0], run_name="__main__")
+
+
+class ForkServer:
+    """The process that forks workers."""
+
+    def __init__(self, path: Path):
+        self._imported_with = _read_by_imports(os.environ)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for them: they leave no zombie
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(128)  # who asks meanwhile waits
+        with importing():
+            importlib.import_module(IMPORTS)
+
+    def serve(self) -> Wanted | None:
+        """Until the driver has ended; in each fork, what it is to become."""
+        while sys.stdin not in (ready := select.select([self._listener, sys.stdin], [], [])[0]):
+            if self._listener in ready and (wanted := self._answer()):
+                self._listener.close()
+                return wanted
+        return None
+
+    def _answer(self) -> Wanted | None:
+        """Fork for who asks, if that is what Ray would start; in the fork, what it is."""
+        asking, _ = self._listener.accept()
+        with asking, suppress(OSError, ValueError):  # it went away
+            asking.settimeout(REQUEST_S)
+            _, streams, _, _ = socket.recv_fds(asking, 1, STREAMS)
+            wanted = Wanted(streams, **json.load(asking.makefile("rb")))
+            if _read_by_imports(wanted.environment) == self._imported_with:
+                if os.fork() == 0:
+                    return wanted
+                asking.sendall(FORKED)
+            for stream in streams:
+                os.close(stream)
+        return None
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if READ_BY_IMPORTS.match(name)}
+
+
+def _forget() -> None:
+    """What libraries know of the server: a state of chance, which all forks would share, and one of its variables."""
+    import numpy as np
+    import torch._dynamo
+
+    np.random.seed()
+    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def main(path: Path) -> None:
+    """Serve; in a fork, be what was asked for."""
+    wanted = ForkServer(path).serve()
+    if wanted is None:
+        os._exit(0)  # libraries have nothing to put in order
+    wanted.become()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""What a raylet starts in place of Ray's own `setup_worker.py`: has the fork server make the worker, or runs Ray's own.
+
+Role: run as a script, with the arguments of that, where `placement` has started Ray beside a `fork_server`. It ends
+when its worker lives, as that tells the raylet its own number of process. Imports nothing that takes time.
+Invariant: whatever the server does not or can't take on (no server, an interpreter or a container of the actor's own),
+Ray's own script does, in this process, as if this had not been there. Waits for the server's answer ANSWER_S: it may
+still be importing.
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+
+SERVER = "RLFUSE_FORK_SERVER"
+"""Environment variable: the socket on which the fork server listens."""
+ANSWER_S = 120.0
+FORKED = b"forked"
+
+
+def request(arguments: list[str]) -> dict | None:
+    """What the worker shall be; None where it is not for a fork."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    known, words = parser.parse_known_args(arguments)
+    context = json.loads(known.serialized_runtime_env_context or "{}")
+    own = ("command_prefix", "override_worker_entrypoint")
+    executable = context.get("py_executable") or sys.executable
+    if known.language != "PYTHON" or executable != sys.executable or any(context.get(name) for name in own):
+        return None
+    given = {name: os.path.expandvars(value) for name, value in (context.get("env_vars") or {}).items()}
+    with open("/proc/self/oom_score_adj") as file:
+        blame = file.read()
+    return {"words": words, "environment": {**os.environ, **given}, "folder": os.getcwd(), "oom_score_adj": blame}
+
+
+def forked(wanted: dict) -> bool:
+    """Whether the server has made it."""
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(ANSWER_S)
+            server.connect(os.environ[SERVER])
+            socket.send_fds(server, [b"\n"], [0, 1, 2])
+            server.sendall(json.dumps(wanted).encode())
+            server.shutdown(socket.SHUT_WR)
+            return server.recv(len(FORKED)) == FORKED
+    except OSError:  # none, or it has ended
+        return False
+
+
+def main(arguments: list[str]) -> None:
+    """Never returns but where a fork was made."""
+    wanted = request(arguments) if SERVER in os.environ else None
+    if wanted is None or not forked(wanted):
+        script = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")  # beside Ray's default_worker.py
+        os.execv(sys.executable, [sys.executable, script, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

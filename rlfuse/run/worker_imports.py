@@ -1,0 +1,9 @@
+"""What ranks and engines import, but for Ray, which a CPU host's fork server imports once (`cluster.fork_server`)."""
+
+import os
+
+from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, import_vllm
+
+os.environ.update(CPU_ENVIRONMENT)
+import_vllm()
+import deepspeed  # noqa: E402, F401

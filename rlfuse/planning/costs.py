@@ -159,10 +159,10 @@ class _Ranks:
 
     def _exchange_s(self, exchange: Exchange) -> float:
         """Of a stage's share."""
-        begun = max(self._hardware.gather_s, self._gather(0)) if exchange.modules else 0.0
-        sent = self._gather(exchange.bytes) if exchange.bytes else 0.0
-        copied = exchange.copied(self._stages).seconds(self._hardware) if self._copies > 1 else 0.0
-        return exchange.modules / self._stages * begun + sent + copied
+        begun = max(exchange.modules * self._hardware.gather_s, exchange.messages * self._gather(0))
+        sent = self._gather(exchange.sent(self._hardware)) if exchange.bytes else 0.0
+        copied = exchange.copies.seconds(self._hardware) if self._copies > 1 else 0.0
+        return begun + sent + copied
 
     def _summed_s(self, shape: Shape) -> float:
         """Of a token's hidden states over the ranks that share layers, forward; of copies of them."""

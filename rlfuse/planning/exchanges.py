@@ -3,11 +3,20 @@ calibrations find it in runs (`features`).
 
 Role: pure functions of a configuration and a model's shape. ZeRO 0 all-reduces gradients once a step, which is a
 scatter and a gather; 1 gathers weights besides; 2 all-reduces in each micro-batch; 3 scatters there, and gathers all
-weights forward and backward (Rajbhandari et al. 2020, arXiv 1910.02054), for each module by itself, as DeepSpeed 0.19
-does at a `stage3_param_persistence_threshold` of 0. Under 1 and 2 a scatter would do, but DeepSpeed 0.19 sums all
-ranks' parts in one all-reduce (`use_multi_rank_bucket_allreduce`, which is on unless a configuration turns it off).
-Before a sum it copies gradients: all of them into a bucket, which it divides, and where several ranks have them once
-more to have them flat (under ZeRO 0 only that); after it, a rank's share to where the step reads it.
+weights forward and backward (Rajbhandari et al. 2020, arXiv 1910.02054). Under 1 and 2 a scatter would do, but
+DeepSpeed 0.19 sums all ranks' parts in one all-reduce (`use_multi_rank_bucket_allreduce`, which is on unless a
+configuration turns it off). Before a sum it copies gradients: all of them into a bucket, which it divides, and where
+several ranks have them once more to have them flat (under ZeRO 0 only that); after it, a rank's share to where the step
+reads it.
+
+ZeRO 3, where no weights stay (a `stage3_param_persistence_threshold` of 0), as DeepSpeed 0.19 has it once it knows in
+which order modules come, which ranks' first passes tell it:
+
+    forward     as many modules together as have `PREFETCHED` parameters, in a flat tensor that is cut up into weights
+    backward    each module by itself, right where its weights then are; layers that are run again keep them until then
+    gradients   as many together as are `REDUCED`, in a flat tensor
+
+gloo gathers into a tensor of its own and copies from there; it has no scatter, but sums a copy of all on every rank.
 """
 
 from __future__ import annotations
@@ -15,27 +24,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.gradient_memory import KEPT
+from rlfuse.engines.trainer.gradient_memory import KEPT, REDUCED
 from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """All-gathers and reduce-scatters among all ranks."""
-
-    bytes: float = 0.0
-    """Of whole tensors, each as often as it is gathered or scattered."""
-    modules: int = 0
-    """That are gathered or scattered by themselves."""
-    gathered: float = 0.0
-    """Of the bytes those that are gathered."""
-
-    def copied(self, parts: int) -> Traffic:
-        """Of gathers in so many parts: gloo gathers into a tensor of its own, NCCL into that which it is given."""
-        each = self.gathered / (self.modules or parts)
-        return Traffic(on_hosts=2 * self.gathered / parts if each > KEPT else 0.0)
+PREFETCHED = 50_000_000
+"""Parameters that ZeRO 3 gathers ahead at a time; DeepSpeed's own `stage3_prefetch_bucket_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +47,37 @@ class Traffic:
         return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.on_hosts + other.on_hosts)
 
     def seconds(self, hardware: Hardware) -> float:
-        copied = self.copied + (self.on_hosts if hardware.copied_bytes_per_s else 0.0)
+        copied = self.copied + (self.on_hosts if hardware.is_host else 0.0)
         return self.in_place / hardware.updating + copied / hardware.copying
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All-gathers and reduce-scatters among all ranks."""
+
+    bytes: float = 0.0
+    """Of whole tensors, each as often as it is gathered or scattered."""
+    scattered: float = 0.0
+    """Of the bytes those that gloo sums: they go twice as far."""
+    modules: int = 0
+    """That ZeRO 3 looks after, each as often as it does so."""
+    messages: int = 0
+    """In which it gathers and scatters."""
+    copies: Traffic = Traffic()
+    """Of a rank, for these messages."""
+
+    def sent(self, hardware: Hardware) -> float:
+        """Bytes."""
+        return self.bytes + (self.scattered if hardware.is_host else 0.0)
 
 
 def of_pass(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch without gradients."""
     if config.actor.zero_stage < 3:
         return Exchange()
-    weights = shape.parameters * ITEM[config.model.dtype]
-    return Exchange(weights, shape.modules, weights)
+    weights, messages = shape.parameters * ITEM[config.model.dtype], _messages(shape, PREFETCHED)
+    copies = _written(weights / messages, 2 * weights) + _by_gloo(weights, messages)
+    return Exchange(weights, modules=shape.modules, messages=messages, copies=copies)
 
 
 def of_gradients(config: Config, shape: Shape) -> Exchange:
@@ -69,16 +85,24 @@ def of_gradients(config: Config, shape: Shape) -> Exchange:
     zero, sums = config.actor.zero_stage, shape.parameters * gradient_item(config)
     if zero < 3:
         return Exchange(2 * sums if zero == 2 else 0.0)
-    gathers, each = 3 if config.model.enable_gradient_checkpointing else 2, of_pass(config, shape)
-    return Exchange(gathers * each.bytes + sums, (gathers + 1) * each.modules, gathers * each.bytes)
+    forward, scatters = of_pass(config, shape), _messages(shape, REDUCED)
+    backward = _by_gloo(2 * forward.bytes, shape.modules)  # gloo's tensor, and that which it copies into, are new
+    return Exchange(
+        2 * forward.bytes + sums,
+        scattered=sums,
+        modules=(2 + config.model.enable_gradient_checkpointing) * shape.modules,
+        messages=forward.messages + shape.modules + scatters,
+        copies=forward.copies + backward + _by_gloo(sums, scatters),
+    )
 
 
 def of_step(config: Config, shape: Shape) -> Exchange:
     """Of an optimizer step."""
-    held = held_of(config, shape)
+    held, stages = held_of(config, shape), config.training.pipeline_parallel_size
     weights, sums = held * ITEM[config.model.dtype], held * gradient_item(config)
     gathered = weights if config.actor.zero_stage in (1, 2) else 0.0
-    return Exchange(gathered + (2 * sums if config.actor.zero_stage < 2 else 0.0), gathered=gathered)
+    summed = 2 * sums if config.actor.zero_stage < 2 else 0.0
+    return Exchange(gathered + summed, copies=_by_gloo(gathered / stages, 1))
 
 
 def moved_in_gradients(config: Config, held: float, copies: float) -> Traffic:
@@ -109,12 +133,24 @@ def _written(size: float, moved: float) -> Traffic:
     return Traffic(copied=moved) if size > KEPT else Traffic(moved)
 
 
+def _messages(shape: Shape, together: int) -> int:
+    """Of all modules' parameters, so many together; a module is not cut up."""
+    return min(shape.modules, -(-shape.parameters // together))
+
+
+def _by_gloo(size: float, messages: int) -> Traffic:
+    """Bytes that gloo copies of so many messages, for each of which it takes a tensor."""
+    return Traffic(on_hosts=2 * size if size / messages > KEPT else 0.0)
+
+
 def _handed_over(config: Config, held: float, copies: float) -> Traffic:
     """Gradients to a sum over so many ranks, and from it what this rank then needs of them."""
     item, share = gradient_item(config), held / copies
     flat = _written(item * held, 2 * item * held)
     if config.actor.zero_stage == 0:  # scaled by the count and by the ranks, copied back; their norm, clipped
         return flat + Traffic((2 * 2 + 2 + 1 + 2) * item * held)
+    if config.actor.zero_stage == 3:  # bucket and share have room of their own, which stays
+        return flat + Traffic((2 + 2) * item * held + 2 * item * share)
     bucket = Traffic(2 * item * held, 2 * item * held)  # of a size of its own, divided
     kept = _written(item * share, 2 * item * share)
     return bucket + kept + (flat + Traffic(2 * item * share) if copies > 1 else Traffic())

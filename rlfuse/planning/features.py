@@ -70,7 +70,7 @@ class Work:
     sent: float = 0.0
     """Bytes to other ranks of its node."""
     gathers: float = 0
-    """Modules that ZeRO 3 gathers or scatters."""
+    """Modules that ZeRO 3 looks after, in each pass."""
     beside: int = 0
     """Other devices of its node that were at work at the same time."""
 
@@ -170,6 +170,7 @@ def _calls(
             if kind == "training":
                 each = of_gradients(config, shape)
                 own = moved_in_gradients(config, held_of(config, shape), copies)
+            own += each.copies if copies > 1 else Traffic()
             layers, begun = len(shape.layers), passes * len(done)
             hidden = passes * layers * shape.hidden * ITEM[config.model.dtype] * sum(span.tokens for span in done)
             flops = passes * sum(_flops(config, shape, span, lengths) for span in done)

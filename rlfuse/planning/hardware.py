@@ -82,7 +82,8 @@ class Hardware:
     optimizer_s: float = 0.0
     """Of each optimizer step, beside the states that it reads and writes."""
     gather_s: float = 0.0
-    """Of each module that ZeRO 3 gathers or scatters, beside its bytes: hooks and messages, at least of `links`."""
+    """Of each module that ZeRO 3 looks after, in each pass, beside its bytes: hooks and messages; all of them together
+    take at least as long as the messages do by `links`."""
     sent_bytes_per_s: float | None = None
     """That a rank exchanges with others of its node, as runs told it, where a cluster file does not say; plans go by
     `links`. None: not told apart from `update_bytes_per_s`."""
@@ -102,6 +103,11 @@ class Hardware:
     links: Links = Links()
     errors: Mapping[str, float] = field(default_factory=dict)
     """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""
+
+    @property
+    def is_host(self) -> bool:
+        """Its ranks exchange through gloo, and take new memory from the system."""
+        return bool(self.copied_bytes_per_s)
 
     @property
     def updating(self) -> float:

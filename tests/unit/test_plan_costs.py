@@ -10,7 +10,7 @@ from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.planning import plan
 from rlfuse.planning.costs import costs_of, optimizer_trips
-from rlfuse.planning.exchanges import Exchange, Traffic, moved_in_step
+from rlfuse.planning.exchanges import Traffic, moved_in_gradients, moved_in_step, of_gradients, of_pass, of_step
 from rlfuse.planning.hardware import Hardware, Links
 from rlfuse.planning.memory import Moved
 from rlfuse.planning.remedies import changed
@@ -51,15 +51,13 @@ def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
 
 def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F811
     """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes as `updated`
-    says. Alone nobody's gradients are summed. A host copies what gloo gathers, and makes roots; a GPU does not."""
+    says. Alone nobody's gradients are summed. A host makes roots; a GPU does not."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     parameters, device = 4 * KEPT, Hardware(1e13, 1e13, 1e13, 1e9)
     of_four, alone = (moved_in_step(config, parameters, copies) for copies in (4, 1))
     assert of_four.in_place == (8 + (8 + 68) / 4) * parameters and alone.in_place == (8 + 68) * parameters
     assert of_four.copied == (16 + (8 + 8) / 4) * parameters and alone.copied == (8 + 8 + 8) * parameters
     assert of_four.on_hosts == 16 / 4 * parameters
-    gathers = Exchange(gathered=4.0 * KEPT)
-    assert gathers.copied(2) == Traffic(on_hosts=4.0 * KEPT) and gathers.copied(4) == Traffic(), "small: kept"
     host = replace(device, copied_bytes_per_s=1e8)
     assert of_four.seconds(device) == (of_four.in_place + of_four.copied) / 1e9
     assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.on_hosts) / 1e8
@@ -67,21 +65,56 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     assert few.on_hosts == 0 and few.copied == 8 * KEPT / 16, "memory is kept for small tensors; a bucket is none"
 
 
-@pytest.mark.parametrize("again, gathered", [(False, 3), (True, 4)])
-def test_zero_3_begins_anew_for_every_module(shape, again, gathered):  # noqa: F811
-    """Weights forward, also where it is run again, and backward; and sums."""
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F811
+    """Of 60 million parameters ZeRO 3 gathers 50 million ahead, twice, then each module by itself, and scatters twice;
+    layers that are run again are gathered once for that and their backward. gloo's scatter is a sum of a copy."""
+    settings = {"model.dtype": "float32", "actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
+    config = changed(job_of(shape).config, settings.items())
+    large, few, small = (
+        replace(shape, parameters=n, modules=m) for n, m in ((60_000_000, 60), (60_000_000, 2), (10**6, 60))
+    )
+    ahead, found = of_pass(config, large), of_gradients(config, large)
+    assert (ahead.bytes, ahead.scattered, ahead.modules, ahead.messages) == (240e6, 0, 60, 2)
+    assert (found.bytes, found.scattered) == (720e6, 240e6), "forward, backward, gradients"
+    assert (found.modules, found.messages) == ((180 if again else 120), 2 + 60 + 2)
+    assert ahead.copies == Traffic(copied=480e6, on_hosts=480e6), "DeepSpeed's flat tensor and gloo's"
+    assert found.copies == ahead.copies + Traffic(on_hosts=480e6), (
+        "a module of 4 MB fits what is kept, gradients do not"
+    )
+    assert of_gradients(config, few).copies == found.copies + Traffic(on_hosts=960e6), "modules of 120 MB: two tensors"
+    assert of_gradients(config, small).copies == Traffic(in_place=8e6), "nothing new, but flat weights are cut up"
+    handed_over = moved_in_gradients(config, 60_000_000, 4)
+    assert (handed_over.in_place, handed_over.copied) == (960e6 + 120e6, 480e6), "bucket, divided, a quarter; flat"
+    device = Hardware(1e13, 1e13, 1e13, 1e9)
+    assert (found.sent(device), found.sent(replace(device, copied_bytes_per_s=1e8))) == (720e6, 960e6)
+
+
+@pytest.mark.parametrize("size, copied", [(KEPT // 4, 0.0), (KEPT // 4 + 1, 8.0)])
+def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa: F811
+    """Under ZeRO 1, and copies them on hosts from a tensor of gloo's where that is new."""
+    config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
+    assert of_step(config, replace(shape, parameters=size)).copies == Traffic(on_hosts=copied * size)
+
+
+@pytest.mark.parametrize("again, cared_for", [(False, 2), (True, 3)])
+def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
+    """Forward, also where that is run again, and backward; or waits for its messages, if these take longer."""
     assert shape.modules == 8 * 9 + 3
     settings = {"actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
     device = Hardware(1e13, 1e13, 1e13, 1e12)
     quick, slow, far = (
         costs_of(config, {"actor": shape}, replace(device, gather_s=begun, links=Links(within_s=wait)), 200)
-        for begun, wait in ((0.0, 0.0), (1e-3, 0.0), (1e-3, 1e-3))
+        for begun, wait in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3))
     )
     tokens = min(config.actor.ppo_max_token_len_per_gpu, 8 * 4 * 200 / 4)
-    for name, times in (("score_tokens_per_s", 1), ("train_tokens_per_s", gathered)):
-        assert tokens * (1 / getattr(slow, name) - 1 / getattr(quick, name)) == pytest.approx(times * 75 * 1e-3)
-        assert 1 / getattr(far, name) > 2 / getattr(slow, name) - 1 / getattr(quick, name), "three hops of a ring"
+    kinds = (("score_tokens_per_s", 1, of_pass), ("train_tokens_per_s", cared_for, of_gradients))
+    for name, times, exchange in kinds:
+        begun, waited = (tokens * (1 / getattr(each, name) - 1 / getattr(quick, name)) for each in (slow, far))
+        assert begun == pytest.approx(times * 75 * 1e-3)
+        hops = 3 * (exchange(config, shape).messages + 1)  # of a ring; all bytes count as one message more
+        assert waited == pytest.approx(hops * 1e-3)
 
 
 def test_every_exchange_of_a_cut_row_waits_for_its_link(shape):  # noqa: F811

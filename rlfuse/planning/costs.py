@@ -3,9 +3,10 @@
 Role: `forecast` and `search` simulate steps on these costs. Pure.
 Per slot of an engine, which spans `rollout.tensor_model_parallel_size` devices; a trainer rank is one device. Tensor
 parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053), trainers' as often on the way back; of these every
-rank has the whole head. ZeRO exchanges what `exchanges` tells. Ulysses
-exchanges four times a layer each way. Collective operations overlap with nothing, as trainer ranks run them
-(`overlap_comm` is off). All devices of a node are taken to be at work all the time.
+rank has the whole head.
+ZeRO exchanges what `exchanges` tells; with optimizers that stay on the host (`actor.offload_optimizer`) gradients and
+weights go there and back. Ulysses exchanges four times a layer each way. Collective operations overlap with nothing, as
+trainer ranks run them (`overlap_comm` is off). All devices of a node are taken to be at work all the time.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from rlfuse.planning.activations import leaves
 from rlfuse.planning.exchanges import (
     Exchange,
     Traffic,
-    gradient_item,
+    carried_in_gradients,
+    carried_in_step,
     held_of,
     moved_in_gradients,
     moved_in_step,
     of_gradients,
     of_pass,
     of_step,
+    stepped,
 )
 from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.memory import ITEM, STATES, Moved, quantized_away
+from rlfuse.planning.memory import ITEM, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
 
 STAYS = Moved()
@@ -92,6 +95,12 @@ def optimizer_trips(
     return moved.optimizers / hardware.host_bytes_per_s, hidden
 
 
+def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float) -> tuple[float, float]:
+    """(bytes, seconds) between a device and optimizers that stay on its host, in a step. Arguments as of `costs_of`."""
+    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
+    return _Ranks(config, shapes, hardware, context).carried()
+
+
 class _Ranks:
     """Trainer ranks: seconds of one of them. Those of a token are of all stages together, which a rank's share of the
     tokens takes it: in pipelines it runs a stage of that many times as many, where ranks share layers it sees as many
@@ -104,8 +113,8 @@ class _Ranks:
         self._copies = config.slots // self._stages // self._width
         self._learning = {role: each for role, each in shapes.items() if role != "reference"}
         self._policy, self._trained = shapes["actor"], list(self._learning.values())
-        each = config.actor.ppo_mini_batch_size * config.rollout.n * context / self._copies
-        self._micro_batch = max(1.0, min(config.actor.ppo_max_token_len_per_gpu, each))
+        self._of_rank = config.actor.ppo_mini_batch_size * config.rollout.n * context / self._copies
+        self._micro_batch = max(1.0, min(config.actor.ppo_max_token_len_per_gpu, self._of_rank))
 
     @property
     def _far(self) -> bool:
@@ -137,9 +146,8 @@ class _Ranks:
     def _train_token_s(self, shape: Shape, passes: float) -> float:
         flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
         exchanged = self._stages * self._exchange_s(of_gradients(self._config, shape))
-        exchanged += moved_in_gradients(self._config, held_of(self._config, shape), self._copies).seconds(
-            self._hardware
-        )
+        held = self._config, held_of(self._config, shape), self._copies
+        exchanged += moved_in_gradients(*held).seconds(self._hardware) + self._carried_s(carried_in_gradients(*held))
         once = (passes * self._begun_s(shape) + exchanged) / self._micro_batch
         computed = passes * (flops + self._hidden_s(shape)) + (passes - 1) * self._summed_s(shape)
         return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
@@ -201,13 +209,28 @@ class _Ranks:
         return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
 
     def _step_s(self, shape: Shape) -> float:
-        held = held_of(self._config, shape) / self._stages
-        sent = self._exchange_s(of_step(self._config, shape))
-        if self._config.actor.offload_optimizer:  # computed where the states are, at the rate at which they travel
-            share = held / self._copies if self._config.actor.zero_stage else held
-            moved = 2 * (4 + STATES) + gradient_item(self._config) + self._item
-            return sent + share * moved / self._hardware.host_bytes_per_s
-        return sent + moved_in_step(self._config, held, self._copies).seconds(self._hardware)
+        held, hardware = held_of(self._config, shape) / self._stages, self._hardware
+        moved = moved_in_step(self._config, held, self._copies).seconds(hardware)
+        if self._config.actor.offload_optimizer:  # the host's memory is taken to be no faster than the way there
+            states = stepped(held / self._copies, self._item)
+            moved += states / min(hardware.updating, hardware.host_bytes_per_s) - states / hardware.updating
+            moved += self._carried_s(carried_in_step(self._config, held, self._copies))
+        return self._exchange_s(of_step(self._config, shape)) + moved
+
+    def _carried_s(self, size: float) -> float:
+        """Of bytes between a device and its host's memory, which on CPUs is one: they are read and written in it."""
+        if self._hardware.is_host:
+            return Traffic(2 * size).seconds(self._hardware)
+        return size / self._hardware.host_bytes_per_s
+
+    def carried(self) -> tuple[float, float]:
+        """(bytes, seconds) of a step's gradients and weights, to optimizers that stay on the host and from there."""
+        data, size = self._config.data, 0.0
+        for shape in self._trained:
+            held = self._config, held_of(self._config, shape) / self._stages, self._copies
+            size += self._of_rank / self._micro_batch * carried_in_gradients(*held) + carried_in_step(*held)
+        size *= self._config.actor.ppo_epochs * -(-data.train_batch_size // self._config.actor.ppo_mini_batch_size)
+        return size, self._carried_s(size)
 
     def switch_s(self, moved: Moved) -> float:
         """Of a change of roles, in the mean of both ways."""

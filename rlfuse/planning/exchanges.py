@@ -120,12 +120,31 @@ def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
 
 
 def updated(share: float, item: int) -> Traffic:
-    """By a flat float32 tensor's step: gradients' norm in float64, scaling and use, weights to those that models read.
+    """By a flat float32 tensor's step: gradients' norm in float64, and what follows.
 
     On hosts two tensors of roots are made in it; on GPUs all is one kernel.
     """
     roots = 4 * share
-    return Traffic((4 + 2 * 8 + 8 + ADAM + 4 + item) * share, on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
+    return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
+
+
+def stepped(share: float, item: int) -> float:
+    """Bytes where the optimizer is: gradients' scaling and use, weights to those that models read."""
+    return (8 + ADAM + 4 + item) * share
+
+
+def carried_in_gradients(config: Config, held: float, copies: float) -> float:
+    """Bytes between a device and its host in a micro-batch, where optimizers stay there (`actor.offload_optimizer`): of
+    sums that wait for a step on the host, and for each micro-batch come to the device and go back."""
+    kept_there = 2 if ITEM[config.model.dtype] == gradient_item(config) else 3  # ZeRO 2's own sums stay on the device
+    waits = config.actor.offload_optimizer and config.actor.zero_stage >= kept_there
+    return 2 * gradient_item(config) * held / copies if waits else 0.0
+
+
+def carried_in_step(config: Config, held: float, copies: float) -> float:
+    """Likewise in a step: a rank's gradients, in float32, and its weights back. Where sums waited on the host they come
+    and go once more, for their norm; but a step's first micro-batch found none that could come."""
+    return (4 + ITEM[config.model.dtype]) * held / copies if config.actor.offload_optimizer else 0.0
 
 
 def _written(size: float, moved: float) -> Traffic:

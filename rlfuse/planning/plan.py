@@ -248,7 +248,7 @@ def _forecast(
         )
         return
     from rlfuse.planning.cluster_file import UNMEASURED
-    from rlfuse.planning.costs import costs_of, optimizer_trips
+    from rlfuse.planning.costs import carried, costs_of, optimizer_trips
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
@@ -278,6 +278,9 @@ def _forecast(
     if hardware is not None and memory.moved.optimizers:
         trip = optimizer_trips(config, shapes, hardware, times.context, memory.moved)
         console.print(escape(_optimizer_words(config, memory.moved.optimizers, *trip)), soft_wrap=True)
+    if hardware is not None and config.actor.offload_optimizer:
+        way = carried(config, shapes, hardware, times.context)
+        console.print(escape(_offload_words(*way)), soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
         console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
@@ -304,6 +307,14 @@ def _optimizer_words(config: Config, size: float, seconds: float, hidden: float)
         return f"{told}; --cluster tells how long it is on its way"
     way = "go there and back with every update" if residency == "step" else "come to the device"
     return f"{told} {way}: {seconds:.2f} s a step, {hidden:.2f} beside gradients, {seconds - hidden:.2f} waited for"
+
+
+def _offload_words(size: float, seconds: float) -> str:
+    """How long gradients and weights travel in a step, where optimizers stay on the host."""
+    told = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights"
+    if not seconds:
+        return f"{told} to the host and back; --cluster tells how long they are on their way"
+    return f"{told} go to the host and back in a step: {seconds:.2f} s, waited for"
 
 
 def time_table(found: Forecast) -> Table:

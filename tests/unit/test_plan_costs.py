@@ -9,9 +9,18 @@ from test_plan_search import job_of, shape  # noqa: F401, a fixture
 from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.planning import plan
-from rlfuse.planning.costs import costs_of, optimizer_trips
-from rlfuse.planning.exchanges import Traffic, moved_in_gradients, moved_in_step, of_gradients, of_pass, of_step
-from rlfuse.planning.hardware import Hardware, Links
+from rlfuse.planning.costs import carried, costs_of, optimizer_trips
+from rlfuse.planning.exchanges import (
+    Traffic,
+    carried_in_gradients,
+    carried_in_step,
+    moved_in_gradients,
+    moved_in_step,
+    of_gradients,
+    of_pass,
+    of_step,
+)
+from rlfuse.planning.hardware import ADAM, Hardware, Links
 from rlfuse.planning.memory import Moved
 from rlfuse.planning.remedies import changed
 
@@ -150,6 +159,52 @@ def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
         assert late.optimizer_s == together.optimizer_s
     long, short = (ways["forecast", flops][1][1] for flops in (5e11, 1e15))
     assert long == pytest.approx(1.6) and short < 0.16, "little hides it"
+
+
+@pytest.mark.parametrize(
+    "zero, dtype, sums",
+    [
+        (1, "bfloat16", 0),
+        (1, "float32", 0),
+        (2, "bfloat16", 0),
+        (2, "float32", 8),
+        (3, "bfloat16", 8),
+        (3, "float32", 8),
+    ],
+)
+def test_gradients_and_weights_travel_to_optimizers_on_the_host_and_back(shape, zero, dtype, sums):  # noqa: F811
+    """In a step; where DeepSpeed keeps sums on the host, in each micro-batch too."""
+    keys = {"actor.zero_stage": zero, "model.dtype": dtype, "actor.ppo_max_token_len_per_gpu": 400}
+    here = changed(job_of(shape).config, keys.items())
+    there = changed(here, {"actor.offload_optimizer": True}.items())
+    n, item = shape.parameters / 4, 2 if dtype == "bfloat16" else 4
+    assert carried_in_gradients(there, shape.parameters, 4) == sums * n
+    assert carried_in_step(there, shape.parameters, 4) == (4 + item) * n
+    assert carried_in_gradients(here, shape.parameters, 4) == carried_in_step(here, shape.parameters, 4) == 0
+    device = Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10)
+    bus, slow, host = (
+        device,
+        replace(device, host_bytes_per_s=1e9),
+        Hardware(1e13, 1e13, 1e13, 1e9, copied_bytes_per_s=1e8),
+    )
+    for hardware in (bus, slow, host):
+        kept, away = (costs_of(config, {"actor": shape}, hardware, 200) for config in (here, there))
+        assert away.optimizer_s > kept.optimizer_s
+        assert (away.train_tokens_per_s < kept.train_tokens_per_s) == (sums > 0)
+    fast, long = (costs_of(there, {"actor": shape}, each, 200).optimizer_s for each in (bus, slow))
+    assert long - fast == pytest.approx((8 + ADAM + 2 * (4 + item)) * n * (1e-9 - 1e-10)), "on the host, and the way"
+
+
+def test_how_long_gradients_travel_to_the_host_is_told(shape):  # noqa: F811
+    """Three updates of 8 prompts by 4 samples by 200 tokens on 4 ranks: 4 micro-batches, each with 8 bytes, and 6."""
+    keys = {"actor.zero_stage": 3, "actor.offload_optimizer": True, "actor.ppo_max_token_len_per_gpu": 400}
+    config = changed(job_of(shape).config, (keys | {"data.train_batch_size": 24}).items())
+    size, seconds = carried(config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10), 200)
+    assert size == pytest.approx(3 * (4 * 8 + 6) * shape.parameters / 4) and seconds == pytest.approx(size / 1e10)
+    told = plan._offload_words(8 << 30, 0.5)
+    assert told.startswith("  actor.offload_optimizer=true: 8.0 GiB of gradients and weights")
+    assert told.endswith(" go to the host and back in a step: 0.50 s, waited for")
+    assert plan._offload_words(8 << 30, 0.0).endswith("--cluster tells how long they are on their way")
 
 
 def test_how_long_optimizers_travel_is_told():

@@ -19,6 +19,7 @@ Waits for a request to be told, at most REQUEST_S.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import json
 import os
@@ -42,8 +43,10 @@ from rlfuse.config.schema import Config
 
 IMPORTS = "rlfuse.run.worker_imports"
 """The module that imports what workers need."""
-READ_BY_IMPORTS = re.compile("PYTHON|LD_|MALLOC_|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH|PYTORCH|DS)_")
+READ_BY_IMPORTS = re.compile("PYTHON|LD_|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
 """Names of variables by which an imported library may go for good."""
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
+"""Variables that glibc reads when a process starts, and what `mallopt` calls them later."""
 GPUS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 """Where there may be some: of NVIDIA, by way of Windows, of AMD."""
 REQUEST_S = 5.0
@@ -144,11 +147,13 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _forget() -> None:
-    """What libraries know of the server: a state of chance, which all forks would share, and one of its variables."""
+    """What libraries know of the server: a state of chance, which all forks would share, and some of its variables."""
     import numpy as np
     import torch._dynamo
 
     np.random.seed()
+    for name in MALLOC.keys() & os.environ.keys():
+        ctypes.CDLL(None).mallopt(MALLOC[name], int(os.environ[name]))
     torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 

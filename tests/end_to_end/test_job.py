@@ -250,6 +250,9 @@ def resumed(job, command, temporary):
     workers = [each for each in everybody if "Agent" not in each.name()]  # Ray's stay for a minute
     assert heard_beyond_this_machine([process, *workers]) == []
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
+    [server] = [each for each in workers if "rlfuse.cluster.fork_server" in each.cmdline()]
+    forks = [each.name() for each in server.children()]
+    assert [name for name in forks if "TrainerRank" in name] and [name for name in forks if "RolloutWorker" in name]
     wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
     process.kill()
     assert len(workers) > 6 and not all_gone(workers), "nothing outlives a driver that is killed"

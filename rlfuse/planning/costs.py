@@ -34,6 +34,7 @@ from rlfuse.planning.exchanges import (
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import ITEM, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
+from rlfuse.simulate.recorded import micro_batches
 
 STAYS = Moved()
 
@@ -113,8 +114,9 @@ class _Ranks:
         self._copies = config.slots // self._stages // self._width
         self._learning = {role: each for role, each in shapes.items() if role != "reference"}
         self._policy, self._trained = shapes["actor"], list(self._learning.values())
-        self._of_rank = config.actor.ppo_mini_batch_size * config.rollout.n * context / self._copies
-        self._micro_batch = max(1.0, min(config.actor.ppo_max_token_len_per_gpu, self._of_rank))
+        prompts = config.actor.ppo_mini_batch_size
+        self._of_rank = prompts * config.rollout.n * context / self._copies
+        self._micro_batch = max(1.0, self._of_rank / micro_batches(config, prompts, context))
 
     @property
     def _far(self) -> bool:

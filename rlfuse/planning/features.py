@@ -2,8 +2,9 @@
 
 Role: `calibration` fits a device's `Hardware` to such pieces of work; `probe` makes them by measuring. Pure.
 Invariants: `seconds_of` has the form that `costs` gives to a plan; only work of steps that generated counts, validation
-does not, nor does a run's first step, in which everything warms up. Lengths are those of the samples that a span names;
-of samples that no span tells, the mean of their micro-batch.
+does not, nor does a run's first step, in which everything warms up. Each micro-batch of a call is work by itself, and
+so is what the call takes beside: many tokens and few tell what it takes to begin. Lengths are those of the samples that
+a span names; of samples that no span tells, the mean of their micro-batch.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _calls(
     copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
     share = (copies - 1) / copies if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
-    gradients = [span for span in spans if not is_optimizer_step(span)]
+    gradients = [span for span in _with_forwards(spans) if not is_optimizer_step(span)]
     for kind, passes, model, found in (
         ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
         ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
@@ -171,17 +172,28 @@ def _calls(
                 each = of_gradients(config, shape)
                 own = moved_in_gradients(config, held_of(config, shape), copies)
             own += each.copies if copies > 1 else Traffic()
-            layers, begun = len(shape.layers), passes * len(done)
-            hidden = passes * layers * shape.hidden * ITEM[config.model.dtype] * sum(span.tokens for span in done)
-            flops = passes * sum(_flops(config, shape, span, lengths) for span in done)
-            work = Work(kind, *part, call.seconds, 1, begun, begun * layers, hidden, flops)
-            sent, gathers, times = share * each.bytes * len(done), each.modules * len(done), len(done)
-            yield replace(work, sent=sent, gathers=gathers, moved=times * own.in_place, copied=times * own.copied)
+            layers = passes * len(shape.layers)
+            for span in done:
+                hidden = layers * shape.hidden * ITEM[config.model.dtype] * span.tokens
+                flops = passes * _flops(config, shape, span, lengths)
+                work = Work(kind, *part, span.seconds, 0, passes, layers, hidden, flops, gathers=each.modules)
+                yield replace(work, sent=share * each.bytes, moved=own.in_place, copied=own.copied)
+            yield Work(kind, *part, call.seconds - sum(span.seconds for span in done), calls=1)
     for span in filter(is_optimizer_step, spans):
         shape = shapes[ROLES[_learning(span.kind)]]
         own, sent = moved_in_step(config, held_of(config, shape), copies), share * of_step(config, shape).bytes
         work = Work("training", *part, span.seconds, optimizer_steps=1, sent=sent)
         yield replace(work, moved=own.in_place, copied=own.copied)
+
+
+def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans, of which each backward begins where its forward did: a rank does one micro-batch after the other."""
+    begun: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind == "forward":
+            begun[span.where] = span.start
+        learns = span.kind == "backward" and span.where in begun
+        yield replace(span, start=begun.pop(span.where)) if learns else span
 
 
 def _learning(kind: str) -> str:

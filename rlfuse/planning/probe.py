@@ -129,8 +129,8 @@ class Probe:
         layers = len(shape.layers)
         hidden, flops = layers * shape.hidden * item * tokens, forward_flops(shape, [0], [tokens])
         self._part += 1
-        self._add(name, f"a pass over {tokens} tokens", Work("scoring", "", 0, scored, 1, 1, layers, hidden, flops))
-        work = Work("training", "", 0, learned, 1, 3, 3 * layers, 3 * hidden, 3 * flops)
+        self._add(name, f"a pass over {tokens} tokens", Work("scoring", "", 0, scored, 0, 1, layers, hidden, flops))
+        work = Work("training", "", 0, learned, 0, 3, 3 * layers, 3 * hidden, 3 * flops)
         self._add(name, f"forward and backward of {tokens} tokens", work)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +135,15 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
 
 
 def micro_batches(config: Config, prompts: int, context: float) -> int:
-    """Of so many prompts' rows in each pipeline, as the trainer cuts them; `context`: tokens of a row in the mean."""
-    stages, rows = config.training.pipeline_parallel_size, prompts * config.rollout.n
-    copies = config.slots // stages // config.training.tensor_model_parallel_size
-    tokens = rows * context / copies
-    return int(max(-(-tokens // config.actor.ppo_max_token_len_per_gpu), min(2 * stages, -(-rows // copies))))
+    """Of so many prompts' rows on each rank, or in each pipeline, as the trainer cuts them; `context`: tokens of a row
+    in the mean. Where nothing evens them out, the row that is one too many leaves half its room of a rank's budget."""
+    actor, stages = config.actor, config.training.pipeline_parallel_size
+    rows = prompts * config.rollout.n / (config.slots // stages // config.training.tensor_model_parallel_size)
+    budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    if stages > 1:
+        return max(ceil(rows * context / budget), min(2 * stages, ceil(rows)))
+    filled = min(max(budget - context / 2, min(context, budget)), most * context if most else inf)
+    return max(1, ceil(rows * context / filled))
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:

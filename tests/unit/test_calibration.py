@@ -12,7 +12,7 @@ import yaml
 from transformers import Qwen2Config
 
 from rlfuse.cli import main
-from rlfuse.events import Span
+from rlfuse.events import Span, read_events
 from rlfuse.planning.calibrate import read_works
 from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
 from rlfuse.planning.calibration_file import (
@@ -28,11 +28,12 @@ from rlfuse.planning.calibration_file import (
 )
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.exchanges import moved_in_step
-from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of
+from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
-from rlfuse.simulate.recorded import config_of
+from rlfuse.planning.step_time import StepTimes
+from rlfuse.simulate.recorded import config_of, micro_batches
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
 
@@ -298,6 +299,42 @@ def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
     seconds = [entry.name for entry in fields(before) if entry.name.endswith("_s") and entry.name not in rates]
     worse = [each for each in rates if getattr(after, each) < getattr(before, each)]
     assert worse + [each for each in seconds if getattr(after, each) > getattr(before, each)]
+
+
+@pytest.mark.parametrize("long_calls", [False, True], ids=["a micro-batch a call", "several"])
+def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_plans_of_small_ones(run, long_calls):
+    """However calls go on with micro-batches; those of a sixteenth of the tokens begin so much more often."""
+    begun, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
+    config, told = config_of(run / "config.yaml"), read_events(run / "events.jsonl")
+    spans = [span for span in told if span.kind in ("generate", "decode", "step")]
+    lasts = spans[-1].end - spans[-1].start
+    for step in range(4):
+        at = step * lasts
+        for _ in range(8):
+            began, at = at, at + call_s
+            for rows in draw.integers(1, 20, 1 + 2 * long_calls).tolist():
+                seconds = begun + token_s * 50 * rows
+                half, done = at + seconds / 3, at + seconds
+                common = {"samples": ("a",) * rows, "tokens": 50 * rows, "attributes": {"model": "actor"}}
+                spans += [
+                    Span("forward", "trainer/0", at, half, **common),
+                    Span("backward", "trainer/0", half, done, **common),
+                ]
+                at = done
+            spans.append(Span("update_actor", "driver", began, at))
+    assert at < 4 * lasts, "all within the steps"
+    shapes = {"actor": shapes_of(config)["actor"]}
+    hardware = fitted(works_of("one", config, shapes, spans))
+    assert 3 * (hardware.micro_batch_s + 2 * hardware.layer_s) == pytest.approx(begun, rel=0.02)
+    assert hardware.train_call_s == pytest.approx(call_s, rel=0.02)
+    config.data.train_batch_size = config.actor.ppo_mini_batch_size = 128
+    steps = {}
+    for budget in (4096, 256):
+        config.actor.ppo_max_token_len_per_gpu = budget
+        costs = replace(costs_of(config, shapes, hardware, 100.0), kv_tokens=1 << 20)
+        steps[budget] = StepTimes(shapes, [80] * 128, 20).simulated(config, costs, policy="serial").training
+    more = micro_batches(config, 128, 100.0) - 2  # of 6,400 tokens on each of two ranks
+    assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * begun, rel=0.02), "of critic and actor"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ engine is lost: its rank has nothing to wait for. Four ideas beyond RLHFuse's on
 2. **Cost-gated release** (`settings.cost_gated`). Below the threshold, whenever the unfinished samples fit onto fewer
    slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
    longest samples, on which the end of generation depends, stay where they are.
-3. **Free slots score, then accumulate** the gradients of the first mini-batch.
+3. **Free slots score, then accumulate** the gradients of the first mini-batch (`settings.early_training`).
 4. **Slow slots give away** what they would end too late (after Malleus, arXiv 2410.13333): by the slots' rates, samples
    that they hold go on elsewhere when that pays, the longest first.
 """
@@ -24,7 +24,7 @@ from itertools import islice
 from rlfuse.fusion.consolidation import as_moves, consolidate, slots_needed
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.registry import TUNABLE, fusion_policy
-from rlfuse.fusion.serial import serial
+from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     REWARD,
     Capacity,
@@ -56,9 +56,10 @@ def adaptive(view: Snapshot) -> list[Decision]:
     if not view.settings.overlapping and all(slot.alive for slot in view.slots):
         return serial(view)
     admitted = admit_by_deadline(view)
-    scored = score_passes(view, admitted)
-    trained = accumulate_gradients(view, admitted + scored)
-    work = scored + trained or step_optimizer(view) or prefetch_passes(view, admitted)
+    work = score_passes(view, admitted)
+    if view.settings.early_training:
+        work = work + accumulate_gradients(view, admitted + work) or step_optimizer(view)
+    work = work or train(view) or prefetch_passes(view, admitted)
     moved = offload_slow_slots(view) or free_slots(view)
     return admitted + moved + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
 

@@ -196,6 +196,8 @@ class Settings:
     """adaptive: admit by expected length, where lengths are known from before."""
     overlapping: bool = True
     """adaptive: stages overlap; else one follows the other, as in serial, as long as no engine is lost."""
+    early_training: bool = True
+    """adaptive: free slots also accumulate gradients while others generate; else training follows, as in stream."""
     prefill_share: float = 0.0
     """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
 

@@ -18,13 +18,15 @@ import numpy as np
 
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import loaded_policy
-from rlfuse.fusion.registry import traits_of
+from rlfuse.fusion.registry import TUNABLE, traits_of
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
+SUREST = Settings(threshold=0.0, longest_first=False)
+"""Of what is tuned: as `stream`, but that it trains early."""
 MOST_SLOTS, MOST_SAMPLES = 16, 2048
 """Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
 takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""
@@ -49,45 +51,46 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
 
     What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which a draw
     takes longer than under `serial` by more than a switch and LOST, or all of them together take longer, if there are
-    others: first admission by length is given up, then consolidation, then all that overlaps. `given`: what the
-    configuration decides; it is simulated, and is part of what is returned.
+    others: first early training is given up, then consolidation, admission by length, and at last all that overlaps.
+    `given`: what the configuration decides; it is simulated, and is part of what is returned.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
-    draws, proofs = draws_of(workload), proofs_of(workload)
+    draws, proofs = tuple(draws_of(workload)), tuple(proofs_of(workload))
     serial = cache(lambda draw: later_step(draw, "serial", given).result.step_s)
     taken = cache(lambda settings, draw: later_step(draw, function, settings).result.step_s)
 
     @cache
-    def seconds(settings: Settings) -> float:
-        """With what a gain on a few draws has to be at least, for the risk to be taken."""
-        if any(late(settings, draw) for draw in draws):
+    def seconds(settings: Settings, draws: tuple[Workload, ...] = draws) -> float:
+        """With what a gain on a few draws has to be at least, for the risk to be taken; inf: one of them loses."""
+        if any(taken(settings, draw) > serial(draw) * (1 + LOST) + draw.switch_s for draw in draws):
             return inf
         steps = fmean(taken(settings, draw) for draw in draws)
         return round(steps * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
 
-    def late(settings: Settings, draw: Workload) -> bool:
-        return taken(settings, draw) > serial(draw) * (1 + LOST) + draw.switch_s
+    def surely(settings: Settings) -> float:
+        """The same on more draws; inf, too, where all of them together lose."""
+        found, every = seconds(settings, draws + proofs), draws + proofs
+        lost = found < inf and sum(taken(settings, draw) - serial(draw) * (1 + EQUAL) for draw in every) > 0
+        return inf if lost else found
 
-    def proves(settings: Settings) -> bool:
-        """Not to lose all in all, and on none much."""
-        if any(late(settings, draw) for draw in draws + proofs):
-            return False
-        lost = sum(taken(settings, draw) - serial(draw) * (1 + EQUAL) for draw in draws + proofs)
-        return lost <= 0
+    def surer(settings: Settings) -> Settings:
+        """The same, but where it may lose training waits until all is scored."""
+        early = "early_training" not in tuned or surely(settings) < inf
+        return replace(settings, early_training=early)
 
+    surest = replace(given, **{name: getattr(SUREST, name) for name in TUNABLE})
     known = "longest_first" in tuned and workload.length_history_sigma is not None
-    first = replace(given, cost_gated=True, longest_first=known, overlapping=True)
+    first = min((replace(surest, longest_first=True), surest), key=seconds) if known else surest
     tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = min(tried, key=seconds)
-    if known:
-        best = min((best, *(replace(each, longest_first=False) for each in (best, tried[0]))), key=seconds)
-    surest = replace(tried[0], longest_first=False)
-    for each in dict.fromkeys((best, replace(best, longest_first=False), tried[0], surest)):
-        if proves(each):
+    others = [replace(best, longest_first=not best.longest_first)] * known
+    best = min(map(surer, (best, *others)), key=surely)
+    for each in (best, surer(first), surer(surest)):
+        if surely(each) < inf:
             return each
     return replace(surest, overlapping=False) if "overlapping" in tuned else surest
 

@@ -154,7 +154,14 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
         "serial": (),
         "stream": (),
         "rlhfuse": ("threshold", "max_decode_slowdown"),
-        "adaptive": ("threshold", "max_decode_slowdown", "cost_gated", "longest_first", "overlapping"),
+        "adaptive": (
+            "threshold",
+            "max_decode_slowdown",
+            "cost_gated",
+            "longest_first",
+            "overlapping",
+            "early_training",
+        ),
     }
     assert [name for name in POLICIES if traits_of(POLICIES[name]).trains_early] == ["adaptive"]
 

@@ -63,12 +63,14 @@ def part(name: str, quiet: bool = False) -> Iterator[None]:
         while not done.wait(SILENT_S):
             console.print(f"… {name}: {time.monotonic() - began:.0f} s so far", highlight=False, markup=False)
 
-    looked_at = watched(console)
+    looked_at, telling = watched(console), threading.Thread(target=tell, daemon=True, name="progress")
     if not looked_at:
-        threading.Thread(target=tell, daemon=True, name="progress").start()
+        telling.start()
     try:
         with console.status(name) if looked_at else nullcontext():
             yield
     finally:
         done.set()
+        if not looked_at:
+            telling.join()  # it may be in the middle of a line, and the last one is ours
     console.print(ticked(name, time.monotonic() - began), highlight=False, markup=False)

@@ -174,9 +174,10 @@ def test_nothing_is_drawn_where_nobody_looks_on(terminal, monkeypatch, tty, term
 
 def test_parts_are_ticked_off(monkeypatch, capsys):
     monkeypatch.setattr("rlfuse.progress.SILENT_S", 0.01)
+    shown = []
     with part("rows"):
-        time.sleep(0.03)
-    first, *_, last = capsys.readouterr().out.splitlines()
+        assert soon(lambda: shown.append(capsys.readouterr().out) or "so far" in "".join(shown))
+    first, *_, last = "".join([*shown, capsys.readouterr().out]).splitlines()
     assert re.fullmatch(r"… rows: \d+ s so far", first) and re.fullmatch(r"✓ rows  \d+\.\d s", last)
     with pytest.raises(OSError, match="gone"), part("rows"):
         raise OSError("gone")

@@ -1,6 +1,7 @@
 """What `rlfuse submit` sends, and how it follows; without a cluster."""
 
 import enum
+import threading
 import types
 from pathlib import Path
 
@@ -187,10 +188,10 @@ def test_what_the_cluster_refuses_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(SubmitError, match="check --address"):
         submission._bounded(lambda: refuse("Failed to connect"), "connect")
     monkeypatch.setattr(submission, "CALL_S", 0.01)
-    import time
-
+    answered = threading.Event()
     with pytest.raises(SubmitError, match=r"no answer in 0\.01 s"):
-        submission._bounded(lambda: time.sleep(1), "connect")
+        submission._bounded(lambda: answered.wait(60), "connect")
+    answered.set()
     arguments = types.SimpleNamespace(token_file=tmp_path / "absent", address="http://a:1")
     with pytest.raises(SubmitError, match="no such file"):
         submission._connect(arguments)

@@ -29,7 +29,7 @@ from rlfuse.health.monitor import Monitor
 from rlfuse.health.sampling import PROBE_S, Sampler, families, node_counters, round_trip
 from rlfuse.run.job import looked_after
 
-LOOP = "import time\nprint('up', flush=True)\nwhile True: pass"
+LOOP = "import time\nprint('up', flush=True)\nwhile True: sum(range(50_000)), time.sleep(0.01)"
 SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(60)"
 PARENT = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {LOOP!r}]).wait()"
 WORKER = """import sys, time

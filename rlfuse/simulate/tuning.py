@@ -7,7 +7,7 @@ take the best. Pure: a workload in, settings out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -19,6 +19,7 @@ import numpy as np
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.registry import TUNABLE, traits_of
+from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
@@ -58,16 +59,16 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     if not (tuned := traits_of(function).tuned):
         return given
     draws, proofs = tuple(draws_of(workload)), tuple(proofs_of(workload))
+    bound = fmean(lower_bound(draw).seconds for draw in draws) * (1 - EQUAL)
     serial = cache(lambda draw: later_step(draw, "serial", given).result.step_s)
     taken = cache(lambda settings, draw: later_step(draw, function, settings).result.step_s)
 
     @cache
     def seconds(settings: Settings, draws: tuple[Workload, ...] = draws) -> float:
-        """With what a gain on a few draws has to be at least, for the risk to be taken; inf: one of them loses."""
+        """Infinite where a draw takes much longer than under `serial`."""
         if any(taken(settings, draw) > serial(draw) * (1 + LOST) + draw.switch_s for draw in draws):
             return inf
-        steps = fmean(taken(settings, draw) for draw in draws)
-        return round(steps * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
+        return at_risk(fmean(taken(settings, draw) for draw in draws), settings)
 
     def surely(settings: Settings) -> float:
         """The same on more draws; inf, too, where all of them together lose."""
@@ -86,13 +87,27 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
-    best = min(tried, key=seconds)
+    best = fastest(tried, seconds, bound)
     others = [replace(best, longest_first=not best.longest_first)] * known
     best = min(map(surer, (best, *others)), key=surely)
     for each in (best, surer(first), surer(surest)):
         if surely(each) < inf:
             return each
     return replace(surest, overlapping=False) if "overlapping" in tuned else surest
+
+
+def fastest(candidates: Iterable[Settings], seconds: Callable[[Settings], float], bound: float) -> Settings:
+    """The first of equals. Which is slower than the best before it even in the least time is not simulated."""
+    best, *others = candidates
+    for each in others:
+        if at_risk(bound, each) < seconds(best) and seconds(each) < seconds(best):
+            best = each
+    return best
+
+
+def at_risk(step_s: float, settings: Settings) -> float:
+    """With what a gain on a few draws has to be at least, for the risk to be taken."""
+    return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
 
 
 def draws_of(workload: Workload) -> list[Workload]:

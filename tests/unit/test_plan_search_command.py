@@ -44,8 +44,8 @@ def files(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B | {"num_hidden_layers": 4}))
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "tflops": 300}))
     words = ["algorithm=grpo", f"model.path={tmp_path / 'model'}", "data.train_files=[nowhere.parquet]"]
-    words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=4", "data.train_batch_size=16"]
-    words += ["actor.ppo_mini_batch_size=16"]
+    words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=2", "data.train_batch_size=8"]
+    words += ["actor.ppo_mini_batch_size=8"]
     return tmp_path, ["plan", "--search", "--cluster", str(tmp_path / "cluster.yaml"), *words]
 
 
@@ -110,14 +110,15 @@ def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, stages", [(16, 1), (256, 1), (64, 2)])
-def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys, monkeypatch, batch, stages):
+@pytest.mark.parametrize("batch, group, stages", [(8, 2, 1), (256, 4, 1), (32, 2, 2)])
+def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys, monkeypatch, batch, group, stages):
     """Of few samples, of so many that some are enough to simulate, and of a pipeline's schedule."""
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")
     out, kept = folder / "best.yaml", "training.pipeline_parallel_size"
-    more = [f"data.train_batch_size={batch}", f"{kept}={stages}", "--keep", kept, "--seconds", "3", "--out", str(out)]
-    assert main([*[word for word in words if "train_batch_size" not in word], *more]) == 0
+    more = [f"data.train_batch_size={batch}", f"rollout.n={group}", f"{kept}={stages}", "--keep", kept]
+    more += ["--seconds", "3", "--out", str(out)]
+    assert main([*[word for word in words if not word.startswith(("data.train_batch", "rollout.n"))], *more]) == 0
     searched = dict(re.findall(r"^ *(\w+)(?: \([a-z ]+\))? +([\d.]+) *$", capsys.readouterr().out, re.M))
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
     told = capsys.readouterr().out
@@ -157,9 +158,9 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
     job = {
         "algorithm": {"adv_estimator": "grpo"},
         "model": {"path": str(folder / "model")},
-        "data": {"train_files": ["a b.parquet"], "train_batch_size": 16, "max_response_length": 64},
+        "data": {"train_files": ["a b.parquet"], "train_batch_size": 8, "max_response_length": 64},
         "actor": {"ppo_mini_batch_size": "${data.train_batch_size}", "clip_ratio_c": None},
-        "rollout": {"n": 4, "stop": ["\n\n", "yes", "a: b"], "engine_kwargs": {"seed": 3}},
+        "rollout": {"n": 2, "stop": ["\n\n", "yes", "a: b"], "engine_kwargs": {"seed": 3}},
         "reward": {"functions": [{"path": "rlfuse.rewards.verifiers.numeric:score", "kwargs": {"key": TOKEN}}]},
         "trainer": {"n_gpus_per_node": 3, "total_epochs": "${trainer.n_gpus_per_node}", "experiment_name": "e: #1"},
     }

@@ -212,8 +212,8 @@ def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     count, best, least = columns.shape[1], np.zeros(columns.shape[1]), float((seconds**2).sum())
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0
-    factored = np.linalg.qr(np.column_stack([columns / scale, seconds]), mode="r")  # of the same squares, in few rows
-    columns, seconds = factored[:, :-1], factored[:, -1]
+    few = np.asarray(np.linalg.qr(np.column_stack([columns / scale, seconds]), mode="r"))  # rows, of the same squares
+    columns, seconds = few[:, :-1], few[:, -1]
     for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
         factors = np.linalg.lstsq(columns[:, chosen], seconds, rcond=None)[0]
         left = float(((seconds - columns[:, chosen] @ factors) ** 2).sum())

@@ -1,18 +1,21 @@
-"""Ranks that share layers beside ranks with whole models or whole stages: seconds, and what a plan says of them.
+"""Ranks that share layers beside ranks with whole models or whole stages, and whole models under each stage of ZeRO:
+seconds, and what a plan says of them.
 
-    python tests/benchmarks/tensor_parallel.py [--parts whole stages] [--ranks 2] [--hidden 512] [--layers 6]
+    python tests/benchmarks/tensor_parallel.py [--parts whole zero stages] [--ranks 2] [--hidden 512] [--layers 6]
                                                [--rows 8] [--tokens 256] [--repeats 7]
+                                               [--zero 0 2 3] [--dtype bfloat16]
 
-whole: a random Qwen2 in float32 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are
-    enough; one group has whole models and cuts the rows up, in the other all ranks share every layer. The plan knows
-    a rank by the probe of `rlfuse calibrate --probe`, which all of them take at the same time, and their link by what
-    a sum takes them: by nothing that is told here. What sharing saves, and whether the plan's bytes are a rank's, is
-    measured by `memory_peaks.py "two ranks, shared layers"`.
+whole: a random Qwen2 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are enough; one
+    group has whole models and cuts the rows up, in the other all ranks share every layer. The plan knows a rank by the
+    probe of `rlfuse calibrate --probe`, which all of them take at the same time (in bfloat16 with layers of the model's
+    widths), and their link by what a sum takes them: by nothing that is told here. What sharing saves, and whether the
+    plan's bytes are a rank's, is measured by `memory_peaks.py "two ranks, shared layers"`.
+zero: the same with whole models alone, a group for each stage of ZeRO, two at a time, and two micro-batches a rank.
 stages: gradients in 1F1B, a row in each micro-batch, on four real ranks: a pipeline of four stages, and one of two
     whose layers two ranks share. Operations sleep for as long as a plan says that they compute (more ranks than
     cores); what ranks sum and hand on they do in earnest, and the plan knows by what a sum takes two pairs.
 
-Both ways take turns, and a ratio is of one turn; told is the median.
+All ways take turns, and a ratio is of one turn; told is the median.
 """
 
 from __future__ import annotations
@@ -59,6 +62,9 @@ LARGE = 1 << 24
 """Numbers of a sum that is timed for its rate."""
 SLEEPING_FLOPS = 5e10
 """Per second, of ranks that sleep."""
+PAIRS = """
+| | apart, s (planned) | shared, s (planned) | shared / apart | by the plan | off by |
+|---|---|---|---|---|---|"""
 
 
 def model(folder: str, options: argparse.Namespace) -> None:
@@ -66,13 +72,14 @@ def model(folder: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     sizes = dict(hidden_size=options.hidden, intermediate_size=3 * options.hidden, vocab_size=VOCABULARY)
     heads = dict(num_attention_heads=options.hidden // 64, num_key_value_heads=options.hidden // 128)
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=options.layers)).save_pretrained(folder)
+    made = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=options.layers))
+    made.to(getattr(torch, options.dtype)).save_pretrained(folder)
 
 
 def job(folder: str, options: argparse.Namespace, ranks: int, width: int, stages: int = 1) -> Config:
     """`width`: ranks that share layers."""
     config, half = Config(), options.tokens // 2
-    config.model.path, config.model.dtype, config.algorithm.adv_estimator = folder, "float32", "grpo"
+    config.model.path, config.model.dtype, config.algorithm.adv_estimator = folder, options.dtype, "grpo"
     config.trainer.n_gpus_per_node, config.training.tensor_model_parallel_size = ranks, width
     config.training.pipeline_parallel_size = stages
     config.data.max_prompt_length, config.data.max_response_length = options.tokens - half, half
@@ -83,7 +90,7 @@ def job(folder: str, options: argparse.Namespace, ranks: int, width: int, stages
 
 
 def sums(rank) -> tuple[float, float]:
-    """Seconds of a sum of one number and of one of many, of ranks that share layers, all of them at once: medians."""
+    """Seconds of a sum of one number and of one of many, of ranks that share layers, or of all: medians."""
     import torch.distributed as dist
 
     def seconds(size: int) -> float:
@@ -91,7 +98,7 @@ def sums(rank) -> tuple[float, float]:
         for _ in range(11):
             dist.barrier()
             began = time.perf_counter()
-            dist.all_reduce(numbers, group=rank.tensor.group)
+            dist.all_reduce(numbers, group=rank.tensor and rank.tensor.group)
             taken.append(time.perf_counter() - began)
         return median(taken)
 
@@ -99,7 +106,7 @@ def sums(rank) -> tuple[float, float]:
 
 
 async def links_of(group: RankGroup, width: int) -> Links:
-    """As ranks that share layers find them, by the plan's own form of an all-reduce in a ring."""
+    """As so many ranks find them that sum together, by the plan's own form of an all-reduce in a ring."""
     found = await asyncio.gather(*(rank.__ray_call__.remote(sums) for rank in group.ranks))
     short, long = found[0]
     sent = 2 * (width - 1) / width * 4 * LARGE
@@ -134,32 +141,56 @@ def predicted(config: Config, hardware: Hardware, options: argparse.Namespace) -
     return [scored, costs.train_call_s + tokens / costs.train_tokens_per_s, costs.optimizer_s]
 
 
-def probe(rank) -> list[Work]:
+def probe(rank, folder: str | None) -> list[Work]:
     """On a rank."""
     found = Probe(lambda line: None)
-    found.measure(None)
+    found.measure(folder)
     return found.works
 
 
-async def device_of(group: RankGroup) -> Hardware:
+async def device_of(group: RankGroup, folder: str | None) -> Hardware:
     """A rank's, while the others are as busy."""
-    works = await asyncio.gather(*(rank.__ray_call__.remote(probe) for rank in group.ranks))
+    works = await asyncio.gather(*(rank.__ray_call__.remote(probe, folder) for rank in group.ranks))
     return replace(fitted([work for each in works for work in each]), links=await links_of(group, len(group.ranks)))
+
+
+async def in_turns(
+    jobs: Sequence[Config], folder: str, slots: placement.Slots, options: argparse.Namespace
+) -> list[tuple[str, list[tuple[float, ...]], list[float]]]:
+    """Of each kind of work: its name, seconds of each turn in the order of the jobs, and what plans say."""
+    groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
+    rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
+    hardware = await device_of(groups[-1], None if options.dtype == "float32" else folder)
+    turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
+    plans = [predicted(each, hardware, options) for each in jobs]
+    for rank in (rank for group in groups for rank in group.ranks):
+        ray.kill(rank)
+    return [
+        (what, [tuple(took[number] for took in each) for each in turns], [plan[number] for plan in plans])
+        for number, what in enumerate(("log-probs", "gradients", "optimizer step"))
+    ]
 
 
 async def whole(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
     """A line for each kind of work."""
     jobs = [job(folder, options, options.ranks, width) for width in (1, options.ranks)]
-    groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
-    rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
-    hardware = await device_of(groups[1])
-    turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
-    plans = [predicted(each, hardware, options) for each in jobs]
-    for number, what in enumerate(("log-probs", "gradients", "optimizer step")):
-        took = [(apart[number], shared[number]) for apart, shared in turns]
-        line(f"{what}, {options.ranks} whole models", took, plans[0][number], plans[1][number])
-    for rank in (rank for group in groups for rank in group.ranks):
-        ray.kill(rank)
+    print(PAIRS)
+    for what, took, planned in await in_turns(jobs, folder, slots, options):
+        line(f"{what}, {options.ranks} whole models", took, *planned)
+
+
+async def zero(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
+    """A line for each stage and kind of work; a slot has room for the ranks of two stages at a time."""
+    print("\n| | measured, s | planned | off by |\n|---|---|---|---|")
+    for first in range(0, len(options.zero), 2):
+        pair = options.zero[first : first + 2]
+        jobs = [job(folder, options, options.ranks, 1) for _ in pair]
+        for each, stage in zip(jobs, pair, strict=True):
+            each.actor.zero_stage = stage
+            each.actor.ppo_max_token_len_per_gpu = options.tokens * options.rows // options.ranks // 2
+        for what, took, planned in await in_turns(jobs, folder, slots, options):
+            for stage, seconds, told in zip(pair, map(median, zip(*took, strict=True)), planned, strict=True):
+                print(f"| {what}, ZeRO {stage} | {seconds:.3f} | {told:.3f} | {told / seconds - 1:+.0%} |", flush=True)
 
 
 def line(what: str, took: Sequence[tuple[float, float]], *planned: float) -> None:
@@ -228,6 +259,7 @@ async def stages(folder: str, slots: placement.Slots, options: argparse.Namespac
     """A line."""
     jobs = [job(folder, options, 4, width, 4 // width) for width in (1, 2)]
     shared = (pipelines_of(jobs[1], "actor"),)
+    print(PAIRS)
     group, _ = await PipelineGroup.start(jobs[1], pipelines.Anywhere(None, 4, slots.device), shared, 10)
     hardware = Hardware(SLEEPING_FLOPS, SLEEPING_FLOPS, SLEEPING_FLOPS, inf, links=await links_of(group, 2))
     plans = [Planned(each, hardware, options) for each in jobs]
@@ -245,13 +277,12 @@ async def stages(folder: str, slots: placement.Slots, options: argparse.Namespac
         ray.kill(rank)
 
 
-PARTS = {"whole": whole, "stages": stages}
+PARTS = {"whole": whole, "zero": zero, "stages": stages}
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Print a table."""
-    print(f"{len(os.sched_getaffinity(0))} cores; planned in brackets\n")
-    print("| | apart, s | shared, s | shared / apart | by the plan | off by |\n|---|---|---|---|---|---|")
+    """Print a table of each part."""
+    print(f"{len(os.sched_getaffinity(0))} cores")
     with tempfile.TemporaryDirectory() as folder:
         model(folder, options)
         slots = await placement.start(job(folder, options, options.ranks, 1))
@@ -265,4 +296,6 @@ if __name__ == "__main__":
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     for name, value in (("ranks", 2), ("hidden", 512), ("layers", 6), ("rows", 8), ("tokens", 256), ("repeats", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     asyncio.run(main(parser.parse_args()))

@@ -28,6 +28,7 @@ CASES = {
     "rlhfuse": ("rlhfuse", ONE_SLOT, "exact"),
     "adaptive": ("adaptive", ONE_SLOT, "exact"),
     "adaptive with KV caches": ("adaptive", ONE_SLOT, "exact"),
+    "adaptive again": ("adaptive", ONE_SLOT, "exact"),
     "apart with KV caches": ("adaptive", Settings(threshold=0.0, prefill_share=0.5), "exact"),
     "apart in stages with KV caches": ("serial", Settings(prefill_share=0.5), "exact"),
     "over_sampling": ("adaptive", Settings(), "over_sampling"),

@@ -77,7 +77,12 @@ def start() -> None:
             start_new_session=True,  # a person's Ctrl-C is for the driver
         )
     os.environ[SERVER] = str(path)
-    atexit.register(server.communicate)  # closes its input, by which it ends
+    atexit.register(_end, server)
+
+
+def _end(server: subprocess.Popen) -> None:
+    server.kill()  # it may still be importing, and has nothing to put in order
+    server.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,8 @@ class Wanted:
             os.close(stream)
         os.setpgid(0, 0)  # a raylet ends a worker's group with it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        Path("/proc/self/oom_score_adj").write_text(self.oom_score_adj)
+        with suppress(PermissionError):  # of a server that was made to be blamed sooner
+            Path("/proc/self/oom_score_adj").write_text(self.oom_score_adj)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig, OptimConfig
@@ -246,6 +247,7 @@ class TrainerRank(Rank):
                 engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
                 if clips:
                     self.tower.backward(clips)
+                get_accelerator().synchronize()  # a span ends when its work does, by which plans are calibrated
             results.append(log_probs_gained(model, rows, batch) if self._answers(part) else [])
             counted = micro_batch.weight * self._answers(part)
             for name, value in sums.items():

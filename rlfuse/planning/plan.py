@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from rlfuse.planning import search_command
 from rlfuse.planning.activation_tiers import words
 from rlfuse.planning.activations import PASS_OF, leaves
 from rlfuse.planning.cluster_file import read_cluster
-from rlfuse.planning.memory import GIB, Budget, Memory, memory_of
+from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.planned_job import beyond_limits
 from rlfuse.planning.remedies import remedies
@@ -248,7 +248,7 @@ def _forecast(
         )
         return
     from rlfuse.planning.cluster_file import UNMEASURED
-    from rlfuse.planning.costs import carried, costs_of, optimizer_trips
+    from rlfuse.planning.costs import costs_of
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
@@ -275,12 +275,9 @@ def _forecast(
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
     for line in assumptions(config, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
-    if hardware is not None and memory.moved.optimizers:
-        trip = optimizer_trips(config, shapes, hardware, times.context, memory.moved)
-        console.print(escape(_optimizer_words(config, memory.moved.optimizers, *trip)), soft_wrap=True)
-    if hardware is not None and config.actor.offload_optimizer:
-        way = carried(config, shapes, hardware, times.context)
-        console.print(escape(_offload_words(*way)), soft_wrap=True)
+    if hardware is not None:
+        for line in _travels(config, shapes, hardware, times.context, memory.moved):
+            console.print(escape(line), soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
         console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
@@ -297,6 +294,19 @@ def _hardware(config: Config, shapes: Mapping[str, Shape], memory: Memory, argum
         return arguments.cluster.hardware(any(shape.active < 1 for shape in shapes.values()))
     flops, bandwidth = arguments.tflops * 1e12, arguments.bandwidth or BANDWIDTH[memory.budget.device]
     return Hardware(flops, flops, flops, bandwidth * 1e9)
+
+
+def _travels(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
+) -> Iterator[str]:
+    """What is said of what goes between devices and host for optimizers."""
+    from rlfuse.planning.costs import carried, optimizer_trips
+
+    if moved.optimizers:
+        trips = optimizer_trips(config, shapes, hardware, context, moved)
+        yield _optimizer_words(config, moved.optimizers, *trips)
+    if config.actor.offload_optimizer:
+        yield _offload_words(*carried(config, shapes, hardware, context))
 
 
 def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:

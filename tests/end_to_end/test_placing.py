@@ -59,6 +59,16 @@ def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
 
 
 def test_workers_are_forks_in_groups_of_their_own(ray_cluster):
+    class Fork:
+        def __init__(self):
+            self.imported = {"torch", "deepspeed", "vllm.v1.engine.async_llm"} <= sys.modules.keys()
+
+        def facts(self):
+            import numpy as np
+
+            told = {"imported": self.imported, "mine": os.environ["MINE"], "chance": np.random.random()}
+            return told | {"pid": os.getpid(), "group": os.getpgid(0), "parent": os.getppid()}
+
     options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | {"MINE": "1"}}}
     actors = [ray.remote(Fork).options(**options).remote() for _ in range(2)]
     found = ray.get([actor.facts.remote() for actor in actors], timeout=120)
@@ -67,17 +77,6 @@ def test_workers_are_forks_in_groups_of_their_own(ray_cluster):
     assert all(each["imported"] and each["mine"] == "1" and each["group"] == each["pid"] for each in found)
     assert "rlfuse.cluster.fork_server" in psutil.Process(found[0]["parent"]).cmdline()
     assert len({each["chance"] for each in found}) == len({each["pid"] for each in found}) == 2
-
-
-class Fork:
-    def __init__(self):
-        self.imported = {"torch", "deepspeed", "vllm.v1.engine.async_llm"} <= sys.modules.keys()
-
-    def facts(self):
-        import numpy as np
-
-        told = {"imported": self.imported, "mine": os.environ["MINE"], "chance": np.random.random()}
-        return told | {"pid": os.getpid(), "group": os.getpgid(0), "parent": os.getppid()}
 
 
 @pytest.mark.parametrize(

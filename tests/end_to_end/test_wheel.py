@@ -169,4 +169,4 @@ def test_a_job_trains_and_each_of_its_processes_has_the_installed_package(instal
     steps = [row for row in read_metrics(folder / "runs/rlfuse/from_a_wheel/metrics.jsonl") if row["step"] > 0]
     assert [row["critic/score/mean"] for row in steps] == [1.0, 1.0], "reward workers compare with the package's place"
     origins = [record.read_text() for record in installed.records.iterdir()]
-    assert len(origins) > 3 and set(origins) == {str(installed.package / "__init__.py")}, "driver, engine, rank, reward"
+    assert len(origins) > 1 and set(origins) == {str(installed.package / "__init__.py")}, "driver, server of its forks"

@@ -43,7 +43,7 @@ from rlfuse.config.schema import Config
 
 IMPORTS = "rlfuse.run.worker_imports"
 """The module that imports what workers need."""
-READ_BY_IMPORTS = re.compile("PYTHON|LD_|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
+READ_BY_IMPORTS = re.compile("PYTHON|LD_PRELOAD|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
 """Names of variables by which an imported library may go for good."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """Variables that glibc reads when a process starts, and what `mallopt` calls them later."""
@@ -139,9 +139,12 @@ class ForkServer:
             asking.settimeout(REQUEST_S)
             _, streams, _, _ = socket.recv_fds(asking, 1, STREAMS)
             wanted = Wanted(streams, **json.load(asking.makefile("rb")))
-            if _read_by_imports(wanted.environment) == self._imported_with:
-                if os.fork() == 0:
-                    return wanted
+            differing = _read_by_imports(wanted.environment).items() ^ self._imported_with.items()
+            if differing:
+                print("declined for", sorted(dict(differing)), flush=True)
+            elif os.fork() == 0:
+                return wanted
+            else:
                 asking.sendall(FORKED)
             for stream in streams:
                 os.close(stream)

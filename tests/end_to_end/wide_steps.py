@@ -20,7 +20,7 @@ from rlfuse.samples import Partial
 from rlfuse.step.controller import Controller
 
 SHARED = re.compile(r"/dev/shm/(?:psm|vllm)\S+")
-WARM = Sampling(1.0, 1.0, -1, 60)
+WARM = Sampling(0.1, 1.0, -1, 300)
 
 
 class Steps:
@@ -46,10 +46,13 @@ class Steps:
 
     async def move(self):
         """Samples that leave with their KV cache and come back: the files of both ranks are what they go on from."""
-        samples = [sample(index, length=70) for index in range(3)]
+        samples = [sample(index, length=70) for index in range(16)]
         expected = {key: value async for key, value in self.engine.generate(samples, WARM)}
+        samples.sort(key=lambda one: len(expected[one.id].token_ids))
+        samples = samples[-3:]  # in which there is time to look at them
         taking = asyncio.create_task(self.take(samples))
         while not (await self.engine.load()).running:
+            assert not taking.done(), f"they ended before they were seen to run: {taking}"
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.05)
         await self.engine.evict([one.id for one in samples], "kv")
@@ -61,7 +64,7 @@ class Steps:
         moved = left | await self.take([one for one in samples if one.id in partials], partials)
         spans = [span for span in await self.engine.drain() if span.kind == "generate"]
         return {
-            "expected": {key: value.token_ids.tolist() for key, value in expected.items()},
+            "expected": {one.id: expected[one.id].token_ids.tolist() for one in samples},
             "moved": {key: value.token_ids.tolist() for key, value in moved.items()},
             "carried": [span.attributes["carried_tokens"] for span in spans],
             "cached": [span.attributes["cached_tokens"] for span in spans],

@@ -30,6 +30,8 @@ COLLECTIVE = re.compile(r"collective operation timeout: WorkNCCL\(SeqNum=(\d+), 
 """Of torch's watchdog of NCCL, before it ends the process."""
 CRASHED = re.compile(r"(NCCL error|CUDA error|CUDA driver error|what\(\):|Fatal Python error|SIG[A-Z]+ received).*")
 """What a process wrote before it was ended by itself; the first of these says the most."""
+NO_PAGES = "mmap error: 12"
+"""Of Ray's native code where the system gives it no memory, down to that for telling so."""
 UNTOLD = "connection error code 2. End of file"
 """Ray of a process that ended before it could say so."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -105,7 +107,7 @@ def why_it_ended(error: BaseException, worker: str) -> str:
 def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
     """The cause of a death, and what was seen of the process and its host."""
     cause, lacked = _cause(error, words), host_memory.oom_kills()
-    own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) else ""
+    own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) or NO_PAGES in words else ""
     remedy = f" {MEMORY}" if own or lacked else ""
     return f"{cause}{own}{lacked}{remedy}{watchdog.last_report(worker, pid)}{host_memory.free_memory()}"
 

@@ -37,6 +37,8 @@ class Drainer(Steps):
 
     async def plot(self):
         """The times of it, and what the commands said."""
+        await self.until(1)
+        await self.typed()  # the next finds all imported, and is sooner done than what it looks at
         await self.until(DRAINED, both=True)
         self.found["told"] = [await self.typed("drain", "1")]
         self.found["drained_at"] = time.time()

@@ -14,6 +14,7 @@ import psutil
 from interrupted_steps import Steps
 
 from rlfuse.config.compose import load
+from rlfuse.fusion.decisions import Settings
 from rlfuse.run import build as running
 from rlfuse.step.controller import Controller
 
@@ -40,6 +41,9 @@ class Saboteur(Steps):
             await execute(board, number, *more)
 
         controller.execute = watched
+        # Each slot holds its samples for as long as they last: none seems slow, and the tail is not consolidated.
+        controller.tuning.rates._measured = False
+        controller.tuning.fixed = Settings(threshold=0.0)
         plot = asyncio.create_task(self.strike())
         try:
             await Controller.run(controller, step)
@@ -51,8 +55,9 @@ class Saboteur(Steps):
             await self.faults.pop(0)()  # the last two end an attempt each, and with it the plot
 
     async def kill_an_engine(self):
+        victim = await self.pid(self.engine(0))  # first, as an engine at work is slow to tell
         await self.generating(step=1, slots=[0])
-        os.kill(await self.pid(self.engine(0)), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
 
     async def stop_all_engines(self):
         """One of them as a whole, of the other the process behind it; and a reward worker dies beside."""

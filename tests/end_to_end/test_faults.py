@@ -23,7 +23,7 @@ def runs(driven, tmp_path_factory):
     """(undisturbed run, faulty run); what happens when is in faulty_steps.py."""
     settings = {
         "data.train_batch_size": 8,
-        "data.max_response_length": 160,
+        "data.max_response_length": 400,  # some are long, and go on while their engine is killed
         "actor.ppo_mini_batch_size": 4,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 1,

@@ -20,9 +20,9 @@ def found(driven, tmp_path_factory):
     """What drained_steps.py found, and the folders of both runs."""
     settings = {
         "fusion": "serial",  # which leaves each slot its half of the samples for as long as they last
-        "data.train_batch_size": 16,  # of which some are long
-        "data.max_response_length": 160,
-        "actor.ppo_mini_batch_size": 8,
+        "data.train_batch_size": 8,
+        "data.max_response_length": 400,  # some are long, and go on while they are looked at
+        "actor.ppo_mini_batch_size": 4,
         "actor.use_kl_loss": "true",
         "actor.optim.lr": 1e-5,
         "trainer.total_training_steps": STEPS,

@@ -63,18 +63,24 @@ def costs_of(
 
 
 def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, float]:
-    """Fields of `Costs`: reading weights until a batch is flat no more, then computing."""
+    """Fields of `Costs`: reading weights until a batch is flat no more, then computing.
+
+    A step takes `start + own * batch + max(read, computed * batch)`. Costs have one bend: they are as long for one
+    sequence and where computing takes longer than reading, and between shorter by less than `own` for each sequence.
+    """
     width, item, links = config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype], hardware.links
     flops, speed, cached = hardware.decode_flops * width, hardware.bytes_per_s * width, shape.cache.bytes_of(1, item)
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
     reduced = 2 * len(shape.layers) * shape.hidden * item
     sent = links.all_reduce(reduced, width) - links.all_reduce(0, width)
     read = ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / speed
-    flat = max(1, int(read * flops / token))
     start = hardware.decode_step_s + 2 * len(shape.layers) * links.all_reduce(0, width)
+    own = hardware.decode_sequence_s
+    each = token / flops + own
+    flat = max(1, int((read + own) / each))
     return {
-        "step_base_s": read + start + hardware.decode_sequence_s * flat,
-        "step_per_sequence_s": token / flops + sent + hardware.decode_sequence_s,
+        "step_base_s": start + read + own,
+        "step_per_sequence_s": each + sent,
         "step_per_context_token_s": cached / speed,
         "flat_batch": flat,
         "prefill_tokens_per_s": 1 / (2 * shape.passed / (hardware.pass_flops * width) + sent),

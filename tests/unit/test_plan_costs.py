@@ -21,7 +21,7 @@ from rlfuse.planning.exchanges import (
     of_step,
 )
 from rlfuse.planning.hardware import ADAM, Hardware, Links
-from rlfuse.planning.memory import Moved
+from rlfuse.planning.memory import ITEM, Moved
 from rlfuse.planning.remedies import changed
 
 
@@ -246,3 +246,19 @@ def test_engines_over_several_devices_read_faster_and_wait_for_each_other(shape)
     one, two = (costs(shape, rollout__tensor_model_parallel_size=width) for width in (1, 2))
     assert two.step_per_context_token_s == pytest.approx(one.step_per_context_token_s / 2)
     assert two.step_base_s > one.step_base_s, "a small model's weights are read faster than its devices agree"
+
+
+@pytest.mark.parametrize("own", [0.0, 1e-6, 1e-4])
+def test_decoding_steps_of_few_and_of_many_are_exact_and_none_is_longer(shape, own):  # noqa: F811
+    """What a sequence takes beside computing is not charged for sequences that are not there."""
+    hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=own)
+    config = job_of(shape).config
+    read = (sum(shape.layers) + shape.head) * ITEM[config.model.dtype] / 1e12
+    computed = 2 * (shape.passed + shape.head) / 1e13
+    told = costs_of(config, {"actor": shape}, hardware, 200)
+    bend = read / computed
+    for batch in (1, 2, bend / 4, bend / 2, bend, 2 * bend, 8 * bend):
+        exact = 1e-3 + own * batch + max(read, computed * batch)
+        assert exact - own * bend - computed <= told.decode_step(batch, 0) <= (1 + 1e-9) * exact + computed + own
+        if batch == 1 or batch >= bend:
+            assert told.decode_step(batch, 0) == pytest.approx(exact, abs=computed + own)

@@ -168,6 +168,7 @@ def hostile_outcomes(isolated):
     return run_code(source, Kind.CALLS, tests, fn_name="f", limits=PATIENT).outcomes
 
 
+@pytest.mark.xdist_group("hostile code")  # which each process of pytest would run anew
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_what_code_is_kept_from(hostile_outcomes, number):
     _, reason, text = HOSTILE[number]

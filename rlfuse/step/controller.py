@@ -93,8 +93,10 @@ class Controller:
             self.metrics.log_step(step, board, spans)
             self.checkpoints.publish()
             self.tuning.learn(board, spans)
-            if step < total:
-                await (self.leave if self.stopping.asked else self.replan)(step)
+            if step < total and not self.stopping.asked:
+                await self.replan(step)
+            if step < total and self.stopping.asked:
+                await self.leave(step)
 
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""

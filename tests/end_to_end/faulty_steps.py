@@ -55,16 +55,20 @@ class Saboteur(Steps):
             await self.faults.pop(0)()  # the last two end an attempt each, and with it the plot
 
     async def kill_an_engine(self):
-        victim = await self.pid(self.engine(0))  # first, as an engine at work is slow to tell
+        victim, actor = await self.pid(self.engine(0)), self.engine(0)  # first, as an engine at work is slow to tell
         await self.generating(step=1, slots=[0])
         os.kill(victim, signal.SIGKILL)
+        while self.engine(0) is actor:
+            await asyncio.sleep(0.002)
 
     async def stop_all_engines(self):
-        """One of them as a whole, of the other the process behind it; and a reward worker dies beside."""
+        """One of them as a whole, of the other the process behind it, in a step; and a reward worker dies beside."""
+        actors = self.engine(0), self.engine(1), self.controller.engines.reward._handles[0]._actor
+        first, second, worker = [await self.pid(actor) for actor in actors]
         await self.generating(step=2, slots=[0, 1])
-        first, second = await self.pid(self.engine(0)), await self.pid(self.engine(1))
-        worker = await self.pid(self.controller.engines.reward._handles[0]._actor)
         os.kill(first, signal.SIGSTOP)
+        held = len(self.held(1))
+        await self.until(2, lambda: len(self.held(1)) < held)
         os.kill(core(second), signal.SIGSTOP)
         os.kill(worker, signal.SIGKILL)
 
@@ -78,13 +82,15 @@ class Saboteur(Steps):
         await self.controller.engines.trainer.ranks[1].__ray_call__.remote(starve)
 
     async def generating(self, step, slots):
-        """Wait for samples on these engines, some of them begun."""
-        await self.until(step, lambda: all(self.board.slot_table.slots[slot].samples for slot in slots))
-        await asyncio.sleep(0.1)
+        """Wait for samples on these engines."""
+        await self.until(step, lambda: all(map(self.held, slots)))
 
     async def until(self, step, condition):
         while not (self.board and self.step == step and self.board.purpose == "training" and condition()):
             await asyncio.sleep(0.002)
+
+    def held(self, slot):
+        return self.board.slot_table.slots[slot].samples
 
     def engine(self, slot):
         return self.controller.engines.rollout[slot].actor

@@ -101,10 +101,12 @@ LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 
     [
         ("", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
         ("learn 1", f"{ROWS_1}, asleep, ranks on, write 1, publish 1", 1),
+        ("replan None", f"{STEP_1}, asleep, ranks on, write 1, publish 1", 1),
         ("learn 2", f"{STEP_1}, learn 2, push 2, {SAVE_2}, rows 2, publish 2", 2),
         ("validate 2", f"{SAVED_2}, rows 2, publish 2", 2),
         ("write 2", f"{SAVED_2}, rows 2, publish 2", 2),
         ("rows 2", f"{SAVED_2}, rows 2, publish 2", 2),
+        ("replan saved 2", f"{SAVED_2}, rows 2, publish 2, {BACK}", 2),
         ("write 3", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
     ],
 )

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it
 ROOT = Path(rlfuse.__file__).parent
 DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
+CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
     "engines/trainer/optimizer.py: engine.optimizer": ZERO_1,
     "engines/pipeline/pipeline_rank.py: engine": DEEPSPEED,
@@ -36,9 +37,13 @@ RECEIVERS = {
     "engines/rollout/vllm_setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
     "engines/trainer/activation_stores.py: self._stream": "torch.cuda.Stream",
     "engines/trainer/activation_stores.py: torch.cuda.current_stream()": "torch.cuda.Stream",
+    "engines/trainer/base_rank.py: get_accelerator()": CUDA,
+    "engines/trainer/offloading.py: accelerator": CUDA,
+    "engines/trainer/offloading.py: get_accelerator()": CUDA,
     "engines/trainer/offloading.py: stream": "torch.cuda.Stream",
     "engines/trainer/offloading.py: torch.cuda.current_stream()": "torch.cuda.Stream",
     "engines/trainer/trainer_rank.py: engine": DEEPSPEED,
+    "engines/trainer/trainer_rank.py: get_accelerator()": CUDA,
     "engines/trainer/trainer_rank.py: self.engines['actor']": DEEPSPEED,
     "engines/trainer/trainer_rank.py: self.engines[model]": DEEPSPEED,
     "engines/trainer/trainer_rank.py: self.engines[name]": DEEPSPEED,
@@ -54,6 +59,7 @@ ON_GPUS = {
     f"{ASYNC_LLM}.sleep",
     f"{ASYNC_LLM}.wake_up",
     f"{ASYNC_LLM}.update_weights",
+    f"{CUDA}.synchronize",
     "torch.multiprocessing.reductions.reduce_tensor",
     "torch.cuda.ipc_collect",
     "torch.cuda.Event",

@@ -24,6 +24,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import runpy
 import select
 import signal
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlfuse.cluster import scratch
-from rlfuse.cluster.forked_worker import FORKED, SERVER
+from rlfuse.cluster.forked_worker import FORKED, FORKING, SERVER
 from rlfuse.cluster.garbage import importing
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
@@ -94,6 +95,7 @@ class Wanted:
     environment: dict[str, str]
     folder: str
     oom_score_adj: str
+    open_files: list[int]
 
     def become(self) -> None:
         """In a fork, run what was asked for as if this process had been started for it."""
@@ -104,11 +106,14 @@ class Wanted:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with suppress(PermissionError):  # of a server that was made to be blamed sooner
             Path("/proc/self/oom_score_adj").write_text(self.oom_score_adj)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))  # Ray has raised it
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
         _forget()
-        sys.argv, sys.path[0] = self.words, os.path.dirname(self.words[0])
+        sys.argv = self.words
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(self.words[0])
         runpy.run_path(self.words[0], run_name="__main__")
 
 
@@ -116,13 +121,14 @@ class ForkServer:
     """The process that forks workers."""
 
     def __init__(self, path: Path):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does, for its workers too
         self._imported_with = _read_by_imports(os.environ)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for them: they leave no zombie
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(128)  # who asks meanwhile waits
         with importing():
             importlib.import_module(IMPORTS)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
 
     def serve(self) -> Wanted | None:
         """Until the driver has ended; in each fork, what it is to become."""
@@ -135,6 +141,7 @@ class ForkServer:
     def _answer(self) -> Wanted | None:
         """Fork for who asks, if that is what Ray would start; in the fork, what it is."""
         asking, _ = self._listener.accept()
+        streams: list[int] = []
         with asking, suppress(OSError, ValueError):  # it went away
             asking.settimeout(REQUEST_S)
             _, streams, _, _ = socket.recv_fds(asking, 1, STREAMS)
@@ -142,12 +149,13 @@ class ForkServer:
             differing = _read_by_imports(wanted.environment).items() ^ self._imported_with.items()
             if differing:
                 print("declined for", sorted(dict(differing)), flush=True)
-            elif os.fork() == 0:
-                return wanted
             else:
+                asking.sendall(FORKING)
+                if os.fork() == 0:
+                    return wanted
                 asking.sendall(FORKED)
-            for stream in streams:
-                os.close(stream)
+        for stream in streams:
+            os.close(stream)
         return None
 
 
@@ -161,6 +169,7 @@ def _forget() -> None:
     import torch._dynamo
 
     np.random.seed()
+    torch.seed()
     for name in MALLOC.keys() & os.environ.keys():
         ctypes.CDLL(None).mallopt(MALLOC[name], int(os.environ[name]))
     torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -10,13 +10,16 @@ still be importing.
 import argparse
 import json
 import os
+import re
+import resource
 import socket
 import sys
 
 SERVER = "RLFUSE_FORK_SERVER"
 """Environment variable: the socket on which the fork server listens."""
 ANSWER_S = 120.0
-FORKED = b"forked"
+FORKING, FORKED = b"forking ", b"forked"
+"""The first shows the server that it is waited for: who has gone runs Ray's own, and two would be one worker."""
 
 
 def request(arguments: list[str]) -> dict | None:
@@ -28,12 +31,22 @@ def request(arguments: list[str]) -> dict | None:
     context = json.loads(known.serialized_runtime_env_context or "{}")
     own = ("command_prefix", "override_worker_entrypoint")
     executable = context.get("py_executable") or sys.executable
-    if known.language != "PYTHON" or executable != sys.executable or any(context.get(name) for name in own):
+    if sys.flags.no_user_site and words[0] == "-s":  # by PYTHONNOUSERSITE, as the server
+        del words[0]
+    plain = known.language == "PYTHON" and executable == sys.executable and not words[0].startswith("-")
+    if not plain or any(context.get(name) for name in own):
         return None
-    given = {name: os.path.expandvars(value) for name, value in (context.get("env_vars") or {}).items()}
+    for name, value in (context.get("env_vars") or {}).items():  # as Ray does: one may name those before it
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
     with open("/proc/self/oom_score_adj") as file:
         blame = file.read()
-    return {"words": words, "environment": {**os.environ, **given}, "folder": os.getcwd(), "oom_score_adj": blame}
+    return {
+        "words": words,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "oom_score_adj": blame,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    }
 
 
 def forked(wanted: dict) -> bool:
@@ -45,17 +58,19 @@ def forked(wanted: dict) -> bool:
             socket.send_fds(server, [b"\n"], [0, 1, 2])
             server.sendall(json.dumps(wanted).encode())
             server.shutdown(socket.SHUT_WR)
-            return server.recv(len(FORKED)) == FORKED
+            return server.makefile("rb").read() == FORKING + FORKED
     except OSError:  # none, or it has ended
         return False
 
 
 def main(arguments: list[str]) -> None:
     """Never returns but where a fork was made."""
-    wanted = request(arguments) if SERVER in os.environ else None
+    environment = dict(os.environ)
+    wanted = request(arguments) if SERVER in environment else None
     if wanted is None or not forked(wanted):
-        script = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")  # beside Ray's default_worker.py
-        os.execv(sys.executable, [sys.executable, script, *arguments])
+        worker = next(word for word in arguments if not word.startswith("-"))
+        script = os.path.join(os.path.dirname(worker), "setup_worker.py")  # beside Ray's default_worker.py
+        os.execve(sys.executable, [sys.executable, script, *arguments], environment)
 
 
 if __name__ == "__main__":

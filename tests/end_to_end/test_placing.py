@@ -3,11 +3,15 @@
 import json
 import multiprocessing
 import os
+import random
 import re
+import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -58,51 +62,118 @@ def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
     assert loaded == [False] * 3
 
 
-def test_workers_are_forks_in_groups_of_their_own(ray_cluster):
-    class Fork:
+def test_workers_are_forks_and_what_ray_would_have_started(ray_cluster):
+    class Facts:
         def __init__(self):
             self.imported = {"torch", "deepspeed", "vllm.v1.engine.async_llm"} <= sys.modules.keys()
 
-        def facts(self):
+        def own(self):
             import numpy as np
+            import torch
 
-            told = {"imported": self.imported, "mine": os.environ["MINE"], "chance": np.random.random()}
-            return told | {"pid": os.getpid(), "group": os.getpgid(0), "parent": os.getppid()}
+            chance = np.random.random(), torch.rand(1).item(), random.random()
+            facts = {"imported": self.imported, "chance": chance, "pid": os.getpid(), "parent": os.getppid()}
+            return facts | {"threads": psutil.Process(os.getppid()).num_threads()}
 
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | {"MINE": "1"}}}
-    actors = [ray.remote(Fork).options(**options).remote() for _ in range(2)]
-    found = ray.get([actor.facts.remote() for actor in actors], timeout=120)
-    for actor in actors:
+        def shared(self):
+            """What Ray gives a worker, whoever makes it."""
+            lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            facts = {name: lines[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask")}
+            facts |= {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name}
+            facts |= {"group": os.getpgid(0) - os.getpid(), "nice": os.nice(0), "cores": os.sched_getaffinity(0)}
+            facts |= {"blame": Path("/proc/self/oom_score_adj").read_text(), "folder": os.getcwd()}
+            facts["path"] = [each for each in sys.path if not each.endswith("_vendor")]  # setuptools adds its own
+            return facts | {"script": sys.argv[0], "flags": str(sys.flags), "main": sys.modules["__main__"].__file__}
+
+    made = []
+    for variables in ({"MINE": "1"}, {"MINE": "1"}, {"PYTHONHASHSEED": "random"}):  # for which the server declines
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | variables}}
+        made.append(ray.remote(Facts).options(**options).remote())
+    one, other, ray_s = ray.get([each.own.remote() for each in made], timeout=120)
+    *forks, expected = ray.get([each.shared.remote() for each in made], timeout=120)
+    for actor in made:
         ray.kill(actor)
-    assert all(each["imported"] and each["mine"] == "1" and each["group"] == each["pid"] for each in found)
-    assert "rlfuse.cluster.fork_server" in psutil.Process(found[0]["parent"]).cmdline()
-    assert len({each["chance"] for each in found}) == len({each["pid"] for each in found}) == 2
+    assert [each["imported"] for each in (one, other, ray_s)] == [True, True, False]
+    assert "rlfuse.cluster.fork_server" in psutil.Process(one["parent"]).cmdline() and one["threads"] == 1
+    assert one["pid"] != other["pid"]
+    assert [a != b for a, b in zip(one["chance"], other["chance"], strict=True)] == [True, True, True]
+    assert forks == [expected, expected]
+
+
+CALLED = """
+import json, os, resource, sys
+print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]))
+"""
 
 
 @pytest.mark.parametrize(
-    ("variables", "context", "maker"),
+    ("variables", "flags", "context", "maker"),
     [
-        ({}, {"env_vars": {"MINE": "${TWO}s"}}, "default_worker.py"),
-        ({"PYTHONHASHSEED": "1"}, {}, "setup_worker.py"),  # libraries may have been imported otherwise
-        ({}, {"py_executable": "/usr/bin/python3"}, "setup_worker.py"),
-        ({forked_worker.SERVER: "/nowhere"}, {}, "setup_worker.py"),
+        ({}, [], {"env_vars": {"MINE": "${TWO}s", "NEXT": "${MINE}${NONE}"}}, "default_worker.py"),
+        ({"PYTHONHASHSEED": "1"}, [], {}, "setup_worker.py"),  # libraries may have been imported otherwise
+        ({"PYTHONNOUSERSITE": "1"}, ["-s"], {"env_vars": {"TWO": "${TWO}s"}}, "setup_worker.py"),
+        ({}, ["-s"], {}, "setup_worker.py"),
+        ({}, [], {"py_executable": "/usr/bin/python3"}, "setup_worker.py"),
+        ({forked_worker.SERVER: "/nowhere"}, [], {}, "setup_worker.py"),
     ],
 )
-def test_a_worker_is_forked_where_it_is_the_one_that_ray_would_start(ray_cluster, tmp_path, variables, context, maker):
+def test_a_worker_is_forked_where_it_is_the_one_that_ray_would_start(
+    ray_cluster, tmp_path, variables, flags, context, maker
+):
     for name in ("default_worker.py", "setup_worker.py"):  # as they lie side by side in Ray
-        (tmp_path / name).write_text(
-            "import json, os, sys\nprint(json.dumps([sys.argv, os.getcwd(), dict(os.environ)]))"
-        )
-    command = [sys.executable, forked_worker.__file__, str(tmp_path / "default_worker.py"), "--port=1"]
-    command += [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON"]
+        (tmp_path / name).write_text(CALLED)
+    arguments = [*flags, str(tmp_path / "default_worker.py"), "--port=1"]
+    arguments += [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON"]
+    limited = ["bash", "-c", 'ulimit -Sn 500; exec "$@"', "bash", sys.executable, forked_worker.__file__, *arguments]
     environment = os.environ | worker_environment("cpu") | {"TWO": "two"} | variables
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    words, folder, found = json.loads(done.stdout)
-    assert Path(words[0]).name == maker and folder == str(tmp_path)
+    done = subprocess.run(limited, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words, folder, found, open_files = json.loads(done.stdout)
+    assert Path(words[0]).name == maker and (folder, open_files) == (str(tmp_path), 500)
     if maker == "default_worker.py":
-        assert words[1:] == ["--port=1"] and found["MINE"] == "twos"
+        assert words[1:] == ["--port=1"] and (found["MINE"], found["NEXT"]) == ("twos", "twos")
     else:
-        assert words[1:] == command[2:] and "MINE" not in found
+        assert words[1:] == arguments and "MINE" not in found and found["TWO"] == "two"
+
+
+def test_a_server_that_has_no_user_s_packages_makes_workers_that_have_none(monkeypatch):
+    """Ray has their interpreter told so before the name of its script."""
+    arguments = ["-s", "/ray/default_worker.py", "--language=PYTHON"]
+    monkeypatch.setattr(forked_worker.sys, "flags", SimpleNamespace(no_user_site=1))
+    assert forked_worker.request(arguments)["words"] == ["/ray/default_worker.py"]
+    assert forked_worker.request(["-S", *arguments]) is None, "nor any others"
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from rlfuse.cluster import fork_server
+fork_server.IMPORTS, fork_server._forget = "json", lambda: None  # what else it imports is not asked for
+fork_server.main(Path(sys.argv[1]))
+"""
+
+
+def test_a_worker_for_which_nobody_waits_any_more_is_not_forked(tmp_path, monkeypatch):
+    """Whoever waited too long has Ray's own script start it, and would do so a second time."""
+    script, path = tmp_path / "default_worker.py", tmp_path / "fork_server"
+    script.write_text("import time\ntime.sleep(600)")
+    wanted = {"words": [str(script)], "environment": dict(os.environ), "folder": str(tmp_path)}
+    wanted |= {"oom_score_adj": "0", "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)}
+    monkeypatch.setenv(forked_worker.SERVER, str(path))
+    with subprocess.Popen([sys.executable, "-c", SERVER, path], stdin=subprocess.PIPE) as process:
+        server, deadline = psutil.Process(process.pid), time.monotonic() + 60
+        try:
+            while not forked_worker.forked(wanted):  # it has not begun to listen
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            server.suspend()
+            with monkeypatch.context() as patched:
+                patched.setattr(forked_worker, "ANSWER_S", 0.05)
+                assert not forked_worker.forked(wanted)
+            server.resume()
+            assert forked_worker.forked(wanted) and len(server.children()) == 2
+        finally:
+            for each in (*server.children(), server):
+                each.kill()
 
 
 class Worker:

@@ -130,8 +130,6 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
     cluster.device=auto the nodes decide, wherever this process runs. `without`: ids of nodes that are about to leave.
     """
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
-    # The engine's own child processes end with it, also when it is killed.
-    os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"  # noqa: SIM112
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage

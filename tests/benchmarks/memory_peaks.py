@@ -1,6 +1,7 @@
 """The memory that `rlfuse plan` tells for CPU hosts, against the peaks of real ranks and real engines.
 
-    python tests/benchmarks/memory_peaks.py            # all cases, a minute each; or the names of some
+    python tests/benchmarks/memory_peaks.py                # all cases, minutes each; or the names of some
+    python tests/benchmarks/memory_peaks.py --returned     # the same in a heap without holes
 
 Each case holds its models in fresh processes, where `TrainerRank` does what a step asks of it, once its optimizers have
 their states, on the largest micro-batches that the plan knows of; or where vLLM answers as many prompts as it takes at
@@ -13,6 +14,7 @@ import argparse
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +45,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", TIED | {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}),
     "qwen3_moe": ("Qwen3MoeConfig", SPARSE),
 }
-SECONDS = 600
-"""That a process of a case has."""
-
-
+SECONDS = 3600
+"""That a process of a case has: what is measured is memory, also on a machine that is busy."""
 STEPS = 3
 """That a rank goes through: blocks that stay lie otherwise in its heap after each, and the next leaves other holes."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+"""With which glibc gives the system back what is freed; ranks of a run keep it (`rank_group.HOST_MEMORY`)."""
+HOLES = "holes between activations"
+"""That the plan counts of a heap that keeps it."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all if none is given")
     parser.add_argument("--parts", action="store_true", help="also what the plan counts")
+    parser.add_argument("--returned", action="store_true", help="ranks give back what is freed: no holes")
     arguments = parser.parse_args()
+    heap = RETURNED if arguments.returned else HOST_MEMORY
     print("| | model | planned MiB | measured MiB | off by |\n|---|---|---|---|---|", flush=True)
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(CASES[name], Path(folder))
             parts = planned(config, CASES[name].roles)
-            ours, theirs = sum(size for _, size in parts), measured(config, CASES[name])
+            if arguments.returned:
+                parts = [(what, size) for what, size in parts if HOLES not in what]
+            ours, theirs = sum(size for _, size in parts), measured(config, CASES[name], heap)
         print(f"| {name} | {CASES[name].model} | {ours:.0f} | {theirs:.0f} | {ours / theirs - 1:+.1%} |", flush=True)
         for what, size in parts if arguments.parts else ():
             print(f"    {size:8.0f} {what}", flush=True)
@@ -129,14 +137,14 @@ def planned(config: Config, roles: tuple[str, ...]) -> list[tuple[str, float]]:
     return [(f"{part.role}: {part.what}", part.size / MIB) for part in memory.parts if part.role in roles]
 
 
-def measured(config: Config, case: Case) -> float:
+def measured(config: Config, case: Case, heap: Mapping[str, str]) -> float:
     """MiB of the process that has the most. TimeoutError, or what went wrong in it."""
     context = multiprocessing.get_context("spawn")
     told, meeting = context.Queue(), context.Queue()
     work = _engine if case.roles == ("engine",) else _rank
-    for key, value in HOST_MEMORY.items():  # as the ranks of a run have it, and engines do not
+    for key in HOST_MEMORY:
         os.environ.pop(key, None)
-        os.environ |= {key: value} if work is _rank else {}
+    os.environ |= heap if work is _rank else {}  # which engines of a run do not have, either
     processes = [context.Process(target=_told, args=(work, config, i, told, meeting)) for i in range(case.ranks)]
     try:
         for process in processes:
@@ -175,6 +183,7 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     rank.setup(10)
     _step(rank, [], [_micro_batch(Texts(((8, 8),)))])
     large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
+    large[1].append(large[1][0])  # the most logits, before there are gradients and, as a plan has it, beside them
     for _ in range(STEPS):
         _step(rank, *large)
     return _peak() - before

@@ -4,9 +4,9 @@ Role: the run's `Tuning` keeps one `Rates`; the slot table tells it of every str
 its slots what plans go by. Policies give a slot of rate 2 half as much; `drained` ones get nothing. Pure: no clock.
 Invariants: typical slots have the rate 1, whatever costs are wrong by; noise changes no plan: a rate moves only when
 the middle one of the slot's last three observations is DEAD_BAND away from it (one that no hiccup explains counts as
-two), and what is within THRESHOLD counts as typical. Of a slow slot that gets no work it is counted for how many steps
-nothing was heard, as it has to be tried some time. A drained one is probed instead: it is back by `restore`, or, where
-that was wanted, once it is below THRESHOLD.
+two; short work is observed together), and what is within THRESHOLD counts as typical. Of a slow slot that gets no work
+it is counted for how many steps nothing was heard, as it has to be tried some time. A drained one is probed instead: it
+is back by `restore`, or, where that was wanted, once it is below THRESHOLD.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ OBSERVATIONS = 3
 """The middle one of so many decides: a single hiccup doesn't."""
 HICCUP_S = 1.0
 """Hiccups are shorter: work that took so much longer than foreseen counts twice."""
+TOLD_BY_S = 0.2
+"""Work that is foreseen to be shorter is observed together with what follows in its step: milliseconds tell of how work
+begins, and of when the driver heard of its end."""
 REFRESH = 8
 """What is typical is worked out anew after one observation for each so many slots."""
 
@@ -55,6 +58,8 @@ class Rates:
         for slot in self._returning:
             self._last[slot].clear()
         self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
+        self._short: dict[tuple[int, str], tuple[float, float]] = {}
+        """Seconds that work took, and was foreseen to take, that is not observed yet."""
         self._costs: Costs | None = None
 
     @classmethod
@@ -71,6 +76,7 @@ class Rates:
         if costs != self._costs:
             self._costs = costs
             self._peers.clear()
+        self._short.clear()
         slow = (slot for slot, rate in enumerate(self.current) if rate > 1 and slot not in self.drained)
         self.unheard = {slot: self.unheard.get(slot, 0) + 1 for slot in slow}
 
@@ -79,6 +85,11 @@ class Rates:
         if seconds <= 0 or expected <= 0 or not self._measured:
             return  # nothing to tell
         self.unheard.pop(slot, None)
+        before = self._short.pop((slot, kind), (0.0, 0.0))
+        seconds, expected = seconds + before[0], expected + before[1]
+        if expected < TOLD_BY_S:
+            self._short[slot, kind] = seconds, expected
+            return
         typical = self._peers[kind].note(slot, seconds / expected)
         if typical is None:
             return

@@ -41,6 +41,21 @@ def test_one_hiccup_is_none_either_and_two_are_slow():
     assert rates.current == [1.0, 1.0, pytest.approx(1.6), 1.0]
 
 
+def test_short_work_counts_together_and_by_steps():
+    """The driver hears late of how one stretch ended, and so the next seems as short; a step's last is lost."""
+    rates = observed(2, [1, 1])
+    for _ in range(20):
+        rates.begin(Costs())
+        for took in (0.29, 0.02, 0.27, 0.02, 0.15):
+            rates.observe(0, "decode", took, 0.15)
+            rates.observe(1, "decode", 0.15, 0.15)
+        assert rates.current == [1.0, 1.0]
+    for _ in range(9):
+        rates.observe(0, "decode", 0.14, 0.07)
+        rates.observe(1, "decode", 0.07, 0.07)
+    assert rates.current == [pytest.approx(2.0), 1.0]
+
+
 def test_what_is_longer_than_any_hiccup_needs_no_second_look():
     rates = observed(4, [1, 1, 1, 1])
     rates.observe(2, "decode", 6.0, 2.0)

@@ -44,6 +44,7 @@ class Saboteur(Steps):
         # Each slot holds its samples for as long as they last: none seems slow, and the tail is not consolidated.
         controller.tuning.rates._measured = False
         controller.tuning.fixed = Settings(threshold=0.0)
+        self.victim = await self.pid(self.engine(0))  # now, as an engine at work is slow to tell
         plot = asyncio.create_task(self.strike())
         try:
             await Controller.run(controller, step)
@@ -55,9 +56,9 @@ class Saboteur(Steps):
             await self.faults.pop(0)()  # the last two end an attempt each, and with it the plot
 
     async def kill_an_engine(self):
-        victim, actor = await self.pid(self.engine(0)), self.engine(0)  # first, as an engine at work is slow to tell
+        actor = self.engine(0)
         await self.generating(step=1, slots=[0])
-        os.kill(victim, signal.SIGKILL)
+        os.kill(self.victim, signal.SIGKILL)
         while self.engine(0) is actor:
             await asyncio.sleep(0.002)
 

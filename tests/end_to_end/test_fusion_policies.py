@@ -53,9 +53,9 @@ def test_groups_are_read_on_one_engine_and_handed_on_whole(found, case):
 
 def test_adaptive_learns_while_the_tail_decodes_and_serial_does_nothing_beside_generation(found):
     adaptive = [step["fusion"] for case in EXACT if "adaptive" in case for step in found[case]]
-    # On a busy machine a tail may be over before the other slot has begun to score or to learn.
+    # A tail may be over before the other slot has begun to learn.
     assert any(step["fusion/samples_trained_in_tail"] > 0 for step in adaptive)
-    assert any(step["fusion/samples_overlapped"] > 0 for step in adaptive)
+    assert all(step["fusion/samples_overlapped"] > 0 for step in adaptive)
     assert found["serial"][0]["fusion"]["fusion/samples_trained_in_tail"] == 0
     assert found["serial"][0]["fusion"]["fusion/samples_overlapped"] == 0
 

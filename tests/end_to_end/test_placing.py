@@ -80,7 +80,12 @@ def test_workers_are_forks_and_what_ray_would_have_started(ray_cluster):
             lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             facts = {name: lines[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask")}
             facts |= {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name}
-            facts |= {"session": os.getsid(0), "group": os.getpgid(0) - os.getpid(), "nice": os.nice(0), "cores": os.sched_getaffinity(0)}
+            facts |= {
+                "session": os.getsid(0),
+                "group": os.getpgid(0) - os.getpid(),
+                "nice": os.nice(0),
+                "cores": os.sched_getaffinity(0),
+            }
             facts |= {"blame": Path("/proc/self/oom_score_adj").read_text(), "folder": os.getcwd()}
             facts["path"] = [each for each in sys.path if not each.endswith("_vendor")]  # setuptools adds its own
             return facts | {"script": sys.argv[0], "flags": str(sys.flags), "main": sys.modules["__main__"].__file__}

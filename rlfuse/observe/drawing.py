@@ -120,7 +120,7 @@ class Drawing:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # a session of its own would share cores out as if it were not nice
             )
 
 

@@ -75,8 +75,8 @@ def start() -> None:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # A person's Ctrl-C is for the driver. No session of its own: where Linux groups tasks by session, engines of
-            # another one may keep the driver from the cores for as long as they decode.
+            # A person's Ctrl-C is for the driver. No session of its own: where Linux groups tasks by session, engines
+            # of another one may keep the driver from the cores for as long as they decode.
             process_group=0,
         )
     os.environ[SERVER] = str(path)

@@ -2,8 +2,8 @@
 
 Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
 steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
-whenever the step is another, some steps after: the mean or the longest of lengths or what all slots do together changed
-by a fifth, or prompts' lengths are known by now from an earlier epoch.
+whenever the step is another, once the time for it is a small share of the run's: the mean or the longest of lengths or
+what all slots do together changed by a fifth, or prompts' lengths are known by now from an earlier epoch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 
@@ -27,8 +28,8 @@ from rlfuse.simulate.workload import Workload
 
 STEPS = 4
 DRIFT = 0.2
-PAUSE = 8
-"""Steps at least between two tunings, each of which takes about as long as a short step."""
+SHARE = 0.02
+"""Of the run's time that tuning takes at most, but for the first: a second or two, which everybody waits for."""
 CALL_S = 0.005
 """Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows. Two to
 five milliseconds beside small models on two cores."""
@@ -45,7 +46,7 @@ class Learning:
         self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
         self._tuned_for: tuple[bool, float, float, float] | None = None
-        self._since = 0
+        self._tuning_s = self._since_s = 0.0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
         """Update `tuning` with a step's spans."""
@@ -53,11 +54,13 @@ class Learning:
         tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
         lengths = tuning.lengths.recorded
         shape = (_known(tuning), float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
-        before, self._since = self._tuned_for, self._since + 1
-        if before is None or (_drifted(before, shape) and self._since >= PAUSE):
-            self._tuned_for, self._since = shape, 0
+        self._since_s += _step(spans).seconds
+        before, paid = self._tuned_for, self._tuning_s <= SHARE * self._since_s
+        if before is None or (_drifted(before, shape) and paid):
+            began = perf_counter()
             tuning.fixed = tuned(tuning, self._config.fusion.policy, self._engines, self._config, spans)
             self._disaggregate(tuning, spans)
+            self._tuned_for, self._tuning_s, self._since_s = shape, perf_counter() - began, 0.0
 
     def _disaggregate(self, tuning: Tuning, spans: Sequence[Span]) -> None:
         """Whether some engines only read prompts from here on; a step that goes by nothing measured has them alike."""
@@ -81,6 +84,10 @@ def _known(tuning: Tuning) -> bool:
     return tuning.lengths.known_share > 0.5
 
 
+def _step(spans: Sequence[Span]) -> Span:
+    return next(span for span in spans if span.kind == "step")
+
+
 def _speeds(tuning: Tuning) -> tuple[float, ...]:
     """Of the slots, as the run has seen them."""
     return tuple(1 / rate for rate in tuning.rates.current)
@@ -101,9 +108,8 @@ def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequ
 
 def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span]) -> Workload:
     """The step of these spans, with the costs and slots' rates of `tuning`."""
-    step = next(span for span in spans if span.kind == "step")
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
-    lengths, prompt_tokens = whole_samples(spans_within(spans, step))
+    lengths, prompt_tokens = whole_samples(spans_within(spans, _step(spans)))
     history = HISTORY if _known(tuning) else None
     like = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
     return replace(like, slot_speed=_speeds(tuning))

@@ -1,5 +1,6 @@
 """When a run has its policy's settings found anew."""
 
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,24 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate import learning
 from rlfuse.simulate.recorded import config_of, read_run
 
+SEARCH_S = 3.0
+
 
 @pytest.fixture
 def run(monkeypatch):
-    """(what is taught, its last step's spans, share of known lengths at each search for settings)."""
-    folder, searched = Path(__file__).parent / "recorded_runs/video", []
+    """(what is taught, a step's spans, share of known lengths at each search for settings, which takes SEARCH_S)."""
+    folder, searched, now = Path(__file__).parent / "recorded_runs/video", [], [0.0]
     recording = read_run(folder)
     lengths, step = Lengths(512), recording.steps[-1]
     lengths.learn({0: step.workload.lengths().tolist()})
 
     def tuned(tuning, *_):
         searched.append(tuning.lengths.known_share)
+        now[0] += SEARCH_S
         return tuning.fixed
 
     monkeypatch.setattr(learning, "tuned", tuned)
+    monkeypatch.setattr(learning, "perf_counter", lambda: now[0])
     config = config_of(folder / "config.yaml")
     config.rollout.disaggregate = "off"
     tuning = Tuning(recording.fit.costs, lengths, Settings(), Rates(2), learning.Learning(config, 2, print))
@@ -34,18 +39,24 @@ def run(monkeypatch):
 
 def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slots_are_others(run):
     tuning, spans, searched = run
-    for _ in range(2 * learning.PAUSE):
-        tuning.relearn(tuning, spans)
+    step_s = next(span.seconds for span in spans if span.kind == "step")
+    paying = ceil(SEARCH_S / learning.SHARE / step_s)
+    assert paying > 2, "a search costs more than the share of a step or two"
+
+    def steps(count):
+        for _ in range(count):
+            tuning.relearn(tuning, spans)
+
+    steps(1 + paying)
     assert searched == [0.0], "neither lengths nor what is known of them has changed"
     tuning.lengths.known_share = 1.0  # the second epoch
-    for _ in range(2 * learning.PAUSE):
-        tuning.relearn(tuning, spans)
-    assert searched == [0.0, 1.0]
+    steps(1)
+    assert searched == [0.0, 1.0], "the steps since the first have paid for it"
     tuning.lengths.recorded = [2 * length for length in tuning.lengths.recorded]
-    for _ in range(2 * learning.PAUSE):
-        tuning.relearn(tuning, spans)
+    steps(paying - 1)
+    assert searched == [0.0, 1.0], "not before as much time has passed"
+    steps(1)
     assert searched == [0.0, 1.0, 1.0]
     tuning.rates = Rates.of((1.0, 0.5))
-    for _ in range(2 * learning.PAUSE):
-        tuning.relearn(tuning, spans)
+    steps(paying)
     assert searched == [0.0, 1.0, 1.0, 1.0]

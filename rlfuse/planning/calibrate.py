@@ -267,7 +267,8 @@ def _table(calibration: Calibration) -> Table:
     hardware = calibration.hardware
     for words, rate in (("passes", hardware.pass_flops), ("training", hardware.train_flops)):
         table.add_row(words, f"{rate / 1e9:,.1f} GFLOP/s")
-    table.add_row("decoding", f"{hardware.decode_flops / 1e9:,.1f} GFLOP/s, {hardware.bytes_per_s / 1e9:,.2f} GB/s")
+    when, read = "while" if hardware.decode_overlaps else "after", hardware.bytes_per_s / 1e9
+    table.add_row("decoding", f"{hardware.decode_flops / 1e9:,.1f} GFLOP/s {when} it reads {read:,.2f} GB/s")
     table.add_row("a decoding step, beside", f"{1e3 * hardware.decode_step_s:,.2f} ms")
     if hardware.sent_bytes_per_s:
         table.add_row("exchanged with ranks of the node", f"{hardware.sent_bytes_per_s / 1e9:,.2f} GB/s")

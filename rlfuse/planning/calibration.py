@@ -2,8 +2,9 @@
 
 Role: `calibrate` fits by it. Pure; `calibration_file` writes what was found.
 Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
-roof: reading weights or computing, whichever takes longer; the ratio of the two rates is searched, and so is how much
-devices of a node slow one another, where runs had more and fewer of them at work. The rest is linear.
+roof: reading weights or computing, whichever takes longer, or first one and then the other; which, and the ratio of the
+two rates, is searched, and so is how much devices of a node slow one another, where runs had more and fewer of them at
+work. The rest is linear.
 Held out: whole runs, each in turn, where there are several, else each fifth of a run's steps (of a probe: of its
 sizes); the error of a kind is the mean over what was held out of |predicted - measured| / measured of a step's total.
 Invariants: a rate that the work did not show is told in `not_measured`; links are never measured here.
@@ -15,6 +16,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -33,7 +35,7 @@ FOLDS = 5
 ACROSS_DEVICES = 0.1085
 """Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
 
-Fields = dict[str, float]
+Fields = dict[str, float | bool]
 
 
 # Fitting -------------------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
     rows = []
     for work in works:
         scores = work.kind == "scoring"
-        rows.append([scores * work.calls, (not scores) * work.calls, work.micro_batches, work.layers])
+        rows.append([scores * work.calls, (not scores) * work.calls, work.layers])
         rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
     updating, sending = (known.get(name, UNSEEN) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
     copying = known.get("copied_bytes_per_s", updating)
@@ -103,15 +105,14 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
     seconds = np.maximum(_seconds(works) - beside, 0.0)
     columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
     factors, _ = robust(columns * weights[:, None], seconds * weights)
-    pass_call, train_call, micro_batch, layer, hidden, passed, trained = map(float, factors[:7])
+    pass_call, train_call, layer, hidden, passed, trained = map(float, factors[:6])
     train_flops = _rate(trained)
     pass_flops = _rate(passed) if any(work.kind == "scoring" for work in works) else train_flops
     return {
         "pass_call_s": pass_call,
         "train_call_s": train_call,
-        "micro_batch_s": micro_batch,
         "layer_s": layer,
-        "gather_s": float(sum(factors[7:])),
+        "gather_s": float(sum(factors[6:])),
         "hidden_bytes_per_s": _rate(hidden),
         "pass_flops": pass_flops,
         "train_flops": train_flops,
@@ -152,22 +153,27 @@ def _unit(columns: np.ndarray) -> np.ndarray:
 
 def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
     weights = _weights(works)
-    steps, batch, read, computed, cached, prefill = np.array(
-        [[w.steps, w.batch, w.read, w.computed, w.moved, w.flops] for w in works], float
+    steps, batch, attended, read, computed, cached, prefill = np.array(
+        [[w.steps, w.batch, w.attended, w.read, w.computed, w.moved, w.flops] for w in works], float
     ).T
     seconds = np.maximum(_seconds(works) - prefill / pass_flops, 0.0)
+    own = np.stack([steps, steps * batch, attended], axis=1)
+    if np.linalg.matrix_rank(_unit(own)) < own.shape[1]:  # models of one depth
+        own = own[:, :2]
     fits = []
-    for ratio in ROOFS:
-        roof = np.maximum(read, computed / ratio) + cached
-        columns = np.stack([steps, steps * batch, roof], axis=1) * weights[:, None]
-        factors, loss = robust(columns, seconds * weights)
-        fits.append((loss, -ratio, factors))
-    _, ratio, (step, sequence, byte) = min(fits, key=lambda each: each[:2])
+    for overlaps, ratio in product((True, False), ROOFS):
+        roof = (np.maximum(read, computed / ratio) if overlaps else read + computed / ratio) + cached
+        factors, loss = robust(np.column_stack([roof, own]) * weights[:, None], seconds * weights)
+        fits.append((loss, not overlaps, -ratio, factors))
+    _, apart, ratio, (byte, step, sequence, *attention) = min(fits, key=lambda each: each[:3])
     bytes_per_s = _rate(float(byte))
-    seen = bytes_per_s * min(-ratio, float((computed / read).max()))  # less would slow work that did not show it
+    # Less than was seen would slow work that did not show it.
+    seen = bytes_per_s * (-ratio if apart else min(-ratio, float((computed / read).max())))
     return {
         "decode_step_s": float(step),
         "decode_sequence_s": float(sequence),
+        "decode_attention_s": float(sum(attention)),
+        "decode_overlaps": not apart,
         "bytes_per_s": bytes_per_s,
         "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNSEEN),
     }

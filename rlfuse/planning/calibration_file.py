@@ -14,6 +14,7 @@ from typing import Annotated
 import yaml
 
 from rlfuse.config.input_files import (
+    FLAG,
     AtLeastZero,
     Count,
     Index,
@@ -49,8 +50,9 @@ class Coefficients:
     train_call_s: AtLeastZero = 0.0
     decode_step_s: AtLeastZero = 0.0
     decode_sequence_s: AtLeastZero = 0.0
+    decode_attention_s: AtLeastZero = 0.0
+    decode_overlaps: Annotated[bool, FLAG] = True
     layer_s: AtLeastZero = 0.0
-    micro_batch_s: AtLeastZero = 0.0
     optimizer_s: AtLeastZero = 0.0
     gather_s: AtLeastZero = 0.0
     step_s: AtLeastZero = 0.0
@@ -121,7 +123,7 @@ def coefficients_of(hardware: Hardware) -> Coefficients:
     """Numbers for a file, to six digits; None for what was not measured."""
     given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
     known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None and math.isfinite(each)}
-    return Coefficients(**known)
+    return Coefficients(**known | {"decode_overlaps": hardware.decode_overlaps})
 
 
 def write(calibration: Calibration, path: Path) -> None:

@@ -31,7 +31,7 @@ from rlfuse.planning.exchanges import (
     of_step,
     stepped,
 )
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.memory import ITEM, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import micro_batches
@@ -67,6 +67,7 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
 
     A step takes `start + own * batch + max(read, computed * batch)`. Costs have one bend: they are as long for one
     sequence and where computing takes longer than reading, and between shorter by less than `own` for each sequence.
+    No batch is flat on a device that first reads, then computes: `start + own * batch + read + computed * batch`.
     """
     width, item, links = config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype], hardware.links
     flops, speed, cached = hardware.decode_flops * width, hardware.bytes_per_s * width, shape.cache.bytes_of(1, item)
@@ -75,11 +76,11 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
     sent = links.all_reduce(reduced, width) - links.all_reduce(0, width)
     read = ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / speed
     start = hardware.decode_step_s + 2 * len(shape.layers) * links.all_reduce(0, width)
-    own = hardware.decode_sequence_s
+    own = hardware.decode_sequence_s + hardware.decode_attention_s * len(shape.layers) / width
     each = token / flops + own
-    flat = max(1, int((read + own) / each))
+    flat = max(1, int((read + own) / each)) if hardware.decode_overlaps else 1
     return {
-        "step_base_s": start + read + own,
+        "step_base_s": start + own + hardware.decoding_s(read, token / flops),
         "step_per_sequence_s": each + sent,
         "step_per_context_token_s": cached / speed,
         "flat_batch": flat,
@@ -166,8 +167,8 @@ class _Ranks:
         handed_on = (self._stages - 1) * links.send(0, self._far)
         if self._config.training.vocabulary_parallel:
             handed_on += links.all_reduce(0, self._stages)
-        layer = self._hardware.layer_s + 2 * links.all_reduce(0, self._width)
-        return self._stages * self._hardware.micro_batch_s + len(shape.layers) * layer + handed_on
+        begun = (len(shape.layers) + self._stages * ENDS) * self._hardware.layer_s
+        return begun + 2 * len(shape.layers) * links.all_reduce(0, self._width) + handed_on
 
     def _hidden_s(self, shape: Shape) -> float:
         """Of a token's hidden states in a forward pass."""

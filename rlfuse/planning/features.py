@@ -25,7 +25,7 @@ from rlfuse.planning.exchanges import (
     of_pass,
     of_step,
 )
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.memory import ITEM, quantized_away
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
@@ -47,10 +47,8 @@ class Work:
     """Step of the run, or place in the probe: what is held out together."""
     seconds: float
     calls: int = 0
-    micro_batches: int = 0
-    """Forward passes, backward counted as two."""
     layers: int = 0
-    """Of all of these."""
+    """Of micro-batches, with their ENDS: in each forward pass; backward counts as two."""
     hidden: float = 0.0
     """Bytes of hidden states, of every layer, forward."""
     flops: float = 0.0
@@ -59,6 +57,8 @@ class Work:
     """Of decoding."""
     batch: int = 0
     """Sequences in each of them."""
+    attended: float = 0.0
+    """Sequences, in each layer of each of them."""
     read: float = 0.0
     """Bytes of weights that decoding reads."""
     computed: float = 0.0
@@ -82,13 +82,14 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
     if work.kind == "step":
         return hardware.step_s + work.moved / hardware.bytes_per_s
     if work.kind == "generating":
-        own = hardware.decode_step_s + work.batch * hardware.decode_sequence_s
-        read = max(work.read / hardware.bytes_per_s, work.computed / hardware.decode_flops)
-        return work.steps * own + read + work.moved / hardware.bytes_per_s + work.flops / hardware.pass_flops
+        own = work.steps * (hardware.decode_step_s + work.batch * hardware.decode_sequence_s)
+        own += work.attended * hardware.decode_attention_s
+        read = hardware.decoding_s(work.read / hardware.bytes_per_s, work.computed / hardware.decode_flops)
+        return own + read + work.moved / hardware.bytes_per_s + work.flops / hardware.pass_flops
     scoring = work.kind == "scoring"
     call_s = hardware.pass_call_s if scoring else hardware.train_call_s
     rate = hardware.pass_flops if scoring else hardware.train_flops
-    started = work.calls * call_s + work.micro_batches * hardware.micro_batch_s + work.layers * hardware.layer_s
+    started = work.calls * call_s + work.layers * hardware.layer_s
     states = work.moved / hardware.updating + work.copied / hardware.copying
     computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
     exchanged = work.gathers * hardware.gather_s + work.sent / (hardware.sent_bytes_per_s or inf)
@@ -142,6 +143,7 @@ def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -
         flops=2 * shape.passed * seen["prefill_tokens"] / width,
         steps=steps,
         batch=batch,
+        attended=steps * batch * len(shape.layers) / width,
         read=steps * ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / width,
         computed=2 * steps * batch * (shape.passed + shape.head) / width,
         moved=steps * seen["context"] * shape.cache.bytes_of(1, item) / width,
@@ -173,10 +175,11 @@ def _calls(
                 own = moved_in_gradients(config, held_of(config, shape), copies)
             own += each.copies if copies > 1 else Traffic()
             layers = passes * len(shape.layers)
+            begun = layers + passes * ENDS
             for span in done:
                 hidden = layers * shape.hidden * ITEM[config.model.dtype] * span.tokens
                 flops = passes * _flops(config, shape, span, lengths)
-                work = Work(kind, *part, span.seconds, 0, passes, layers, hidden, flops, gathers=each.modules)
+                work = Work(kind, *part, span.seconds, 0, begun, hidden, flops, gathers=each.modules)
                 yield replace(work, sent=share * each.bytes, moved=own.in_place, copied=own.copied)
             yield Work(kind, *part, call.seconds - sum(span.seconds for span in done), calls=1)
     for span in filter(is_optimizer_step, spans):

@@ -16,8 +16,12 @@ ADAM = 32
 """Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
 RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
 RATES += ["copied_bytes_per_s"]
-WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "layer_s", "micro_batch_s", "optimizer_s"]
+WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
+WAITS += ["optimizer_s"]
 """Of a device's own work: what other devices of its node slow."""
+ENDS = 2
+"""A micro-batch's embedding and head take as long as so many layers until their kernels run. Models that are about as
+deep do not tell the two apart: a fit that looked for both made models of few layers slow."""
 KINDS = ("generating", "scoring", "training")
 """Kinds of work whose forecasts have errors of their own."""
 
@@ -73,10 +77,13 @@ class Hardware:
     """Of each decoding step, beside what it reads and computes: scheduling, sampling."""
     decode_sequence_s: float = 0.0
     """Of each sequence of a decoding step, likewise."""
+    decode_attention_s: float = 0.0
+    """Of each sequence in each layer of a decoding step, beside its cache: hosts attend over one after the other."""
+    decode_overlaps: bool = True
+    """Whether decoding computes while it reads weights; hosts do one after the other."""
     layer_s: float = 0.0
-    """Of each layer of a micro-batch's forward pass: what it takes until its kernels run. Twice that backward."""
-    micro_batch_s: float = 0.0
-    """Of each micro-batch's forward pass, beside its layers and tokens. Twice that backward."""
+    """Of each layer of a micro-batch's forward pass, and of its ENDS: what it takes until kernels run. Twice that
+    backward."""
     hidden_bytes_per_s: float = inf
     """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
     optimizer_s: float = 0.0
@@ -118,6 +125,10 @@ class Hardware:
     def copying(self) -> float:
         """Bytes per second, into new memory."""
         return self.copied_bytes_per_s or self.updating
+
+    def decoding_s(self, read_s: float, computed_s: float) -> float:
+        """Reading weights and computing by them."""
+        return max(read_s, computed_s) if self.decode_overlaps else read_s + computed_s
 
     def crowded(self, beside: int) -> Hardware:
         """A device while so many others of its node are at work."""

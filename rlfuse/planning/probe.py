@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.planning.exchanges import updated
 from rlfuse.planning.features import Work, forward_flops
+from rlfuse.planning.hardware import ENDS
 from rlfuse.planning.model_sizes import Shape, read_shape
 
 ENOUGH_S, FEWEST = 0.12, 3
@@ -127,10 +128,11 @@ class Probe:
         learned = self._seconds(learn)
         model.zero_grad(set_to_none=True)
         layers = len(shape.layers)
+        begun = layers + ENDS
         hidden, flops = layers * shape.hidden * item * tokens, forward_flops(shape, [0], [tokens])
         self._part += 1
-        self._add(name, f"a pass over {tokens} tokens", Work("scoring", "", 0, scored, 0, 1, layers, hidden, flops))
-        work = Work("training", "", 0, learned, 0, 3, 3 * layers, 3 * hidden, 3 * flops)
+        self._add(name, f"a pass over {tokens} tokens", Work("scoring", "", 0, scored, 0, begun, hidden, flops))
+        work = Work("training", "", 0, learned, 0, 3 * begun, 3 * hidden, 3 * flops)
         self._add(name, f"forward and backward of {tokens} tokens", work)
 
     @torch.no_grad()
@@ -153,6 +155,7 @@ class Probe:
             seconds,
             steps=STEPS,
             batch=batch,
+            attended=STEPS * batch * len(shape.layers),
             read=STEPS * (sum(shape.layers) + shape.head) * item,
             computed=2 * STEPS * batch * (shape.passed + shape.head),
             moved=STEPS * batch * shape.cache.bytes_of(context, item),

@@ -4,9 +4,10 @@
 
 The plans of a job are the job as it is, the one that the search ranks first, and others that differ in a key. They are
 predicted from a calibration on the other jobs as they are, and on one slot where that is tried: no plan is predicted
-from runs of its own job, but for the lengths of its responses, those of the step with neither the most nor the fewest
-tokens. Nothing learns (learning rates are 0): else each plan's responses would grow or shrink in their own way, and
-with them its steps. Measured is the median step of a run but its first.
+from runs of its own job, but for the lengths of its responses. The search is given those of the step with neither the
+most nor the fewest tokens; predicted is the mean over all steps but the first, each on its own lengths, measured the
+mean of the same steps. They have the same lengths under every plan: nothing learns (learning rates are 0), and what is
+sampled depends on the step alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from calibration_transfer import GRPO, JOBS, LONG, make
 from scipy.stats import spearmanr
@@ -125,29 +126,33 @@ def _calibrating(folder: Path, name: str, steps: int) -> list[Path]:
 
 def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterator[Tried]:
     """The job as it is, the search's first if it is another, and others."""
-    job, facts = _job(folder, hardware)
+    job, facts, steps = _job(folder, hardware)
     found, _ = settled(job, search(job, facts, SECONDS), facts)
     changes = tuple((key, value) for key, value in found.plans[0].settings if value != value_of(job.config, key))
     first = BEST if changes else AS_IT_IS
     plans = {AS_IT_IS: (), first: changes} | {each: OTHERS[each] for each in others}
     for name, settings in plans.items():
         config, memory = job.with_settings(settings)
-        yield Tried(name, settings, job.simulated(config, memory, tuned=True).step, name == first)
+        predicted = mean(step.simulated(config, memory, tuned=True).step for step in steps)
+        yield Tried(name, settings, predicted, name == first)
 
 
-def _job(folder: Path, hardware: Hardware) -> tuple[Job, Facts]:
+def _job(folder: Path, hardware: Hardware) -> tuple[Job, Facts, list[Job]]:
+    """The job with the lengths of its middle step, what it can be, and the job with the lengths of each step."""
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
     shapes = shapes_of(config)
     steps = [whole_samples(spans_within(spans, span)) for span in spans if span.kind == "step"][1:]
-    lengths, prompt = sorted(steps, key=lambda each: sum(each[0]))[len(steps) // 2]
     axes = axes_of(config, shapes["actor"], CLUSTER)
     facts = Facts(attention_heads=shapes["actor"].heads, layers=len(shapes["actor"].layers))
-    return Job(config, shapes, {}, CLUSTER, hardware, tuple(lengths), round(prompt), axes), facts
+    jobs = [
+        Job(config, shapes, {}, CLUSTER, hardware, tuple(lengths), round(prompt), axes) for lengths, prompt in steps
+    ]
+    return sorted(jobs, key=lambda job: sum(job.lengths))[len(jobs) // 2], facts, jobs
 
 
 def _measured(folder: Path, name: str, plan: Tried, steps: int) -> float:
     spans = read_events(_made(folder, name, plan.name, plan.settings, steps) / "events.jsonl")
-    return median([span.seconds for span in spans if span.kind == "step"][1:])
+    return mean([span.seconds for span in spans if span.kind == "step"][1:])
 
 
 def _made(folder: Path, name: str, plan: str, settings: tuple[Setting, ...], steps: int) -> Path:

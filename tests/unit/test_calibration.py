@@ -29,7 +29,7 @@ from rlfuse.planning.calibration_file import (
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.exchanges import moved_in_step
 from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
 from rlfuse.planning.step_time import StepTimes
@@ -47,8 +47,8 @@ TRUE = Hardware(
     train_call_s=0.02,
     decode_step_s=0.008,
     decode_sequence_s=2e-4,
+    decode_attention_s=3e-5,
     layer_s=0.001,
-    micro_batch_s=0.006,
     hidden_bytes_per_s=6e7,
     optimizer_s=0.02,
     step_s=0.3,
@@ -74,16 +74,19 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
             works += [Work("training", *common, moved=moved, copied=8 * weights, optimizer_steps=1, sent=sent)] * 4
             for _ in range(40):
                 steps, batch, context = map(int, draw.integers((1, 1, 10), (30, 64, 300)))
+                attended = steps * batch * layers
                 read, computed = steps * weights * 4, 2 * steps * batch * weights
                 moved, prompts = steps * batch * context * layers * hidden * 8, 2 * weights * int(draw.integers(0, 50))
-                works.append(Work("generating", *common, 0, 0, 0, 0.0, prompts, steps, batch, read, computed, moved))
+                amounts = steps, batch, attended, read, computed, moved
+                works.append(Work("generating", *common, 0, 0, 0.0, prompts, *amounts))
             for kind, times in (("scoring", 1), ("training", 3)):
                 for _ in range(12):
                     batches, tokens = map(int, draw.integers((1, 100), (8, 3000)))
                     begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
                     hid, sent = times * layers * hidden * tokens * 4, gathered * begun * 2 * weights
                     modules = gathered * begun * (9 * layers + 2)
-                    works.append(Work(kind, *common, 1, begun, begun * layers, hid, flops, sent=sent, gathers=modules))
+                    begun *= layers + ENDS
+                    works.append(Work(kind, *common, 1, begun, hid, flops, sent=sent, gathers=modules))
         works = [replace(work, beside=number % 2) if work.source == common[0] else work for work in works]
     timed = [replace(work, seconds=seconds_of(work, hardware)) for work in works]
     return [replace(work, seconds=work.seconds * max(0.2, 1 + noise * draw.standard_normal())) for work in timed]
@@ -92,9 +95,11 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
 # Fitting -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_devices_numbers_come_out_of_its_work_again():
-    found = fitted(made(sharded=True))
-    for name, true in asdict(TRUE).items():
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
+    device = replace(TRUE, decode_overlaps=overlaps)
+    found = fitted(made(device, sharded=True))
+    for name, true in asdict(device).items():
         if name not in ("errors", "links", "host_bytes_per_s"):
             assert getattr(found, name) == pytest.approx(true, rel=0.01), name
 
@@ -293,7 +298,8 @@ def test_a_run_becomes_a_file_that_plans_read(run, capsys):
 def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
     config, shorter = config_of(run / "config.yaml"), name == "crowding" or re.search(r"(?<!per)_s$", name)
     config.actor.zero_stage = 3 if name == "gather_s" else config.actor.zero_stage
-    slow = replace(TRUE, **{name: getattr(TRUE, name) * (5 if shorter else 0.2)})
+    slower = name != "decode_overlaps" and getattr(TRUE, name) * (5 if shorter else 0.2)
+    slow = replace(TRUE, **{name: slower})
     before, after = (costs_of(config, shapes_of(config), hardware, 200.0) for hardware in (TRUE, slow))
     rates = [entry.name for entry in fields(before) if entry.name.endswith("per_s")]
     seconds = [entry.name for entry in fields(before) if entry.name.endswith("_s") and entry.name not in rates]
@@ -325,7 +331,7 @@ def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_p
     assert at < 4 * lasts, "all within the steps"
     shapes = {"actor": shapes_of(config)["actor"]}
     hardware = fitted(works_of("one", config, shapes, spans))
-    assert 3 * (hardware.micro_batch_s + 2 * hardware.layer_s) == pytest.approx(begun, rel=0.02)
+    assert 3 * (2 + ENDS) * hardware.layer_s == pytest.approx(begun, rel=0.02)
     assert hardware.train_call_s == pytest.approx(call_s, rel=0.02)
     config.data.train_batch_size = config.actor.ppo_mini_batch_size = 128
     steps = {}

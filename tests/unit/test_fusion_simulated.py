@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -130,22 +131,36 @@ def test_tuning_knows_what_ranks_do_together_only():
 
 @pytest.mark.slow
 def test_luck_on_two_draws_is_no_gain(monkeypatch):
-    """What overlaps was faster on both, and lost 3 % on another: a cache that holds few samples makes steps uneven."""
-    lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
-    later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
-    tight = {"engine": Engine(kv_tokens=600), "credit_samples": 8, "kv_bytes_per_token": 1000}
-    workload = Workload(3, lengths, seed=7, prompt_tokens=58, group=4, **later, **tight)
+    """What overlaps was faster on both, and slower in the mean of more: a cache that holds few makes steps uneven."""
+    lengths = Drawn(Lognormal(40, 0.5), 8, 400)
+    workload = tight(Workload(4, lengths, seed=9, prompt_tokens=200, group=2, lockstep="gradients"))
     draws = tuning.proofs_of(workload)
-
-    def most_lost():
-        tuned = tune(workload, "adaptive")
-        return max(
-            simulate(draw, "adaptive", tuned).result.step_s / simulate(draw, "serial").result.step_s for draw in draws
-        )
-
-    assert most_lost() <= 1 + tuning.LOST
+    assert of_serial(workload, draws).mean() <= 1
     monkeypatch.setattr(tuning, "PROOFS", 0)
-    assert most_lost() > 1.03
+    assert of_serial(workload, draws).mean() > 1.01
+
+
+@pytest.mark.slow
+def test_much_that_is_gained_on_most_draws_is_not_given_up_for_little_that_is_lost_on_one():
+    """A draw of ten lost 3 %, so nothing overlapped."""
+    lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
+    workload = tight(Workload(3, lengths, seed=7, prompt_tokens=58, group=4, credit_samples=8))
+    ratios = of_serial(workload, tuning.proofs_of(workload))
+    assert ratios.max() > 1 + tuning.LOST, "one that loses is among them"
+    assert ratios.mean() < 0.9
+
+
+def tight(workload):
+    """With a cache that holds few samples."""
+    later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
+    return replace(workload, engine=Engine(kv_tokens=600), kv_bytes_per_token=1000, **later)
+
+
+def of_serial(workload, draws):
+    """Steps of `adaptive`, tuned for the workload, over those of `serial`."""
+    tuned = tune(workload, "adaptive")
+    steps = [[simulate(draw, *how).result.step_s for how in (("adaptive", tuned), ("serial",))] for draw in draws]
+    return np.divide(*np.transpose(steps))
 
 
 def test_tuning_knows_which_slots_are_slow():

@@ -112,10 +112,10 @@ def moved_in_gradients(config: Config, held: float, copies: float) -> Traffic:
 
 def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
     """In an optimizer step, which under ZeRO 1 to 3 is of one flat tensor."""
-    zero, share, item = config.actor.zero_stage, held / copies, gradient_item(config)
+    zero, share, item, weight = config.actor.zero_stage, held / copies, gradient_item(config), ITEM[config.model.dtype]
     if zero == 0:
-        return _handed_over(config, held, copies) + Traffic(ADAM * held)
-    step = updated(share, ITEM[config.model.dtype]) + _written(4 * share, (item + 4) * share)
+        return _handed_over(config, held, copies) + Traffic((ADAM + _in_halves(item, weight)) * held)
+    step = updated(share, weight) + _written(4 * share, (item + 4) * share)
     return step + _handed_over(config, held, copies) if zero == 1 else step
 
 
@@ -126,6 +126,12 @@ def updated(share: float, item: int) -> Traffic:
     """
     roots = 4 * share
     return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
+
+
+def _in_halves(item: int, weight: int) -> int:
+    """Bytes of a parameter of 16 bits, whose float32 copy DeepSpeed's `FP16_UnfusedOptimizer` steps under ZeRO 0: the
+    largest and the least gradient are looked for, gradients made float32 if they are not, weights handed back."""
+    return (2 * item + (item + 4) * (item < 4) + 4 + weight) * (weight < 4)
 
 
 def stepped(share: float, item: int) -> float:

@@ -74,6 +74,14 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     assert few.on_hosts == 0 and few.copied == 8 * KEPT / 16, "memory is kept for small tensors; a bucket is none"
 
 
+@pytest.mark.parametrize("sums, moved", [("float32", 2 * 4 + 4 + 2), ("bfloat16", 2 * 2 + 2 + 4 + 4 + 2)])
+def test_a_step_of_models_of_16_bits_is_one_of_a_copy(shape, sums, moved):  # noqa: F811
+    """Under ZeRO 0; what is summed, normed and clipped is as wide as it is added up."""
+    given = {"actor.zero_stage": 0, "actor.grad_accum_dtype": sums, "model.dtype": "bfloat16"}
+    config, item = changed(job_of(shape).config, given.items()), 4 if sums == "float32" else 2
+    assert moved_in_step(config, 1000, 2).in_place == (11 * item + 32 + moved) * 1000
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F811
     """Of 60 million parameters ZeRO 3 gathers 50 million ahead, twice, then each module by itself, and scatters twice;

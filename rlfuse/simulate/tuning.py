@@ -80,9 +80,9 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
         return inf if lost else found
 
     def surer(settings: Settings) -> Settings:
-        """The same, but where it may lose training waits until all is scored."""
-        early = "early_training" not in tuned or surely(settings) < inf
-        return replace(settings, early_training=early)
+        """The same, but where that is better training waits until all is scored."""
+        tried = (True, False) if "early_training" in tuned else (True,)
+        return min((replace(settings, early_training=early) for early in tried), key=surely)
 
     surest = replace(given, **{name: getattr(SUREST, name) for name in TUNABLE})
     known = "longest_first" in tuned and workload.length_history_sigma is not None

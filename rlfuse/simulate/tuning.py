@@ -37,9 +37,10 @@ other lengths than were simulated it may turn out worse."""
 EQUAL = 1e-6
 """Part of a step by which two that are the same may differ."""
 LOST = 0.02
-"""Part of a step that one draw may lose where all of them together gain: costs are not known better than that. It may
-lose as much as they gain in the mean: of a few samples that find no room together one draw in ten loses 5 % by what
-overlaps, where the others gain up to 37 %."""
+"""Part of a step that a draw may lose where all of them together gain: costs are not known better than that."""
+LOST_OF_GAIN = 0.5
+"""What draws may lose beyond that, in parts of what the others gain: of a few samples that find no room together one
+draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %."""
 DRAWS = 2
 FEW = 64
 """Samples of a scaled-down step up to which it is worth simulating more than one draw."""
@@ -51,9 +52,9 @@ on: of a few samples which order is best is as much chance as it is the order.""
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
     """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
 
-    What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which a draw
-    takes longer than under `serial` by more than a switch and what it may lose, or all of them together take longer, if
-    there are others: first early training is given up, then consolidation, admission by length, and at last all that
+    What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which draws
+    take longer than under `serial` by more than a switch and what they may lose, or all of them together take longer,
+    if there are others: first early training is given up, then consolidation, admission by length, and at last all that
     overlaps.
     `given`: what the configuration decides; it is simulated, and is part of what is returned.
     """
@@ -67,9 +68,10 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
 
     @cache
     def seconds(settings: Settings, draws: tuple[Workload, ...] = draws) -> float:
-        """Infinite where a draw takes much longer than under `serial`."""
-        gained = 1 - sum(taken(settings, draw) for draw in draws) / sum(map(serial, draws))
-        if any(taken(settings, draw) > serial(draw) * (1 + max(LOST, gained)) + draw.switch_s for draw in draws):
+        """Infinite where some draws lose much against `serial`, for what others gain."""
+        changes = [(taken(settings, draw) - serial(draw), draw) for draw in draws]
+        lost = sum(max(0.0, change - LOST * serial(draw) - draw.switch_s) for change, draw in changes)
+        if lost > LOST_OF_GAIN * sum(max(0.0, -change) for change, _ in changes):
             return inf
         return at_risk(fmean(taken(settings, draw) for draw in draws), settings)
 

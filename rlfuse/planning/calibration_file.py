@@ -28,8 +28,11 @@ from rlfuse.config.input_files import (
 )
 from rlfuse.planning.hardware import Hardware
 
-COUNTED_BEFORE = "optimizer_bytes_per_s"
-"""A field of files that are refused: it was of the states alone."""
+COUNTED_BEFORE = {
+    "optimizer_bytes_per_s": "counted fewer bytes of an optimizer step than it moves",
+    "micro_batch_s": "took what layers take for a micro-batch's own",
+}
+"""Fields of files that are refused, and what was wrong with them."""
 
 Text = Annotated[str, Schema(type="string", minLength=1)]
 
@@ -152,10 +155,11 @@ def read_file(path: Path) -> Calibration:
         raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise CalibrationError(f"{path}: no YAML: {error}") from error
-    if isinstance(data, dict) and isinstance(data.get("hardware"), dict) and COUNTED_BEFORE in data["hardware"]:
+    given = data.get("hardware") if isinstance(data, dict) else None
+    for name in COUNTED_BEFORE.keys() & (given.keys() if isinstance(given, dict) else ()):
         raise CalibrationError(
-            f"{path}: hardware.{COUNTED_BEFORE}: an older rlfuse wrote this file, and counted fewer bytes of an "
-            "optimizer step than it moves; let `rlfuse calibrate` write it anew, of the same runs or of a probe"
+            f"{path}: hardware.{name}: an older rlfuse wrote this file, and {COUNTED_BEFORE[name]}; "
+            "let `rlfuse calibrate` write it anew, of the same runs or of a probe"
         )
     try:
         return read(Calibration, data, CalibrationError)

@@ -216,12 +216,13 @@ def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration,
     with pytest.raises(CalibrationError, match=r"nowhere\.yaml: No such file"):
         read_calibration(tmp_path / "nowhere.yaml")
     del data["errors"]["scorn"]
-    data["hardware"] |= {"pass_flops": 1e9, "optimizer_bytes_per_s": 5e8}
-    path.write_text(yaml.safe_dump(data))
-    with pytest.raises(
-        CalibrationError, match=r"an older rlfuse wrote this file, .* let `rlfuse calibrate` write it anew"
-    ):
-        read_calibration(path)
+    data["hardware"]["pass_flops"] = 1e9
+    for old in ("optimizer_bytes_per_s", "micro_batch_s"):
+        path.write_text(yaml.safe_dump(data | {"hardware": data["hardware"] | {old: 1.0}}))
+        with pytest.raises(
+            CalibrationError, match=rf"{old}: an older rlfuse wrote this file, .* let `rlfuse calibrate` write it anew"
+        ):
+            read_calibration(path)
     path.write_text("a: [")
     with pytest.raises(CalibrationError, match="no YAML"):
         read_calibration(path)

@@ -73,9 +73,7 @@ class SlotDesk:
                     await asyncio.to_thread(disk.begin, self.log.folder)
                 for request in await asyncio.to_thread(disk.take, self.log.folder):
                     await self._serve(request)
-                if (states := self.states()) != self._told:
-                    await asyncio.to_thread(disk.publish, self.log.folder, states)
-                    self._told = states
+                await self._publish()
             except Exception as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
@@ -94,7 +92,16 @@ class SlotDesk:
         self.log.say(told)
         now, what = time.time(), {"slot": request.slot, "do": request.do}
         self.log.journal.recorder.add(Span("request", "driver", now, now, cause=told, attributes=what))
-        await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
+        try:
+            await self._publish()  # first: whoever has the answer may look at once
+        finally:
+            await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
+
+    async def _publish(self) -> None:
+        """Say how the slots are, if that has changed."""
+        if (states := self.states()) != self._told:
+            await asyncio.to_thread(disk.publish, self.log.folder, states)
+            self._told = states
 
     async def _do(self, request: disk.Request) -> str:
         """What is said of it. SlotRefused where it can't be done."""

@@ -19,13 +19,13 @@ HEARTBEAT_S = 3.0
 
 
 def compute_before_a_step(rank, seconds):
-    """A rank whose next optimizer step takes long."""
+    """A rank whose next optimizer step takes long, and leaves no other thread more than a turn now and then."""
     step = rank.engines["actor"].step
 
     def slow():
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            sum(range(100_000))
+            sum(range(500_000))
         rank.engines["actor"].step = step
         step()
 

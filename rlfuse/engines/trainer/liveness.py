@@ -68,7 +68,7 @@ class Progress:
     def __init__(self, device: str, joined: Callable[[], Mapping[str, int]] = dict):
         self._on_gpu, self._joined = device != "cpu", joined
         self._done, self._looks, self._last = 0, 0, "its start"
-        self._seen = (time.monotonic(), 0.0)
+        self._seen = dict.fromkeys(self._counts(), (time.monotonic(), 0.0))
         self.thread = self.native_thread = 0
         """That of the rank's calls, as Python and as the system number it."""
 
@@ -97,23 +97,29 @@ class Progress:
     def pulse(self) -> Pulse:
         """On another thread than that of the calls."""
         stack = tuple(frames_of(sys._current_frames().get(self.thread)))
-        now, computed = time.monotonic(), self._computed()
-        before, least = self._seen, LEAST * (now - self._seen[0])
-        if not stack or computed - before[1] > least:
+        if not stack or any(map(self._grew, self._counts())):
             self._looks += 1
-        self._seen = (now, computed)
         return Pulse(self._done + self._looks, self._last, stack, self._joined(), self._on_gpu)
 
-    def _computed(self) -> float:
-        """Seconds that the calls' thread, and child processes, which compile and decode, ran or queued for a core."""
-        if self._on_gpu:
-            return children_cpu()
+    def _counts(self) -> tuple[Callable[[], float], ...]:
+        """Of seconds that show that a call computes. The first that does is enough, as the second reads many files:
+        beside a thread that computes in Python each of them waits for its turn."""
+        return (children_cpu,) if self._on_gpu else (self._own_cpu, children_cpu)
+
+    def _grew(self, count: Callable[[], float]) -> bool:
+        """Since it was last looked at, as where something computes."""
+        now, computed = time.monotonic(), count()
+        since, before = self._seen[count]
+        self._seen[count] = now, computed
+        return computed - before > LEAST * (now - since)
+
+    def _own_cpu(self) -> float:
+        """Seconds that the calls' thread ran or queued for a core."""
         try:
             ran, queued, _ = Path(f"/proc/self/task/{self.native_thread}/schedstat").read_text().split()
-            own = (int(ran) + int(queued)) / 1e9
+            return (int(ran) + int(queued)) / 1e9
         except OSError:  # not every kernel counts that
-            own = time.clock_gettime(time.pthread_getcpuclockid(self.thread))
-        return own + children_cpu()
+            return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
 
 
 def frames_of(frame: FrameType | None) -> Iterable[str]:

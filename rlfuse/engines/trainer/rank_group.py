@@ -179,12 +179,14 @@ class RankGroup:
                 await asyncio.sleep(limit / LOOKS)
                 at_it = [rank for rank, answer in asked.items() if not answer.done()]
                 for rank in at_it:
-                    if rank not in pulses or pulses[rank].done():
+                    if rank not in pulses:
                         pulses[rank] = asyncio.wrap_future(self.ranks[rank].pulse.remote().future())
                 if at_it:
                     await asyncio.wait([pulses[rank] for rank in at_it], timeout=limit / LOOKS)
                 before, looked = looked, time.monotonic()
-                heard = {rank: pulse for rank in at_it if not isinstance(pulse := _answer(pulses[rank]), Exception)}
+                # Those that come later are heard at the next look: a rank that computes in Python answers slowly.
+                answers = {rank: _answer(pulses.pop(rank) if pulses[rank].done() else None) for rank in at_it}
+                heard = {rank: pulse for rank, pulse in answers.items() if not isinstance(pulse, Exception)}
                 hung = judge.look(looked - before, heard)
                 if hung is not None:
                     return self._give_up(hung, judge, action, [rank for rank in heard if rank != hung])
@@ -206,9 +208,9 @@ class RankGroup:
         return call(reference, f"trainer/{rank}", action, self.config.cluster.timeout_s)
 
 
-def _answer(asked: asyncio.Future) -> Any:
+def _answer(asked: asyncio.Future | None) -> Any:
     """The pulse, None if it has not come; the error of a rank that can't tell, as its call will tell more."""
-    return (asked.exception() or asked.result()) if asked.done() else None
+    return asked and (asked.exception() or asked.result())
 
 
 class _Turns:

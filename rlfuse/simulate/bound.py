@@ -44,11 +44,14 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
    for every t: S >= D(t, that work of samples with e_i >= t), and what 4 says comes after S. It is more than 6 where
    many responses end last, as long as they may be.
 8. Ranks that work together only. None of that goes on in the H seconds in which some slot generates, nor while the last
-   of these turns into a trainer, nor during an optimizer step. All steps fit into H, so what 1 and 2 say of G holds of
-   it: H >= max e_i, and W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, in w / (n * z) at
-   least, where z is the largest speed of the slot for which that is smallest; and each mini-batch takes at least its
-   longest sample at speed z. The bubbles of pipelines come on top, less what they hold of passes. So
-   T >= H + switch_s + all of that + all optimizer steps: of training, and of scoring where `lockstep` is `all`.
+   of these turns into a trainer. All steps fit into H, so what 1 and 2 say of G holds of it: H >= max e_i, and
+   W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, and of a mini-batch at least its longest
+   sample. The bubbles of pipelines come on top, less what they hold of passes. Beside that work go c seconds in which no
+   slot works: each call of all slots begins with its cost, one for each kind of scoring, and for each model's mini-batch
+   (of a schedule: for all models'), and the optimizer steps. So slot s, whose largest speed is z_s and least u_s, does
+   its work w_s in all but h = H + switch_s + c seconds of T, in which it could have done u_s * h at least:
+   T >= h + w_s / z_s and T >= D_s(0, w_s + u_s * h), D_s of its speed alone, for every slot. It is so of training, and
+   of scoring where `lockstep` is `all`.
 The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6, 7 and 8: some terms grow with G, the others
 fall, so the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences
 cheaper by `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it
@@ -102,10 +105,13 @@ def lower_bound(workload: Workload) -> Bound:
     end = _crossing(earliest, rising, falling)
     together_s = _following(generation.ends, rest.before_first, total) + rest.optimizer_s + after_s
     seconds, chain = rising(end), max(together_s, float((generation.ends + rest.chains).max()))
-    if rest.in_lockstep_s:
+    if workload.lockstep != "none":
         alone = _crossing(earliest, lambda end: end, lambda end: generation.work(end) / total.most)
-        if (lockstep_s := alone + switch_s + rest.in_lockstep_s) > seconds:
-            seconds, end = lockstep_s, alone
+        work, calls_s = rest.in_lockstep
+        idle_s = alone + switch_s + calls_s
+        ends = [max(idle_s + work / each.most, each.end(0.0, work + each.least * idle_s)) for each in speeds]
+        if max(ends) > seconds:
+            seconds, end = max(ends), alone
     generated = _crossing(earliest, lambda end: end, lambda end: total.end(0.0, generation.work(end)))
     turned = rest.scoring_work + bool(workload.scoring.kinds) * switch_s * min(speed.least for speed in speeds)
     passed = float(rest.passes.min())
@@ -226,15 +232,19 @@ class _Rest:
         if all_scored_first:
             self.chains = np.maximum(self.chains, self.passes + self.optimizer_s + self.after_first_s)
         even = np.maximum(sums / workload.slots, longest)  # of what all slots do together, and none is cut
-        self.in_lockstep_s = self._in_lockstep(workload, float(even.sum()), len(each))
+        self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
 
-    def _in_lockstep(self, workload: Workload, even: float, parts: int) -> float:
-        """Point 8: seconds after generation; `even`: of one model on each slot. 0 where slots are free."""
-        if workload.lockstep == "none":
-            return 0.0
-        training, slowest = workload.training, min(speed.most for speed in workload.speeds())
-        passes = self.scoring_work / workload.slots * (workload.lockstep == "all")
-        trained = len(training.models) * training.epochs * even
-        bubbles = trained * (training.bubbles or 0.0)
-        beside = max(bubbles, passes) if workload.scoring.deferred else bubbles + passes
-        return (trained + beside) / slowest + training.epochs * parts * training.call_s + self.optimizer_s
+    def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:
+        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works.
+
+        `even`: of one model on each slot.
+        """
+        scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
+        alike, bubbles = workload.lockstep == "all", training.bubbles
+        passes = self.scoring_work / workload.slots if alike else 0.0
+        asked = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds) if alike and not scoring.deferred else 0
+        trained = models * training.epochs * even
+        idle = trained * (bubbles or 0.0)
+        beside = max(idle, passes) if scoring.deferred else idle + passes
+        calls = training.epochs * parts * (models if bubbles is None else 1)
+        return trained + beside, asked * scoring.call_s + calls * training.call_s + self.optimizer_s

@@ -99,6 +99,22 @@ def test_what_slots_do_together_only_follows_generation_on_all_of_them():
         assert bound.seconds == pytest.approx(generation + 0.5 + training + beside + 0.5)
 
 
+def test_together_goes_as_slow_as_the_slowest_slot_and_each_call_costs_all_of_them():
+    # One sample of 400 steps; its pass and training on both slots, none cut, as slow as the second is after a second.
+    slow = [{"slot": 1, "rate": 5, "from_s": 1}]
+    costs = {"scoring": {"tokens_per_s": 1000, "call_s": 0.3}, "training": {"tokens_per_s": 500, "call_s": 0.4}}
+    bound = lower_bound(workload([400, 10], 2, lockstep="all", slowdowns=slow, **costs))
+    generation, calls, work = 0.01 + 8.0, 0.3 + 0.4, (400 + 10 + 200) / 2 / 1000 + 500 / 500
+    in_first_second = 0.8  # of its work it may have done so much sooner, were it trained before it is generated
+    assert bound.seconds == pytest.approx(generation + 0.5 + calls + (work - in_first_second) / 0.2 + 0.5)
+    # A critic of its own has calls of its own, but in a schedule of both there is one for both.
+    both = {"tokens_per_s": 500, "call_s": 0.4, "models": ["critic", "actor"]}
+    apart, stages = (
+        lower_bound(workload([400, 10], 2, lockstep="all", training=both | more)) for more in ({}, {"bubbles": 0.0})
+    )
+    assert apart.seconds - stages.seconds == pytest.approx(0.4)
+
+
 def test_what_binds_is_named():
     many = [100] * 64
     assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from rlfuse.fusion.decisions import (
     PASS_BEFORE_STEP,
@@ -233,18 +233,29 @@ def share(
 ) -> dict[int, tuple[str, ...]]:
     """The first of these samples in shares of nearly equal time, longest first to who would end first (Graham 1969).
 
-    Siblings stay together where their prompt, which then runs once, is most of them. Other slots will come for more:
-    while anything is generated each gets what would be its part if all slots had one (guided self-scheduling,
-    Polychronopoulos and Kuck 1987), and then what it can do until all end together; but no less than a call is worth.
+    Other slots will come for more: while anything is generated each gets what would be its part if all slots had one
+    (guided self-scheduling, Polychronopoulos and Kuck 1987), and then what it can do until all end together; but no
+    less than a call is worth.
     """
     least, rates = int(call_s * tokens_per_s), [view.slots[slot].rate for slot in slots]
     part = tokens / view.power
     if not view.unfinished:
         part = tokens_per_s * seconds_together(view, tokens / tokens_per_s, rates)
-    families = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
-    pieces = ((sum(map(names.__getitem__, members)), members) for members in families)
+    pieces = ((sum(map(names.__getitem__, members)), members) for members in families(view, names, len(slots)))
     taken = _fitting(pieces, sum(max(part / rate, least) for rate in rates))
     return _shared_out(view, sorted(taken, reverse=True), slots, tokens_per_s)
+
+
+def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
+    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them.
+
+    Where nothing more will come and slots would be left without any, as many parts of each as these can take.
+    """
+    whole = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
+    first = list(islice(whole, slots))
+    parts = 1 if view.unfinished or not first else slots // len(first)
+    cut = (family[part::parts] for family in first for part in range(min(parts, len(family))))
+    return chain(cut, whole)
 
 
 def _fitting(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list[tuple[int, tuple[str, ...]]]:

@@ -7,7 +7,7 @@ at a time, and starts and ends as an engine; an optimizer step is taken by all s
 not before generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one
 before; a sample is trained on only after every kind of scoring that it needs. Costs are those of `fusion.costs`.
 What slots do together only, if anything (`lockstep`), they do as trainers, all of them, each an even part of it.
-Nothing else: no policy, no order, no limit on moving samples, no memory limit. So the bound holds for every policy, and
+Nothing else: no policy, no order, no limit on moving samples, no other memory. So the bound holds for every policy, and
 where samples are re-prefilled, pre-empted or generated again after a failure, all of which only add work.
 
 Proof. Let T be the time when the last optimizer step is over; after it every slot becomes an engine again, which takes
@@ -30,6 +30,9 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
    x is at most X_i = (v * G - p_i - c_i) / L_i, and by Jensen's inequality its charges are at least L_i * f(X_i) + c_i.
    Prompts are prefilled at least once each. So the cost of generation is at least
        W(G) = sum over prompts of p + sum over samples of (L_i * f(X_i) + c_i),    non-increasing in G.
+   A cache of K tokens holds the contexts of a step's sequences, so the step costs at least x / K times those, x being
+   the cheapest step's cost: all steps together x / K * (all contexts, summed over all L_i steps of all samples), which
+   takes the place of the sum of L_i * f(X_i) where it is more.
 3. Before the first optimizer step every slot turned into a trainer once (`switch_s` of its time), generation is over,
    and the first mini-batch was scored and accumulated. So was every other sample at least once, if each model has a
    pass that reads the weights which its step changes (old log-probs, values). That step begins no sooner than
@@ -171,12 +174,13 @@ class _Generation:
         ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
         self.ends = ends[np.searchsorted(self.lengths, workload.lengths())]
         self.hull = _falling_hull(steps, steps / batches)
+        self.in_cache = float(self.alike @ seen * steps.min()) / costs.kv_tokens
 
     def work(self, end: float) -> float:
         """W(G): least cost of all generation when it is over after `end` seconds."""
         mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
-        charges = self.lengths * np.interp(mean_step, *self.hull)
-        return self.prompts * self.prefill + float(self.alike @ (charges + self.context))
+        charges = float(self.alike @ (self.lengths * np.interp(mean_step, *self.hull)))
+        return self.prompts * self.prefill + max(charges, self.in_cache) + float(self.alike @ self.context)
 
 
 def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

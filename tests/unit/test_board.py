@@ -13,7 +13,7 @@ from rlfuse.fusion.decisions import Accumulate, Generate, Move, OptimizerStep, S
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
-from rlfuse.fusion.sharing import admit, share, unassigned
+from rlfuse.fusion.sharing import admit, families, share, unassigned
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import Reward, RewardFailure, make_groups
 
@@ -290,6 +290,11 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     assert len(view.unscored["ref"]) == 6 and view.siblings_together
     calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], call_s=0, tokens_per_s=1)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
+    # Of four slots two would do nothing; of three the third part of a prompt would be one more than slots can take.
+    parts = [("1/0/0", "1/0/2"), ("1/0/1",), ("1/1/0", "1/1/2"), ("1/1/1",)]
+    assert [len([*families(view, view.unscored["ref"], slots)]) for slots in (1, 2, 3, 4, 6, 9)] == [2, 2, 2, 4, 6, 6]
+    assert [*families(view, view.unscored["ref"], 4)] == parts
+    assert len([*families(replace(view, unfinished=1), view.unscored["ref"], 4)]) == 2
 
 
 def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_not_be_is_told():

@@ -56,6 +56,14 @@ def test_equal_lengths_share_one_batch():
     assert bound.seconds == pytest.approx(generation + 0.5 + 8 * 0.15 + 8 * 0.3 + 0.5, rel=1e-6)
 
 
+def test_a_small_cache_holds_few_sequences_at_a_time():
+    # 8 samples, of 300 tokens at their ends, in a cache of 400: all their contexts, step by step, are 6 times that long.
+    contexts = 8 * sum(100 + step for step in range(200))
+    bound = lower_bound(workload([200] * 8, engine=ENGINE | {"kv_tokens": 400}))
+    assert bound.generation_s == pytest.approx(8 * 0.01 + contexts / 400 * 0.02)
+    assert bound.generation_s > 1.5 * lower_bound(workload([200] * 8)).generation_s
+
+
 def test_siblings_prefill_their_prompt_once():
     apart, together = (lower_bound(workload([50] * 8, group=group)) for group in (1, 8))
     assert apart.seconds - together.seconds == pytest.approx(7 * 0.01, rel=1e-3)

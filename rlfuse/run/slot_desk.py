@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,10 +93,9 @@ class SlotDesk:
         self.log.say(told)
         now, what = time.time(), {"slot": request.slot, "do": request.do}
         self.log.journal.recorder.add(Span("request", "driver", now, now, cause=told, attributes=what))
-        try:
+        with suppress(OSError):  # told when it fails again, at the look's end
             await self._publish()  # first: whoever has the answer may look at once
-        finally:
-            await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
+        await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
 
     async def _publish(self) -> None:
         """Say how the slots are, if that has changed."""

@@ -48,11 +48,11 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
    many responses end last, as long as they may be.
 8. Ranks that work together only. None of that goes on in the H seconds in which some slot generates, nor while the last
    of these turns into a trainer. All steps fit into H, so what 1 and 2 say of G holds of it: H >= max e_i, and
-   W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, and of a mini-batch at least its longest
-   sample. The bubbles of pipelines come on top, less what they hold of passes. Beside that work go c seconds in which no
-   slot works: each call of all slots begins with its cost, one for each kind of scoring, and for each model's mini-batch
-   (of a schedule: for all models'), and the optimizer steps. So slot s, whose largest speed is z_s and least u_s, does
-   its work w_s in all but h = H + switch_s + c seconds of T, in which it could have done u_s * h at least:
+   W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, and of a mini-batch at least its
+   longest sample. The bubbles of pipelines come on top, less what they hold of passes. Beside that go c seconds in
+   which no slot works: each call of all slots begins with its cost, one for each kind of scoring, and for each model's
+   mini-batch (of a schedule: for all models'), and the optimizer steps. So slot s, whose largest speed is z_s and least
+   u_s, does its work w_s in all but h = H + switch_s + c seconds of T, in which it could have done u_s * h at least:
    T >= h + w_s / z_s and T >= D_s(0, w_s + u_s * h), D_s of its speed alone, for every slot. It is so of training, and
    of scoring where `lockstep` is `all`.
 The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6, 7 and 8: some terms grow with G, the others
@@ -246,7 +246,9 @@ class _Rest:
         scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
         alike, bubbles = workload.lockstep == "all", training.bubbles
         passes = self.scoring_work / workload.slots if alike else 0.0
-        asked = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds) if alike and not scoring.deferred else 0
+        asked = (
+            sum(bool(workload.passes(kind).any()) for kind in scoring.kinds) if alike and not scoring.deferred else 0
+        )
         trained = models * training.epochs * even
         idle = trained * (bubbles or 0.0)
         beside = max(idle, passes) if scoring.deferred else idle + passes

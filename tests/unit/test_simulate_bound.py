@@ -57,7 +57,7 @@ def test_equal_lengths_share_one_batch():
 
 
 def test_a_small_cache_holds_few_sequences_at_a_time():
-    # 8 samples, of 300 tokens at their ends, in a cache of 400: all their contexts, step by step, are 6 times that long.
+    # 8 samples, of 300 tokens at their ends, in a cache of 400, which all contexts of all steps fill 6 times.
     contexts = 8 * sum(100 + step for step in range(200))
     bound = lower_bound(workload([200] * 8, engine=ENGINE | {"kv_tokens": 400}))
     assert bound.generation_s == pytest.approx(8 * 0.01 + contexts / 400 * 0.02)

@@ -133,11 +133,28 @@ def test_tuning_knows_what_ranks_do_together_only():
 def test_luck_on_two_draws_is_no_gain(monkeypatch):
     """What overlaps was faster on both, and slower in the mean of more: a cache that holds few makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.5), 8, 400)
-    workload = tight(Workload(4, lengths, seed=9, prompt_tokens=200, group=2, lockstep="gradients"))
+    workload = tight(Workload(4, lengths, seed=32, prompt_tokens=200, group=2, lockstep="gradients"))
     draws = tuning.proofs_of(workload)
     assert of_serial(workload, draws).mean() <= 1
     monkeypatch.setattr(tuning, "PROOFS", 0)
     assert of_serial(workload, draws).mean() > 1.01
+
+
+@pytest.mark.slow
+def test_little_that_is_gained_in_the_mean_is_not_worth_much_lost_on_some():
+    """Of ten draws three lost 4 to 6 %, all together gained 0.3 %; one to come lost 5 %."""
+    lengths = (
+        "225 2000 212 2000 207 193 187 2000 2000 219 215 197 2000 2000 2000 209 2000 187 2000 220 2000 244 "
+        "2000 2000 195 223 182 174 205 196 2000 166 184 2000 2000 181 197 159 206 179 2000 207 2000 217 195 "
+        "2000 2000 192 "
+    )
+    engine = Engine(0.02, 0.005, 2e-08, 1, 4, 8000, 2000)
+    scoring = Scoring(2000, kinds=("old_log_prob", "ref"), by_update=True)
+    training = Training(3000, 2, call_s=0.5, optimizer_s=1.0, models=("critic", "actor"), epochs=2, bubbles=0.1)
+    given = {"group": 4, "credit_samples": 16, "lockstep": "all", "length_history_sigma": 1.0, "switch_s": 0.1}
+    given |= {"prompt_tokens": 64, "kv_bytes_per_token": 100_000, "link_bytes_per_s": 0.0, "move_s": 0.5}
+    workload = Workload(6, tuple(map(int, lengths.split())), engine=engine, scoring=scoring, training=training, **given)
+    assert of_serial(workload, [workload]).max() <= 1 + tuning.LOST
 
 
 @pytest.mark.slow

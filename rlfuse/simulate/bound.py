@@ -246,9 +246,8 @@ class _Rest:
         scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
         alike, bubbles = workload.lockstep == "all", training.bubbles
         passes = self.scoring_work / workload.slots if alike else 0.0
-        asked = (
-            sum(bool(workload.passes(kind).any()) for kind in scoring.kinds) if alike and not scoring.deferred else 0
-        )
+        asked = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds)
+        asked *= alike and not scoring.deferred  # else they are no calls of all slots
         trained = models * training.epochs * even
         idle = trained * (bubbles or 0.0)
         beside = max(idle, passes) if scoring.deferred else idle + passes

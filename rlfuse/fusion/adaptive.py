@@ -125,12 +125,18 @@ def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
 # Release -------------------------------------------------------------------------------------------------------------
 
 
+def look_is_due(view: Snapshot) -> bool:
+    """Whether the unfinished samples have become a multiple of their RELEASE_CHECKS-th; several may finish at once."""
+    rhythm = max(1, view.unfinished // RELEASE_CHECKS)
+    return -view.unfinished % rhythm < max(1, view.finished)
+
+
 def free_slots(view: Snapshot) -> list[Move]:
     """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
     if not view.settings.cost_gated:
         return consolidate(view)
-    limit, rhythm = view.settings.threshold * view.settings.samples, max(1, view.unfinished // RELEASE_CHECKS)
-    if view.waiting or not 0 < view.unfinished <= limit or view.unfinished % rhythm:
+    limit = view.settings.threshold * view.settings.samples
+    if view.waiting or not 0 < view.unfinished <= limit or not look_is_due(view):
         return []
     count = slots_needed(view, view.unfinished)
     if len(view.generating) <= HYSTERESIS * count or not freeing_pays(view):
@@ -148,8 +154,7 @@ def free_slots(view: Snapshot) -> list[Move]:
 
 def offload_slow_slots(view: Snapshot) -> list[Move]:
     """Take samples off slow slots that would end sooner elsewhere, the last ones first."""
-    rhythm = max(1, view.unfinished // RELEASE_CHECKS)
-    if view.waiting or not view.slow_engines or view.unfinished % rhythm:
+    if view.waiting or not view.slow_engines or not look_is_due(view):
         return []
     able = (view.slots[slot] for slot in view.engines_with_room if slot not in view.slow_engines)
     targets = [MoveTarget(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored

@@ -43,9 +43,8 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 class Board:
     """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
 
-    `passes`: how often it goes over the samples; `purpose`: what caused the work, for its events; `draw`: how many
-    groups have to be finished, where not all; `deferred`: kinds that can wait for a mini-batch known from the start;
-    `by_update`: those that the first of such does not need.
+    `passes`: how often it goes over the samples; `purpose`: that of its events; `draw`: how many groups must finish, if
+    not all; `deferred`: kinds that can wait for a known mini-batch; `by_update`: those that the first does not need.
     """
 
     def __init__(
@@ -332,6 +331,7 @@ class Board:
             shortest_first=slot_table.shortest_first,
             deadline=slot_table.deadline,
             unfinished=self._unfinished,
+            finished=slot_table.take_finished(),
             unscored=self._queue.unscored,
             deferred=self._queue.deferred,
             backlog=self._queue.tokens,

@@ -220,6 +220,8 @@ class Snapshot:
     """When generation can be over, if lengths are as expected and slots are shared out ideally."""
     unfinished: int
     """Samples without a whole response, waiting ones too."""
+    finished: int
+    """Samples that became whole since the snapshot before."""
     unscored: Mapping[str, Mapping[str, int]]
     """Kind of scoring -> finished samples that lack it, none of them under way -> tokens; kinds in serial order."""
     deferred: Mapping[str, Mapping[int, Mapping[str, int]]]

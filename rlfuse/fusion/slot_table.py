@@ -53,7 +53,7 @@ class SlotTable:
         for slot in self.slots:
             self._refresh(slot)
         self._shortest_first: list[int] = []
-        self._until_plan = 0
+        self._until_plan = self._finished = 0
         self._sum_power()
         self._apply_drained()
 
@@ -108,12 +108,18 @@ class SlotTable:
         self._exit(sample, tokens, now, whole=True)
         sample.become(SampleState.FINISHED)
         self._until_plan -= 1
+        self._finished += 1
         self._release_target(sample)  # it was asked to move, too late
         group = sample.group
         group.generated += 1
         for sibling in group.samples:
             if sibling.slot is not None:
                 sibling.expected = with_sibling(sibling.expected, group.generated, tokens)
+
+    def take_finished(self) -> int:
+        """Samples that became whole since the last call."""
+        finished, self._finished = self._finished, 0
+        return finished
 
     def _exit(self, sample: SampleRecord, tokens: int, now: float, whole: bool = False) -> None:
         """With so many tokens, which tells how many steps the engine has really done since it came."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from playing import prompts
+from random_engines import response
 
 from rlfuse.fusion import adaptive
 from rlfuse.fusion.board import Board
@@ -110,6 +111,17 @@ def test_slots_are_emptied_for_work_that_is_worth_it_and_the_longest_samples_sta
     assert moved(decisions) == {("1/0/0", 0, 1), ("1/2/0", 2, 1), ("1/3/0", 3, 1)}
     assert all(isinstance(decision, Move) for decision in decisions)
     assert adaptive.free_slots(with_backlog(board, 100)) == [], "moving and switching cost more"
+
+
+def test_no_look_is_skipped_where_several_samples_finish_at_once():
+    board = board_with([300], [500])
+    board.finished("1/0/0", response(), 0.0)
+    view = board.snapshot(0.0)
+    assert (view.finished, board.snapshot(0.0).finished) == (1, 0)
+    due = [adaptive.look_is_due(replace(view, unfinished=unfinished, finished=1)) for unfinished in range(128, 133)]
+    assert due == [True, False, False, False, True]
+    assert not adaptive.look_is_due(replace(view, unfinished=130, finished=2)), "131 and 130"
+    assert adaptive.look_is_due(replace(view, unfinished=130, finished=3)), "132 was passed"
 
 
 def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():

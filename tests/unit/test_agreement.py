@@ -1,6 +1,7 @@
 """Engines and trainer score the same tokens: what is compared, and what becomes of a run whose engines disagree."""
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,16 +109,19 @@ async def test_the_prompt_that_tells_most_is_compared():
 async def test_a_run_whose_engines_disagree_stops_or_is_labelled(tmp_path, capsys):
     config = Config()
     config.model.dtype, config.trainer.logger = "float32", ["console"]
-    metrics = RunLog(config, {}, tmp_path, total_steps=1, start=0).metrics
     found, _ = await agreement(0.0, -0.25)
-    with pytest.raises(EngineError, match=r"-1.25 by rollout/1, -1 by the trainer.*float32.*rollout.on_mismatch=alert"):
-        metrics.log_agreement(0, found)
-    config.rollout.on_mismatch = "alert"
-    metrics.log_agreement(0, found)
-    assert "engine and trainer disagree" in capsys.readouterr().out
-    labels = [metrics.label({}), RunLog(config, {}, tmp_path, 1, 0).metrics.label({})]
-    assert labels == ["mismatched", "exact"]
-    assert RunLog(config, {}, tmp_path, 1, 0).metrics.label(found.metrics) == "mismatched", "a step that shows it"
+    with closing(RunLog(config, {}, tmp_path, total_steps=1, start=0)) as log:
+        with pytest.raises(
+            EngineError, match=r"-1.25 by rollout/1, -1 by the trainer.*float32.*rollout.on_mismatch=alert"
+        ):
+            log.metrics.log_agreement(0, found)
+        config.rollout.on_mismatch = "alert"
+        log.metrics.log_agreement(0, found)
+        assert "engine and trainer disagree" in capsys.readouterr().out
+        assert log.metrics.label({}) == "mismatched"
+    with closing(RunLog(config, {}, tmp_path, 1, 0)) as log:
+        assert log.metrics.label({}) == "exact"
+        assert log.metrics.label(found.metrics) == "mismatched", "a step that shows it"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "fusion/mismatched": 1.0}) + "\n")
     assert summarise(tmp_path, config, 1.0)["label"] == "mismatched"
     assert "exact" not in capsys.readouterr().out

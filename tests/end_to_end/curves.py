@@ -10,7 +10,8 @@ LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "trainin
 def assert_same_curves(expected, found, steps):
     """The run `found`, which may have gone on for longer, learned what `expected` did.
 
-    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps.
+    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps. Losses are means
+    of terms of both signs, about 1 each: some millionths.
     """
     expected, found = (read_metrics(path / "metrics.jsonl") for path in (expected, found))
     found = found[: len(expected)]
@@ -18,4 +19,4 @@ def assert_same_curves(expected, found, steps):
     for want, have in zip(expected, found, strict=True):
         for name, value in want.items():
             if name.startswith(LEARNED):
-                assert have[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (want["step"], name)
+                assert have[name] == pytest.approx(value, rel=2e-4, abs=5e-6), (want["step"], name)

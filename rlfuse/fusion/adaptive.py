@@ -6,7 +6,8 @@ engine is lost: its rank has nothing to wait for. Four ideas beyond RLHFuse's on
 1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
    by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
    r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
-   ones fill large batches.
+   ones fill large batches. Where lengths are known well, slots that could hold all are given fewer at once
+   (`settings.max_sequences`): the longest begin in smaller batches, and short ones take the places of what ends.
 2. **Cost-gated release** (`settings.cost_gated`). Below the threshold, whenever the unfinished samples fit onto fewer
    slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
    longest samples, on which the end of generation depends, stay where they are.

@@ -198,6 +198,8 @@ class Settings:
     """adaptive: stages overlap; else one follows the other, as in serial, as long as no engine is lost."""
     early_training: bool = True
     """adaptive: free slots also accumulate gradients while others generate; else training follows, as in stream."""
+    max_sequences: int = 1 << 30
+    """adaptive: most samples that a slot is given at once, though it could hold more; the others wait."""
     prefill_share: float = 0.0
     """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
 

@@ -7,6 +7,8 @@ Pure data. Prediction only ever decides *when* a sample is generated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log, sqrt
+from statistics import fmean
 
 import numpy as np
 
@@ -25,8 +27,8 @@ class Lengths:
         self._of_prompt: dict[int, float] = {}
         self.recorded: list[float] = []
         """Lengths of the last step, for tuning."""
-        self.known_share = 0.0
-        """Part of the last step's prompts whose lengths were known before it."""
+        self.error: float | None = None
+        """Sigma of log(length / expectation) over the last step's prompts; None where half of them or more were new."""
 
     def knows(self, prompt: int) -> bool:
         return prompt in self._of_prompt
@@ -41,7 +43,9 @@ class Lengths:
         self.recorded = [length for each in lengths.values() for length in each]
         if not self.recorded:
             return
-        self.known_share = sum(map(self.knows, lengths)) / len(lengths)
+        known = {prompt: max(1.0, fmean(each)) for prompt, each in lengths.items() if self.knows(prompt)}
+        squares = [log(mean / max(1.0, self.expect(prompt))) ** 2 for prompt, mean in known.items()]
+        self.error = sqrt(fmean(squares)) if 2 * len(known) > len(lengths) else None
         for prompt, each in lengths.items():
             self._of_prompt[prompt] = self._blend(self._of_prompt.get(prompt), float(np.mean(each)))
         self._mean = self._blend(self._mean, float(np.mean(self.recorded)))

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from rlfuse.fusion.decisions import Policy
 
-TUNABLE = ("threshold", "max_decode_slowdown", "cost_gated", "longest_first", "overlapping", "early_training")
+TUNABLE = (
+    "threshold",
+    "max_decode_slowdown",
+    "cost_gated",
+    "longest_first",
+    "max_sequences",
+    "overlapping",
+    "early_training",
+)
 """`Settings` that simulation can tune."""
 
 

@@ -3,7 +3,8 @@
 Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
 steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
 whenever the step is another, once the time for it is a small share of the run's: the mean or the longest of lengths or
-what all slots do together changed by a fifth, or prompts' lengths are known by now from an earlier epoch.
+what all slots do together changed by a fifth, or prompts' lengths are known by now from an earlier epoch, or are known
+much better or worse than they were.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ SHARE = 0.02
 CALL_S = 0.005
 """Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows. Two to
 five milliseconds beside small models on two cores."""
-HISTORY = 0.3
-"""Sigma of log(length / earlier length of the prompt), where lengths are known from earlier steps."""
 MOST_SAMPLES = 2048
 """Larger steps are simulated scaled down to this."""
+
+Shape = tuple[float | None, float, float, float]
+"""Of a step: error of expected lengths, if they were known; mean and longest length; speed of all slots together."""
 
 
 class Learning:
@@ -45,7 +47,7 @@ class Learning:
     def __init__(self, config: Config, engines: int, say: Callable[[str], object]):
         self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
-        self._tuned_for: tuple[bool, float, float, float] | None = None
+        self._tuned_for: Shape | None = None
         self._tuning_s = self._since_s = 0.0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
@@ -53,7 +55,7 @@ class Learning:
         self._spans.append(spans)
         tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
         lengths = tuning.lengths.recorded
-        shape = (_known(tuning), float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
+        shape = (tuning.lengths.error, float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
         self._since_s += _step(spans).seconds
         before, paid = self._tuned_for, self._tuning_s <= SHARE * self._since_s
         if before is None or (_drifted(before, shape) and paid):
@@ -74,14 +76,11 @@ class Learning:
         self._say(f"rollout.disaggregate={mode}: {found.why}")
 
 
-def _drifted(before: tuple[bool, float, float, float], now: tuple[bool, float, float, float]) -> bool:
-    """Whether lengths have become known, or others, or slots: (known, mean, longest, speed of all slots)."""
-    return before[0] != now[0] or any(abs(new / old - 1) > DRIFT for new, old in zip(now[1:], before[1:], strict=True))
-
-
-def _known(tuning: Tuning) -> bool:
-    """Whether most prompts' lengths were known before the last step."""
-    return tuning.lengths.known_share > 0.5
+def _drifted(before: Shape, now: Shape) -> bool:
+    """Whether lengths have become known, are known better or worse, or are others, or slots are."""
+    (error_before, *others_before), (error, *others) = before, now
+    learned = (error is None) != (error_before is None) or abs((error or 0.0) - (error_before or 0.0)) > DRIFT
+    return learned or any(abs(new / old - 1) > DRIFT for new, old in zip(others, others_before, strict=True))
 
 
 def _step(spans: Sequence[Span]) -> Span:
@@ -110,6 +109,6 @@ def step_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span
     """The step of these spans, with the costs and slots' rates of `tuning`."""
     # What was drawn to validate, or to compare engines and trainer, has other lengths.
     lengths, prompt_tokens = whole_samples(spans_within(spans, _step(spans)))
-    history = HISTORY if _known(tuning) else None
-    like = workload_of(config, tuning.costs, engines, lengths[:MOST_SAMPLES], prompt_tokens, history)
+    samples = lengths[:MOST_SAMPLES]
+    like = workload_of(config, tuning.costs, engines, samples, prompt_tokens, tuning.lengths.error)
     return replace(like, slot_speed=_speeds(tuning))

@@ -26,6 +26,9 @@ from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
+SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)
+"""Of the samples that a slot could hold, so many are given to it at once: with the longest first these then decode in
+small batches, and short ones take their places."""
 SUREST = Settings(threshold=0.0, longest_first=False)
 """Of what is tuned: as `stream`, but that it trains early."""
 MOST_SLOTS, MOST_SAMPLES = 16, 2048
@@ -34,6 +37,8 @@ takes seconds. On much fewer slots than there are, consolidation looks better or
 RISK = 0.1
 """Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
 other lengths than were simulated it may turn out worse."""
+HELD_BACK = 0.005
+"""Part of a step that giving slots fewer samples at once must promise: it counts on lengths that stay as well known."""
 EQUAL = 1e-6
 """Part of a step by which two that are the same may differ."""
 LOST = 0.02
@@ -94,6 +99,9 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = fastest(tried, seconds, bound)
+    if known and "max_sequences" in tuned:
+        limited = [replace(best, longest_first=True, max_sequences=each) for each in limits_of(workload)]
+        best = min((best, *limited), key=surely)
     others = [replace(best, longest_first=not best.longest_first)] * known
     best = min(map(surer, (best, *others)), key=surely)
     for each in (best, surer(first), surer(surest)):
@@ -113,7 +121,15 @@ def fastest(candidates: Iterable[Settings], seconds: Callable[[Settings], float]
 
 def at_risk(step_s: float, settings: Settings) -> float:
     """With what a gain on a few draws has to be at least, for the risk to be taken."""
-    return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1)), 6)
+    held_back = HELD_BACK * (settings.max_sequences < Settings().max_sequences)
+    return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1) + held_back), 6)
+
+
+def limits_of(workload: Workload) -> list[int]:
+    """How many samples a slot may be given at once, if not all that it could hold."""
+    slots, samples = _scaled(workload)
+    held = min(workload.engine.max_sequences, samples // slots)
+    return [max(1, round(share * held)) for share in SHARES]
 
 
 def draws_of(workload: Workload) -> list[Workload]:

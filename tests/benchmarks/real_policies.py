@@ -28,7 +28,7 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.run.build import run
 from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.learning import HISTORY, measured, tuned
+from rlfuse.simulate.learning import measured, tuned
 from rlfuse.simulate.picture import Timeline, draw
 from rlfuse.simulate.recorded import whole_samples, workload_of
 from rlfuse.simulate.runner import simulate
@@ -67,10 +67,10 @@ class Benchmark:
         taught: list[Span] = []
         for repeat in range(self.repeats):
             taught += await self._step(controller, "serial", repeat, EARLIER + repeat, learn=True)
+        taught += await self._step(controller, "serial", 0, 2 * EARLIER, learn=True)  # how well these lengths are known
         for policy in POLICIES:
-            taught += (last := await self._step(controller, policy, 0, 2 * EARLIER, learn=False))
+            taught += (last := await self._step(controller, policy, 0, 3 * EARLIER, learn=False))
         tuning.costs = measured(taught, tuning.costs)
-        tuning.lengths.known_share = 1.0
         config, engines = controller.config, len(controller.engines.rollout)
         settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")
@@ -96,7 +96,7 @@ class Benchmark:
         for step in self.steps:
             policy, spans = step["policy"], self.spans[step["repeat"], step["policy"]]
             lengths = whole_samples(spans)
-            workload = workload_of(controller.config, costs, 2, *lengths, history=HISTORY)
+            workload = workload_of(controller.config, costs, 2, *lengths, history=controller.tuning.lengths.error)
             result = simulate(workload, policy, settings[policy]).result
             step |= {"simulated_s": result.step_s, "bound_s": result.oracle_s}
 

@@ -1,6 +1,7 @@
 """What a board keeps straight, case by case; `test_policies` does so for whole steps at random."""
 
 from dataclasses import replace
+from math import log
 
 import numpy as np
 import pytest
@@ -259,9 +260,11 @@ def test_lengths_follow_the_policy_and_finished_siblings():
     lengths = Lengths(longest=100)
     assert lengths.expect(0) == 25 and not lengths.knows(0)
     lengths.learn({0: [10, 30], 1: [80]})
+    assert lengths.error is None, "nothing was known of these prompts"
     assert (lengths.expect(0), lengths.expect(1), lengths.expect(2)) == (20, 80, 40)
     lengths.learn({0: [40]})
     assert lengths.expect(0) == 30 and lengths.knows(1)
+    assert lengths.error == pytest.approx(log(40 / 20))
     again = Lengths(longest=100)
     again.load_state_dict(lengths.state_dict())
     assert [again.expect(prompt) for prompt in range(3)] == [lengths.expect(prompt) for prompt in range(3)]

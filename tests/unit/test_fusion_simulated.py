@@ -211,6 +211,36 @@ def test_where_training_early_may_lose_it_is_training_that_waits():
     assert simulate(workload, "adaptive", tuned).result.step_s < simulate(workload, "stream").result.step_s
 
 
+WELL_KNOWN = Workload(
+    2,
+    Drawn(Lognormal(100, 1.0), 24, 500),
+    seed=2,
+    engine=Engine(step_per_sequence_s=1e-3, flat_batch=6, max_sequences=64),
+    training=Training(tokens_per_s=20_000),
+    switch_s=0.1,
+    length_history_sigma=0.3,
+)
+"""All of it finds room at once, in batches that are slower to decode than half of it."""
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_no_engine_is_given_more_samples_than_it_may_hold_and_the_longest_begin(most):
+    spans = simulate(WELL_KNOWN, "adaptive", Settings(threshold=0.0, max_sequences=most)).spans
+    assert max(span.attributes["batch"] for span in spans if span.kind == "decode") == most
+    whole = sorted((span for span in spans if span.kind == "generate"), key=lambda span: span.start)
+    begun = {name: sum(span.tokens for span in part) for name, part in (("first", whole[:8]), ("last", whole[-8:]))}
+    assert begun["first"] > 2 * begun["last"]
+
+
+@pytest.mark.slow
+def test_slots_are_given_fewer_samples_at_once_where_lengths_are_known():
+    found = tune(replace(WELL_KNOWN, seed=1), "adaptive")
+    assert found.longest_first and found.max_sequences < 12
+    steps = [simulate(WELL_KNOWN, "adaptive", each).result.step_s for each in (found, replace(found, max_sequences=64))]
+    assert steps[0] < 0.97 * steps[1]
+    assert tune(replace(WELL_KNOWN, length_history_sigma=None), "adaptive").max_sequences == Settings().max_sequences
+
+
 def test_the_rank_of_a_lost_engine_scores_meanwhile_whatever_was_tuned():
     """Tuned to be serial, `adaptive` left it idle while the others generated, and took as long as that."""
     lengths = (16, 69, 13, 25, 23, 20, 9, 111, 14, 11, 22, 18, 9, 18, 14, 21, 8, 44, 22, 22, 23, 29, 15, 15)

@@ -18,14 +18,14 @@ SEARCH_S = 3.0
 
 @pytest.fixture
 def run(monkeypatch):
-    """(what is taught, a step's spans, share of known lengths at each search for settings, which takes SEARCH_S)."""
+    """(what is taught, a step's spans, error of known lengths at each search for settings, which takes SEARCH_S)."""
     folder, searched, now = Path(__file__).parent / "recorded_runs/video", [], [0.0]
     recording = read_run(folder)
     lengths, step = Lengths(512), recording.steps[-1]
     lengths.learn({0: step.workload.lengths().tolist()})
 
     def tuned(tuning, *_):
-        searched.append(tuning.lengths.known_share)
+        searched.append(tuning.lengths.error)
         now[0] += SEARCH_S
         return tuning.fixed
 
@@ -48,15 +48,21 @@ def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slo
             tuning.relearn(tuning, spans)
 
     steps(1 + paying)
-    assert searched == [0.0], "neither lengths nor what is known of them has changed"
-    tuning.lengths.known_share = 1.0  # the second epoch
+    assert searched == [None], "neither lengths nor what is known of them has changed"
+    tuning.lengths.error = 0.3  # the second epoch
     steps(1)
-    assert searched == [0.0, 1.0], "the steps since the first have paid for it"
+    assert searched == [None, 0.3], "the steps since the first have paid for it"
     tuning.lengths.recorded = [2 * length for length in tuning.lengths.recorded]
     steps(paying - 1)
-    assert searched == [0.0, 1.0], "not before as much time has passed"
+    assert searched == [None, 0.3], "not before as much time has passed"
     steps(1)
-    assert searched == [0.0, 1.0, 1.0]
+    assert searched == [None, 0.3, 0.3]
     tuning.rates = Rates.of((1.0, 0.5))
     steps(paying)
-    assert searched == [0.0, 1.0, 1.0, 1.0]
+    assert searched == [None, 0.3, 0.3, 0.3]
+    tuning.lengths.error = 0.45
+    steps(paying)
+    assert searched == [None, 0.3, 0.3, 0.3]
+    tuning.lengths.error = 0.6
+    steps(1)
+    assert searched == [None, 0.3, 0.3, 0.3, 0.6], "lengths are known much worse than they were"

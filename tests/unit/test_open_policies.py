@@ -159,6 +159,7 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
             "max_decode_slowdown",
             "cost_gated",
             "longest_first",
+            "max_sequences",
             "overlapping",
             "early_training",
         ),

@@ -14,7 +14,10 @@ from rlfuse.cluster.stopping import Stopping
 from rlfuse.errors import NodeLeft, NodeLost, RunError, SlotRefused
 from rlfuse.events import Recorder
 from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.rates import Rates
+from rlfuse.fusion.tuning import Tuning
 from rlfuse.run import slot_desk, slots
 from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run_folder import slots as disk
@@ -34,7 +37,7 @@ class Prober:
 
 def draining(count=4, drained=()):
     engines = SimpleNamespace(rollout=[None] * count, trainer=Prober())
-    return Draining(engines, SimpleNamespace(costs=Costs(), rates=Rates(count, set(drained))))
+    return Draining(engines, Tuning(Costs(), Lengths(100), Settings(), Rates(count, set(drained))))
 
 
 @pytest.fixture

@@ -92,8 +92,8 @@ class Board:
         for group in groups:
             self._add(group)
         self._siblings_together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
-        self.slot_table.lengths_known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
-        self.slot_table.replan()
+        known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
+        self.slot_table.know_lengths(known, self.settings.max_sequences)
         self._divide()
         for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
             self._note_finished(self.records[sample.id], now)

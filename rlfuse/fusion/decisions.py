@@ -199,7 +199,7 @@ class Settings:
     early_training: bool = True
     """adaptive: free slots also accumulate gradients while others generate; else training follows, as in stream."""
     max_sequences: int = 1 << 30
-    """adaptive: most samples that a slot is given at once, though it could hold more; the others wait."""
+    """adaptive: most samples that a slot holds at once where lengths are known, though its engine could hold more."""
     prefill_share: float = 0.0
     """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,21 +40,16 @@ class SlotTable:
         """Typical slots that those make up which are not drained."""
         self._generating, self._slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
-        self._drained: set[int] = set()
-        self.costs = costs
+        self._drained, self._shortest_first = set[int](), list[int]()
+        self.costs, self._room = costs, costs.max_sequences
         self.groups: list[GroupRecord] = []
         self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
-        self.lengths_known = False
-        """Whether lengths are known from before: then the longest are admitted first."""
-        self.deadline = 0.0
+        self.deadline = self.context = 0.0
         self.in_flight = self.busy = 0
-        self.context = 0.0
         self._idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
         self._idle_engines, self._engines_with_room = dict[int, None](), dict[int, None]()
-        for slot in self.slots:
-            self._refresh(slot)
-        self._shortest_first: list[int] = []
         self._until_plan = self._finished = 0
+        self.know_lengths(False, costs.max_sequences)
         self._sum_power()
         self._apply_drained()
 
@@ -356,8 +352,16 @@ class SlotTable:
     # Plans -----------------------------------------------------------------------------------------------------------
 
     def replan(self) -> None:
-        """Groups were added: the plan is out of date."""
+        """Groups or engines are others: the plan is out of date."""
         self._until_plan = 0
+
+    def know_lengths(self, known: bool, most: int) -> None:
+        """Whether lengths of all groups are known: then the longest begin, and no slot gets more than `most`."""
+        self.lengths_known = known
+        self.costs = replace(self.costs, max_sequences=min(self._room, most) if known else self._room)
+        for slot in self.slots:
+            self._refresh(slot)
+        self.replan()
 
     def plan(self, now: float, other_s: float) -> None:
         """Work out anew, if that is due, when generation can be over and which waiting groups are the longest.

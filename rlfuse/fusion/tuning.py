@@ -28,11 +28,6 @@ class Tuning:
     rates: Rates
     relearn: Callable[[Tuning, Sequence[Span]], None] | None = None
 
-    @property
-    def slot_costs(self) -> Costs:
-        """For boards: an engine takes as many samples at once as settings let it."""
-        return replace(self.costs, max_sequences=min(self.costs.max_sequences, self.fixed.max_sequences))
-
     def settings(self, samples: int) -> Settings:
         """For a step of so many samples."""
         return replace(self.fixed, samples=samples)

@@ -57,7 +57,7 @@ class Draining:
             for slot in sorted(drained - self.drained):
                 self._note(slot, time.time())
                 self._say(f"slot {slot} works again: it is as fast as the others")
-        self.board = SlotTable(self.count, self._tuning.slot_costs, self._tuning.rates)
+        self.board = SlotTable(self.count, self._tuning.costs, self._tuning.rates)
         return self.board
 
     async def drain(self, collect: bool = False) -> list[Span]:

@@ -271,6 +271,18 @@ def test_lengths_follow_the_policy_and_finished_siblings():
     assert with_sibling(30.0, finished=1, length=60) == 40.0
 
 
+def test_slots_are_given_fewer_samples_at_once_only_as_long_as_all_lengths_are_known():
+    lengths, costs = Lengths(longest=100), Costs(max_sequences=8, max_tokens=100)
+    lengths.learn({prompt: [50] for prompt in range(4)})
+    groups = made(5, siblings=1)
+    b = Board(groups[:4], SlotTable(1, costs), ("reward",), settings=Settings(max_sequences=2), lengths=lengths)
+    assert b.slot_table.costs.max_sequences == 2
+    b.start(Generate(0, (0, 1)), 0.0)
+    assert not b.slot_table.engines_with_room
+    b.extend(groups[4:], 0.0)
+    assert b.slot_table.costs.max_sequences == 8 and list(b.slot_table.engines_with_room) == [0]
+
+
 def test_generation_takes_at_least_its_longest_sample_and_its_share_of_the_work():
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=10)
     one, two = (seconds_to_generate(np.array([100.0] * 8), slots, 0.0, costs) for slots in (1, 2))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlfuse.config.compose import load
 from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
@@ -21,6 +22,8 @@ FREE = {"step_per_sequence_s": 0.0, "move_s": 0.0, "prefill_tokens_per_s": 1e9, 
 """Costs under which moving always pays, and so does a call for a single sample."""
 SLOW_PREFILL = 40.0
 """Tokens per second at which each prompt seems worth an engine for a while."""
+FEW = 8
+"""Half of what each engine gets otherwise; lengths are known then, from those of `serial`."""
 CASES = {
     "serial": ("serial", Settings(), "exact"),
     "stream": ("stream", Settings(), "exact"),
@@ -29,6 +32,7 @@ CASES = {
     "adaptive": ("adaptive", ONE_SLOT, "exact"),
     "adaptive with KV caches": ("adaptive", ONE_SLOT, "exact"),
     "adaptive again": ("adaptive", ONE_SLOT, "exact"),
+    "adaptive, few at once": ("adaptive", Settings(threshold=0.0, max_sequences=FEW), "exact"),
     "apart with KV caches": ("adaptive", Settings(threshold=0.0, prefill_share=0.5), "exact"),
     "apart in stages with KV caches": ("serial", Settings(prefill_share=0.5), "exact"),
     "over_sampling": ("adaptive", Settings(), "over_sampling"),
@@ -61,6 +65,9 @@ class Steps:
             costs = FREE | ({"prefill_tokens_per_s": SLOW_PREFILL} if "apart" in case else {})
             controller.tuning.costs = replace(controller.tuning.costs, **costs, link_bytes_per_s=link)
             controller.tuning.fixed = settings
+            controller.tuning.lengths = Lengths(controller.config.data.max_response_length)
+            if settings.max_sequences == FEW:
+                controller.tuning.lengths.learn(self.found["serial"][0]["lengths"])
             await controller.update_weights(0)
             self.found[case] = [await self.step(step) for step in range(1, 1 + STEPS.get(data, 2))]
 
@@ -76,6 +83,8 @@ class Steps:
         samples = board.needed_samples()
         return {
             "metrics": metrics,
+            "lengths": board.response_lengths(),
+            "at_once": most_at_once([span for span in spans if span.kind == "generate"]),
             "responses": {sample.id: sample.response.token_ids.tolist() for sample in samples},
             "versions": {sample.id: sample.response.weight_version for sample in samples},
             "advantages": {s.id: s.tensors["advantages"].tolist() for g in board.groups_to_train() for s in g.samples},
@@ -90,6 +99,15 @@ class Steps:
     def described(self, spans):
         """More of a step, from its events."""
         return {"fusion": fusion_metrics(spans, slots=2)}
+
+
+def most_at_once(spans):
+    """Samples that the fullest engine held."""
+    most = 0
+    for engine in {span.where for span in spans}:
+        held = [span for span in spans if span.where == engine]
+        most = max(most, *(sum(other.start <= span.start < other.end for other in held) for span in held))
+    return most
 
 
 def perform(words):

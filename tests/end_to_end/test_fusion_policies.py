@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 EXACT = ("stream", "stream with credits", "rlhfuse", "adaptive", "adaptive with KV caches", "adaptive again")
+EXACT += ("adaptive, few at once",)
 APART = ("apart with KV caches", "apart in stages with KV caches")
 BATCH, N = 8, 4
 
@@ -40,6 +41,11 @@ def test_the_tail_was_consolidated(found, case):
     (step,) = found[case]
     assert step["fusion"]["fusion/samples_moved"] > 0
     assert set(step["carried"]) == {"kv" if "KV" in case else "tokens"}
+
+
+def test_engines_are_given_no_more_samples_at_once_than_they_may_hold(found):
+    (few,), (serial,) = found["adaptive, few at once"], found["serial"]
+    assert few["at_once"] == BATCH * N // 4 < serial["at_once"] == BATCH * N // 2
 
 
 @pytest.mark.parametrize("case", APART)

@@ -100,7 +100,8 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
     best = fastest(tried, seconds, bound)
     if known and "max_sequences" in tuned:
-        limited = [replace(best, longest_first=True, max_sequences=each) for each in limits_of(workload)]
+        fewer = product((best, first), limits_of(workload))  # with small batches the tail may need no moves
+        limited = [replace(each, longest_first=True, max_sequences=most) for each, most in fewer]
         best = min((best, *limited), key=surely)
     others = [replace(best, longest_first=not best.longest_first)] * known
     best = min(map(surer, (best, *others)), key=surely)

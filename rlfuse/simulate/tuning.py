@@ -7,7 +7,7 @@ take the best. Pure: a workload in, settings out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -95,14 +95,9 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     surest = replace(given, **{name: getattr(SUREST, name) for name in TUNABLE})
     known = "longest_first" in tuned and workload.length_history_sigma is not None
     first = min((replace(surest, longest_first=True), surest), key=seconds) if known else surest
-    tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
-    if "cost_gated" in tuned:
-        tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
-    best = fastest(tried, seconds, bound)
-    if known and "max_sequences" in tuned:
-        fewer = product((best, first), limits_of(workload))  # with small batches the tail may need no moves
-        limited = [replace(each, longest_first=True, max_sequences=most) for each, most in fewer]
-        best = min((best, *limited), key=surely)
+    best = fastest(consolidating(first, tuned), seconds, bound)
+    if known and "max_sequences" in tuned:  # with small batches the tail may need no moves
+        best = min((best, *holding_fewer((best, first), workload)), key=surely)
     others = [replace(best, longest_first=not best.longest_first)] * known
     best = min(map(surer, (best, *others)), key=surely)
     for each in (best, surer(first), surer(surest)):
@@ -126,11 +121,20 @@ def at_risk(step_s: float, settings: Settings) -> float:
     return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1) + held_back), 6)
 
 
-def limits_of(workload: Workload) -> list[int]:
-    """How many samples a slot may be given at once, if not all that it could hold."""
+def consolidating(first: Settings, tuned: Collection[str]) -> list[Settings]:
+    """`first` with each way of moving the tail."""
+    tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
+    if "cost_gated" in tuned:
+        tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
+    return tried
+
+
+def holding_fewer(found: Iterable[Settings], workload: Workload) -> list[Settings]:
+    """Each with fewer samples on a slot at once than it could hold, the longest first."""
     slots, samples = _scaled(workload)
     held = min(workload.engine.max_sequences, samples // slots)
-    return [max(1, round(share * held)) for share in SHARES]
+    limits = [max(1, round(share * held)) for share in SHARES]
+    return [replace(each, longest_first=True, max_sequences=most) for each, most in product(found, limits)]
 
 
 def draws_of(workload: Workload) -> list[Workload]:

@@ -138,8 +138,8 @@ def test_values_on_the_command_line_end_in_the_same_words(word, part):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("a: " + "[" * 500, "nested too deep"),
-        ("a: " + "{a: " * 500, "nested too deep"),
+        ("a: " + "[" * 5000, "nested too deep"),
+        ("a: " + "{a: " * 5000, "nested too deep"),
         ("trainer.logger: " + "[" * 90 + "]" * 90, "nested too deep"),
         ("a: &a [*a]", "nested too deep"),
         ("defaults: 5", "defaults entry `5` is not"),

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="rlfuse-job-") as folder:
         package = pack(config, Path(folder), Path.cwd(), arguments.include, arguments.with_code)
         for note in package.notes:
-            print(note)
+            print(note, flush=True)  # before Ray tells of its upload
         client = _connect(arguments)
         variables = {GRACE: str(int(config.trainer.preemption_grace_s + STOP_S / 2))} | variables
         job = _send(client, package, variables, config.trainer.experiment_name)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def start_over(worker: RolloutWorker, slot: int) -> None:
     """What a new actor does, by one whose engine has ended: bound to no core, knowing nothing of that one."""
     worker._garbage.close()
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), range(os.cpu_count()))
+        with suppress(ProcessLookupError):  # it may have ended since
+            os.sched_setaffinity(int(thread), range(os.cpu_count()))
     worker.__init__(slot)
 
 

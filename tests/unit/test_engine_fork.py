@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from rlfuse.engines.rollout import vllm_setup
 from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, forking
 
 ENDLESS = """
@@ -110,3 +111,16 @@ def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
     with forking("cuda"):
         assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
     assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
+
+
+def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeypatch):
+    bound, mine = [], [thread.id for thread in psutil.Process().threads()]
+
+    def bind(thread, cores):
+        bound.append((thread, cores))
+        if len(bound) == 1:
+            raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    vllm_setup.bind(0)
+    assert {(thread, 0) for thread in mine} <= {(thread, *cores) for thread, cores in bound}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -242,7 +243,8 @@ def bind(core: int | None) -> None:
     actor = psutil.Process()
     for process in (actor, *actor.children(recursive=True)):
         for thread in process.threads():
-            os.sched_setaffinity(thread.id, {core})
+            with suppress(ProcessLookupError):  # it may have ended since
+                os.sched_setaffinity(thread.id, {core})
 
 
 class StepMeter:

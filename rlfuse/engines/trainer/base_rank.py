@@ -80,7 +80,8 @@ class Rank:
         self.away = False
         if core is not None:
             for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
-                os.sched_setaffinity(int(thread), {core})
+                with suppress(ProcessLookupError):  # it may have ended since
+                    os.sched_setaffinity(int(thread), {core})
 
     @property
     def limit_s(self) -> float:

@@ -75,7 +75,7 @@ class Benchmark:
         settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")
         for policy, chosen in settings.items():
-            admission = f"longest_first {chosen.longest_first}"
+            admission = f"longest_first {chosen.longest_first}, max_sequences {chosen.max_sequences}"
             moving = f"threshold {chosen.threshold}, max_decode_slowdown {chosen.max_decode_slowdown}"
             print(f"{policy:<9} {moving}, {admission}")
         for repeat in range(self.repeats):

@@ -21,7 +21,7 @@ from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import CheckedPolicy, PolicyError, load_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.registry import Traits, traits_of
+from rlfuse.fusion.registry import TUNABLE, Traits, traits_of
 from rlfuse.run.build import _attempt
 from rlfuse.run.job import Job
 from rlfuse.simulate.runner import simulate
@@ -154,15 +154,7 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
         "serial": (),
         "stream": (),
         "rlhfuse": ("threshold", "max_decode_slowdown"),
-        "adaptive": (
-            "threshold",
-            "max_decode_slowdown",
-            "cost_gated",
-            "longest_first",
-            "max_sequences",
-            "overlapping",
-            "early_training",
-        ),
+        "adaptive": TUNABLE,
     }
     assert [name for name in POLICIES if traits_of(POLICIES[name]).trains_early] == ["adaptive"]
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.rows import chat_messages, raw_rows
 from rlfuse.data.tokenizers import conversation_ids
 from rlfuse.errors import DataError
-from rlfuse.rewards.api.labels import ONLY_LABEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.config.own_modules import module_of
 from rlfuse.config.valid_values import names_function
 from rlfuse.errors import UserError
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.refusals import Refused, check, listed
-from rlfuse.rewards.api.results import headline, user_traceback
 
 AIMLESS = 20
 """Times that every slot may switch, and every unfinished sample may move, while no sample is finished and no other work

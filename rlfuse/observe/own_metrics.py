@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rlfuse.config.own_errors import beginning, headline, text, user_traceback
 from rlfuse.config.own_modules import load
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import METRICS
 from rlfuse.rewards.api.items import Item, item_of_sample, own
-from rlfuse.rewards.api.results import Unreadable, beginning, headline, number, text, user_traceback
+from rlfuse.rewards.api.results import Unreadable, number
 from rlfuse.samples import Reward, Sample
 
 TRAINING, HELD_OUT = "custom", "val-custom"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlfuse.algorithms.preferences import Calibration
+from rlfuse.config.reward_labels import saved
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.files import write_whole
 from rlfuse.observe.live import figure
 from rlfuse.observe.summary import outcome
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.rewards.api.labels import saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,10 +26,10 @@ from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
 
 from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
+from rlfuse.config.own_errors import headline
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Item, Outcome, item_of_row
-from rlfuse.rewards.api.results import headline
 from rlfuse.rewards.api.shapes import RewardFunction, timed_out
 from rlfuse.rewards.workers.reward_worker import Source, limit_memory, pack, unpack
 from rlfuse.samples import RewardFailure

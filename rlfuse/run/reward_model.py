@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
+from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference, labels_of, load_preferences
@@ -31,7 +32,6 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
-from rlfuse.rewards.api.labels import head_labels
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.job import Job, looked_after
 from rlfuse.run.restarts import recovered, starting

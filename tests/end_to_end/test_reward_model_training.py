@@ -12,6 +12,7 @@ import torch
 from trainer_probe import Probe, distance
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import load_preferences
@@ -19,7 +20,6 @@ from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.trainer.reward_model import RewardModelTrainer
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.api.labels import ONLY_LABEL
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.workers.pool import RewardPool
 

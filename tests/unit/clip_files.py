@@ -266,7 +266,7 @@ def plan_of(times: Sequence[float]) -> VideoPlan:
     return VideoPlan(tuple(times), 28, 28 * BARS, 1.0, BARS)
 
 
-def check(path: str, appearances: list[float]) -> None:
+def assert_shows(path: str, appearances: list[float]) -> None:
     """All frames at the instants at which they appear, and just before them: each shows its number; then few, far
     apart, in any keyframe interval: the same to the bit."""
     facts = probe(path)

@@ -17,7 +17,7 @@ from clip_files import (
     UNEVEN,
     VP9,
     X265,
-    check,
+    assert_shows,
     numbered,
     numbers,
     plan_of,
@@ -79,13 +79,13 @@ WHOLE = {
 def test_each_frame_is_shown_from_its_time_until_the_next(tmp_path, name):
     kind, options = WHOLE[name]
     appearances = steady(60, options.get("fps", 10))
-    check(write_video(tmp_path / f"clip.{kind}", appearances, **options), appearances)
+    assert_shows(write_video(tmp_path / f"clip.{kind}", appearances, **options), appearances)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "flv", "webm", "gif"])
 def test_where_the_rate_varies_each_frame_is_shown_for_as_long_as_it_lasts(tmp_path, kind):
     options = {"webm": VP9, "gif": {"codec": "gif", "pix_fmt": "rgb8"}}.get(kind, PYRAMID)
-    check(write_video(tmp_path / f"clip.{kind}", UNEVEN, **options), UNEVEN)
+    assert_shows(write_video(tmp_path / f"clip.{kind}", UNEVEN, **options), UNEVEN)
 
 
 def test_packets_that_last_until_the_next_is_decoded_make_no_clip_longer(tmp_path):
@@ -96,13 +96,13 @@ def test_packets_that_last_until_the_next_is_decoded_make_no_clip_longer(tmp_pat
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4", "mjpeg"])
 def test_where_avi_leaves_out_pictures_the_one_before_stays(tmp_path, codec):
     options = MJPEG if codec == "mjpeg" else {"codec": codec, "bf": "0", "g": "12"}
-    check(write_video(tmp_path / "clip.avi", UNEVEN, fps=20, **options), UNEVEN)
+    assert_shows(write_video(tmp_path / "clip.avi", UNEVEN, fps=20, **options), UNEVEN)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "flv"])
 def test_sound_may_begin_before_the_pictures(tmp_path, kind):
     path = write_streams(tmp_path / f"late.{kind}", ("libx264", 0, 40, DEFAULT), sound_s=6.0, late=20)
-    check(path, steady(40))
+    assert_shows(path, steady(40))
 
 
 ODD = {
@@ -143,7 +143,7 @@ def test_open_groups_of_pictures_in_avi_are_not_late(tmp_path):
 
 
 def test_b_frames_packed_as_by_divx(tmp_path):
-    check(write_packed(tmp_path / "plain.avi", 41), steady(41))
+    assert_shows(write_packed(tmp_path / "plain.avi", 41), steady(41))
 
 
 @pytest.mark.parametrize("disposal", [0, 1, 2])
@@ -152,7 +152,7 @@ def test_gifs_of_parts_and_of_uneven_pictures(tmp_path, disposal):
     pictures = [Image.fromarray(np.array(numbered(number, 32, 128))) for number in range(len(stays))]
     path, milliseconds = tmp_path / "parts.gif", [round(1000 * stay) for stay in stays]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=milliseconds, disposal=disposal)
-    check(str(path), [0.0, *np.cumsum(stays[:-1]).round(2).tolist()])
+    assert_shows(str(path), [0.0, *np.cumsum(stays[:-1]).round(2).tolist()])
 
 
 EDITS = {

@@ -14,7 +14,7 @@ from clip_files import (
     UNEVEN,
     VP9,
     X265,
-    check,
+    assert_shows,
     numbers,
     plan_of,
     steady,
@@ -43,14 +43,14 @@ def test_avi_without_an_index(tmp_path, options):
     whole = Path(write_video(path, steady(60), **options)).read_bytes()
     end = whole.rindex(b"idx1")
     path.write_bytes(whole[:4] + struct.pack("<I", end - 8) + whole[8:end])
-    check(str(path), steady(60))
+    assert_shows(str(path), steady(60))
 
 
 @pytest.mark.parametrize("options", [PYRAMID, OPEN, MPEG4, X265, VP9])
 def test_an_index_that_takes_all_pictures_for_keyframes(tmp_path, options):
     path = Path(write_video(tmp_path / "clip.mp4", steady(60), **options))
     path.write_bytes(path.read_bytes().replace(b"stss", b"free"))
-    check(str(path), steady(60))
+    assert_shows(str(path), steady(60))
 
 
 WITHIN = {
@@ -144,7 +144,7 @@ def test_segments_one_behind_the_other_lost_nothing(tmp_path):
     parts = [path.read_bytes() for path in sorted(tmp_path.glob("part*"))]
     (path := tmp_path / "stream.ts").write_bytes(b"".join(parts))
     assert len(parts) >= 3
-    check(str(path), steady(60))
+    assert_shows(str(path), steady(60))
 
 
 BARE = {"h264": PYRAMID, "hevc": X265, "m1v": MPEG2 | {"codec": "mpeg1video"}, "mjpeg": MJPEG}

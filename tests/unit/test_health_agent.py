@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -197,10 +198,8 @@ def nvml():
 
 
 def test_a_container_that_shows_no_disks_is_looked_at_all_the_same(monkeypatch):
-    def none():
-        raise NotImplementedError("neither /proc/diskstats nor /sys/block")
-
-    monkeypatch.setattr(psutil, "disk_io_counters", none)
+    none = NotImplementedError("neither /proc/diskstats nor /sys/block")
+    monkeypatch.setattr(psutil, "disk_io_counters", Mock(side_effect=none))
     assert not {"disk_s", "disk_operations"} & node_counters().keys()
 
 

@@ -9,6 +9,7 @@ import torch
 from rlfuse.algorithms.preferences import bradley_terry, calibrate
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
+from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import Config, DataConfig
 from rlfuse.data.preferences import load_preferences, pair_of
 from rlfuse.engines.trainer.model_inputs import collate
@@ -17,7 +18,6 @@ from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError
 from rlfuse.observe.pairs import draw_calibration, summarise_pairs
 from rlfuse.observe.proxy import draw_proxies, draw_proxy
-from rlfuse.rewards.api.labels import ONLY_LABEL
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
 from rlfuse.tasks.settings import Labeller

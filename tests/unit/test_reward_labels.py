@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from rlfuse import notebook as nb
+from rlfuse.config.reward_labels import columns, head_labels
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.schema import DataConfig, ModelConfig
 from rlfuse.data.preferences import labels_of, load_preferences
@@ -17,7 +18,6 @@ from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError, EngineError, RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.api.labels import columns, head_labels
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.tasks.vocabulary import build_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
+from rlfuse.config.reward_labels import OWN_CLASS
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.labels import OWN_CLASS
 from rlfuse.rewards.models import sight, vllm_engine
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
-from rlfuse.rewards.api.labels import head_labels
 from rlfuse.samples import MicroBatch
 
 

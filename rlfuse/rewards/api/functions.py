@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.config.own_modules import module_of
 from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.http_service import service
-from rlfuse.rewards.api.results import headline, user_traceback
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
 
 Spec = str | Callable[..., Any] | RewardFunction

@@ -6,39 +6,21 @@ Invariants:
 - NaN, infinity, a wrong length and anything that is not a number are `Unreadable`, never a number;
 - reading runs a user's code (`__repr__`, `__len__`, ...), which may raise anything: readers let it pass; `failure`
   makes a `RewardFailure` of it, and never raises itself;
-- what comes out is plain floats and text that any file and terminal takes; the traceback of a failure begins in the
-  user's code, and where no line of theirs raised, it is the one where the function begins.
+- what comes out is plain floats and text that any file and terminal takes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
-import linecache
 import math
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rlfuse.config import own_modules
+from rlfuse.config.own_errors import TRACEBACK_LENGTH, headline, text, user_frames, user_traceback
 from rlfuse.rewards.api.items import Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
-OURS = (
-    str(Path(__file__).parents[1]),
-    own_modules.__file__,
-    str(Path(asyncio.__file__).parent),
-    inspect.__file__,
-    "<frozen importlib",
-)
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
-TRACEBACK_LENGTH = 20_000
-"""Characters of what an exception says, and of where it was raised."""
-MOST_LINKED = 100
-"""Exceptions of a chain or group that are shown. While a longer one is handled, each that is raised walks all of it."""
+"""Characters of what an exception says."""
 
 Values = list[tuple[Any, dict[str, Any]]]
 """For each sample what a function gave as its reward, and what else is to be logged."""
@@ -53,72 +35,10 @@ class Unreadable(ValueError):
 
 def failure(name: str, error: BaseException, begins: str = "") -> RewardFailure:
     """The failure of a call that raised, or gave what can't be read; `begins`: where the function does."""
-    said = text(str(error)) if isinstance(error, Unreadable) else headline(error)
-    return RewardFailure(name, said[:LINE_LENGTH], _safely(user_traceback, error, begins, otherwise=begins))
-
-
-def headline(error: BaseException) -> str:
-    """Type and message of an exception on one line."""
-    kind = _safely(lambda: text(type(error).__name__), otherwise="an exception without a name")
-    said = _safely(lambda: text(str(error)), otherwise="(its message can't be shown)")
-    return f"{kind}: {(said.strip().splitlines() or ['(no message)'])[0]}"
-
-
-def _safely(look: Callable[..., str], *arguments: Any, otherwise: str) -> str:
-    """What is seen of an exception, which may be made so that looking at it raises."""
-    try:
-        return look(*arguments)
-    except BaseException:
-        return otherwise
-
-
-def user_traceback(error: BaseException, begins: str = "") -> str:
-    """The traceback without the frames that led into the user's code; `begins` instead of one without theirs."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(OURS):
-        frame = frame.tb_next
-    if frame is None and isinstance(error, Unreadable):
-        return begins
-    if _are_many(error):
-        led = f"(more than {MOST_LINKED} exceptions led to it or are in it; they are left out)"
-        parts = ["Traceback (most recent call last):\n", *traceback.format_tb(frame), f"{headline(error)}\n{led}"]
-    else:
-        parts = traceback.format_exception(type(error), error, frame)
-    shown = text("".join(parts)).rstrip()
-    shown = f"{begins}\n{shown}" if frame is None and begins else shown
-    half = TRACEBACK_LENGTH // 2
-    return shown if len(shown) <= TRACEBACK_LENGTH else f"{shown[:half]}\n...\n{shown[-half:]}"
-
-
-def _are_many(error: BaseException) -> bool:
-    """Whether an exception has more causes, contexts and members of groups than can be shown in time."""
-    seen, waiting = set(), [error]
-    while waiting and len(seen) <= MOST_LINKED:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        waiting += one.__cause__, one.__context__
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-    return len(seen) > MOST_LINKED
-
-
-def beginning(call: Any) -> str:
-    """Where a function begins, as a traceback shows it; empty for what has no Python code."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    call = inspect.unwrap(call)
-    code = getattr(call if inspect.isroutine(call) else type(call).__call__, "__code__", None)
-    if code is None:
-        return ""
-    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return text(f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n    {line}')
-
-
-def text(value: str) -> str:
-    """A plain string without lone surrogates, which neither files nor terminals take."""
-    return str.encode(value, errors="backslashreplace").decode()
+    unreadable = isinstance(error, Unreadable)
+    said = text(str(error)) if unreadable else headline(error)
+    where = begins if unreadable and user_frames(error) is None else user_traceback(error, begins)
+    return RewardFailure(name, said[:LINE_LENGTH], where)
 
 
 # What was returned ---------------------------------------------------------------------------------------------------

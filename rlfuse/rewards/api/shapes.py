@@ -29,10 +29,11 @@ from dataclasses import dataclass, field, replace
 from types import CoroutineType, SimpleNamespace
 from typing import Any
 
+from rlfuse.config.own_errors import beginning, headline, user_traceback
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.items import Item, Outcome, own
-from rlfuse.rewards.api.results import beginning, failure, headline, read, split, spread, user_traceback
+from rlfuse.rewards.api.results import failure, read, split, spread
 from rlfuse.rewards.thoughts import without_thought
 from rlfuse.samples import RewardFailure, Visual
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rlfuse.config.own_errors import headline
+from rlfuse.config.reward_labels import check_trust, columns, read_config, saved
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
-from rlfuse.rewards.api.labels import check_trust, columns, read_config, saved
-from rlfuse.rewards.api.results import failure, headline
+from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.pooling import KEY, OTHERWISE, Asked, Pooling, check_head, sees, sight_of
 from rlfuse.rewards.models.sight import Sight
 from rlfuse.samples import RewardFailure, Visual

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.config.reward_labels import OWN_CLASS, head_labels
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
-from rlfuse.rewards.api.labels import OWN_CLASS, head_labels
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.sight import Sight, portions
 from rlfuse.samples import FramePlan, RewardFailure, Visual

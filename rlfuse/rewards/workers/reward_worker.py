@@ -24,11 +24,11 @@ from ray import cloudpickle
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GROWN_MIB, GarbageCollector
+from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.errors import RewardError
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.functions import RewardFunction, load_function
 from rlfuse.rewards.api.items import Item, Outcome
-from rlfuse.rewards.api.results import headline, user_traceback
 
 
 @dataclass(frozen=True, slots=True)

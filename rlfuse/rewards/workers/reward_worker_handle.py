@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rlfuse.cluster import remote, watchdog
+from rlfuse.config.own_errors import headline, text
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.items import Item, Outcome
-from rlfuse.rewards.api.results import headline, text
 from rlfuse.rewards.api.shapes import timed_out
 from rlfuse.samples import RewardFailure
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.results import headline, user_traceback
 
 ONLY_LABEL = "LABEL_0"
 """As transformers calls it."""

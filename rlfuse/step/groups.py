@@ -35,7 +35,8 @@ class GroupSource:
         with self.recorder.span("data", step=step):
             draw = self.selection.draw(lambda prompts: self.of(prompts, step))
             groups = await self._encoded(draw.groups, step, "training")
-        eligible = sum(any(group is kept for kept in groups) for group in draw.groups[: draw.eligible])
+        kept = {id(group) for group in groups}
+        eligible = sum(id(group) in kept for group in draw.groups[: draw.eligible])
         return replace(draw, groups=groups, eligible=eligible, needed=min(draw.needed, eligible))
 
     async def validation(self, step: int) -> list[Group]:

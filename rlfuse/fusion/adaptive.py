@@ -82,13 +82,15 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     groups = (group for group in reversed(view.shortest_first) if group in view.waiting and group not in tried)
     group, decisions = next(groups, None), []
     for capacity in capacities:
-        longest = MARGIN * longest_on(view, view.slots[capacity.slot])
-        while group is not None and capacity.fits(group):
-            longest = max(longest, MARGIN * view.expected(group)[1])
-            if capacity.load and capacity.load + view.waiting[group] > batch_in_time(view, longest, capacity):
-                break
-            capacity.take(group)
-            group = next(groups, None)
+        slot = view.slots[capacity.slot]
+        joins = group is not None and joins_in_time(view, capacity, group, first_on(view, slot))
+        longest = longest_on(view, slot) if joins else 0.0
+        while joins and capacity.fits(group):
+            longest = max(longest, view.expected(group)[1])
+            if joins := joins_in_time(view, capacity, group, longest):
+                capacity.take(group)
+                group = next(groups, None)
+                joins = group is not None
         if capacity.groups:
             decisions.append(Generate(capacity.slot, tuple(capacity.groups)))
     return decisions + switch_idle_slots_to_rollout(view, capacities)
@@ -111,9 +113,21 @@ def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]
     return tried
 
 
+def first_on(view: Snapshot, slot: Slot) -> float:
+    """Tokens that the sample which came first to the slot still needs: mostly the most there, and sooner known."""
+    first = next(iter(slot.samples.values()), None)
+    return slot.remaining(first, view.now, view.costs) if first else 0.0
+
+
 def longest_on(view: Snapshot, slot: Slot) -> float:
     """Most tokens that a sample on the slot still needs."""
     return max(slot.all_remaining(view.now, view.costs), default=0.0)
+
+
+def joins_in_time(view: Snapshot, capacity: Capacity, group: int, remaining: float) -> bool:
+    """Whether the group can join one that needs so many tokens, and the longer of both ends by the deadline."""
+    count, longest = view.waiting[group], MARGIN * max(remaining, view.expected(group)[1])
+    return not capacity.load or capacity.load + count <= batch_in_time(view, longest, capacity)
 
 
 def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:

@@ -197,9 +197,14 @@ def _follow(client: Any, job: str) -> None:
         print(f"\nNo longer following; {job} goes on (rlfuse submit stop {job} ends it)")
         raise SystemExit(130) from None
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
-    why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
-    print(f"{job} {info.status.value.lower()}{why}")
+    print(f"{job} {_end(info)}")
     raise SystemExit(status_of(info.status.value, info.driver_exit_code))
+
+
+def _end(info: Any) -> str:
+    """How a job ended, in words; of one that failed also why."""
+    why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
+    return f"{info.status.value.lower()}{why}"
 
 
 def status_of(status: str, driver: int | None) -> int:
@@ -299,10 +304,10 @@ def _logs(client: Any, job: str) -> None:
 
 def _stop(client: Any, job: str) -> None:
     """Ask, and wait until it has ended."""
-    if (status := _state(client, job)) in ENDED:
-        print(f"{job} has ended already: {status.lower()}")
-        return
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
+    if info.status.value in ENDED:
+        print(f"{job} has ended already: {_end(info)}")
+        return
     limit = STOP_S + float(((info.runtime_env or {}).get("env_vars") or {}).get(GRACE, 0))
     _bounded(lambda: client.stop_job(job), f"stop {job}")
     print(f"{job} was told to stop; a step under way may end and be saved, at most {limit:g} s", flush=True)

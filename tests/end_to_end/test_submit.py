@@ -169,10 +169,13 @@ def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit,
 
 
 def test_a_job_is_stopped(submit, job):
-    status, out = finish(submit("--detach", *job[1], "trainer.experiment_name=long"))
+    more = "trainer.total_training_steps=10000", "trainer.experiment_name=long"
+    status, out = finish(submit("--detach", "--include", "helpers", *job[1], *more))
     assert status == 0, out
     name = submitted(out)
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} stopped" in out, out
+    status, out = finish(submit("stop", name))
+    assert status == 0 and f"{name} has ended already: stopped" in out, out
     status, out = finish(submit("logs", "nobody-knows-me"))
     assert status == 2 and "check --address" in out

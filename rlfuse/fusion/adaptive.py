@@ -83,14 +83,13 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     group, decisions = next(groups, None), []
     for capacity in capacities:
         slot = view.slots[capacity.slot]
-        joins = group is not None and joins_in_time(view, capacity, group, first_on(view, slot))
-        longest = longest_on(view, slot) if joins else 0.0
-        while joins and capacity.fits(group):
+        longest = first_on(view, slot)
+        if group is not None and joins_in_time(view, capacity, group, longest):
+            longest = longest_on(view, slot)
+        while group is not None and capacity.fits(group) and joins_in_time(view, capacity, group, longest):
             longest = max(longest, view.expected(group)[1])
-            if joins := joins_in_time(view, capacity, group, longest):
-                capacity.take(group)
-                group = next(groups, None)
-                joins = group is not None
+            capacity.take(group)
+            group = next(groups, None)
         if capacity.groups:
             decisions.append(Generate(capacity.slot, tuple(capacity.groups)))
     return decisions + switch_idle_slots_to_rollout(view, capacities)

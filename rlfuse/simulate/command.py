@@ -221,7 +221,8 @@ def _told(verdict: Verdict, goal: str) -> str:
     policy, *others = verdict.steps
     best = min(others, key=verdict.steps.__getitem__, default=policy)
     than = "the bound" if goal == "over_bound" else f"{best} and a switch"
-    return f"{policy} takes {getattr(verdict, goal):.1%} longer than {than}"
+    regret = getattr(verdict, goal)
+    return f"{policy} takes {abs(regret):.1%} {'longer' if regret > 0 else 'less'} than {than}"
 
 
 # A recorded run ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlfuse.errors import VideoError
 from rlfuse.samples import Sample, prompt_of
-from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet
+from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet, shown_frames
 from rlfuse.video.decode_pool import Clip, DecodePool
 
 FOLDER = "contact_sheets"
@@ -45,12 +45,21 @@ def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict
     """Write the `sheets` of these samples of a run folder."""
     (folder / FOLDER).mkdir(exist_ok=True)
     families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
-    clips = [Clip(each.path, each.plan) for family in families for each in family[0].prompt.visual]
-    decoded = _pool(timeout_s).stream(clips)
+    decoded = _pool(timeout_s).stream([clip for family in families for clip in _clips(family[0])])
     for family in families:
         shown = [(next(decoded), each.plan) for each in family[0].prompt.visual]
         if not any(isinstance(frames, VideoError) for frames, _ in shown):
             contact_sheet(shown, _caption(step, family)).save(folder / sheets[family[0].id])
+
+
+def _clips(sample: Sample) -> list[Clip]:
+    """Return the sample's clips and images, each reduced to the frames that its sheet shows."""
+    visual = sample.prompt.visual
+    clips = []
+    for each, shown in zip(visual, shown_frames([each.plan for each in visual]), strict=True):
+        times, single = tuple(each.plan.times[index] for index in shown), replace(each.plan.geometry, temporal_patch=1)
+        clips.append(Clip(each.path, replace(each.plan, times=times, geometry=single)))
+    return clips
 
 
 def _caption(step: int, family: Sequence[Sample]) -> Caption:

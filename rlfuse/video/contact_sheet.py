@@ -57,16 +57,29 @@ class Caption:
     truth: str = ""
 
 
+def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
+    """Return for each plan the indices of the frames that a sheet shows: `MOST_FRAMES` of all, evenly spaced.
+
+    At least one of each plan; an image counts as one frame, whatever its temporal patch.
+    """
+    frames = [(place, index) for place, plan in enumerate(plans) for index in range(1 if plan.still else plan.frames)]
+    shown: list[list[int]] = [[] for _ in plans]
+    for choice in np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int):
+        place, index = frames[choice]
+        shown[place].append(index)
+    return [indices or [0] for indices in shown]
+
+
 def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption) -> Image.Image:
-    """The picture. `seen`: clips and images in order, each as uint8 [frames, height, width, 3] of its plan."""
-    for frames, plan in seen:
-        if frames.shape != (plan.frames, plan.height, plan.width, 3) or frames.dtype != np.uint8:
+    """Draw the sheet of clips and images, in order; of each the `shown_frames` as uint8 [shown, height, width, 3]."""
+    places = shown_frames([plan for _, plan in seen])
+    for (frames, plan), shown in zip(seen, places, strict=True):
+        if frames.shape != (expected := (len(shown), plan.height, plan.width, 3)) or frames.dtype != np.uint8:
             raise ValueError(
-                f"frames: got {frames.dtype} {frames.shape}; valid is uint8 "
-                f"{(plan.frames, plan.height, plan.width, 3)}, as decoded from this plan"
+                f"frames: got {frames.dtype} {frames.shape}; valid is uint8 {expected}, the plan's shown_frames"
             )
-    grid = _grid(seen)
-    panel = _panel([plan for _, plan in seen], caption, grid.info["shown"])
+    grid = _grid(seen, places)
+    panel = _panel([plan for _, plan in seen], caption, sum(map(len, places)))
     width, top = MARGIN + grid.width + panel.width, max(grid.height, panel.height)
     answers = _answers(caption.answers, width)
     sheet = Image.new("RGB", (2 * MARGIN + width, 3 * MARGIN + top + answers.height), PAPER)
@@ -76,23 +89,21 @@ def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption
     return sheet
 
 
-def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]]) -> Image.Image:
-    """Thumbnails in rows, each with its time below; an image is shown once, whatever its temporal patch."""
+def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequence[int]]) -> Image.Image:
+    """Draw thumbnails in rows, each with its time below."""
     pictures = [
-        (frames[index], "image" if plan.still else f"{plan.times[index]:.1f} s")
-        for frames, plan in seen
-        for index in range(1 if plan.still else plan.frames)
+        (pixels, "image" if plan.still else f"{plan.times[index]:.1f} s")
+        for (frames, plan), shown in zip(seen, places, strict=True)
+        for pixels, index in zip(frames, shown, strict=True)
     ]
-    shown = np.linspace(0, len(pictures) - 1, min(len(pictures), MOST_FRAMES)).round().astype(int)
-    width, height = _thumbnail(len(shown), max(plan.width / plan.height for _, plan in seen))
-    columns = max(1, min(len(shown), (GRID[0] + GAP) // (width + GAP)))
-    rows = math.ceil(len(shown) / columns)
+    width, height = _thumbnail(len(pictures), max(plan.width / plan.height for _, plan in seen))
+    columns = max(1, min(len(pictures), (GRID[0] + GAP) // (width + GAP)))
+    rows = math.ceil(len(pictures) / columns)
     across, down = width + GAP, height + LABEL + GAP
     grid = Image.new("RGB", (columns * across - GAP, rows * down - GAP), PAPER)
     draw = ImageDraw.Draw(grid)
-    for place, index in enumerate(shown):
+    for place, (pixels, label) in enumerate(pictures):
         left, top = place % columns * across, place // columns * down
-        pixels, label = pictures[index]
         tall, wide = pixels.shape[:2]
         size = min(width, max(1, round(height * wide / tall))), height
         # Small frames stay pixels that can be counted; large ones are smoothed.
@@ -101,7 +112,6 @@ def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]]) -> Image.Image:
         draw.rectangle((left, top, left + size[0] - 1, top + height - 1), outline=LINE)
         middle = (left + width / 2, top + height + LABEL / 2 + 1)
         draw.text(middle, label, PALE, _font(SMALL), anchor="mm")
-    grid.info["shown"] = len(shown)
     return grid
 
 

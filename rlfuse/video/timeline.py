@@ -113,9 +113,10 @@ def _moving(container: InputContainer) -> list[VideoStream]:
 
 
 def _index(container: InputContainer, stream: VideoStream, size: int) -> Timeline | None:
-    """From the index of MP4 and its relatives, where it is whole and tells of a constant rate, else None.
+    """Return the timeline by the index of MP4 and its relatives, or None where it is incomplete or the rate varies.
 
-    It has decoding times only, which with B-frames are not those of the pictures.
+    The index holds decoding times. FFmpeg takes the target of a seek as a presentation time, so keyframes are shifted
+    by the delay between the two; otherwise each seek into a clip with B-frames arrives one keyframe early.
     """
     index = stream.index_entries
     if container.format.name != MP4 or not stream.duration or not stream.frames or len(index) != stream.frames:
@@ -136,7 +137,7 @@ def _index(container: InputContainer, stream: VideoStream, size: int) -> Timelin
     _check_length(container, stream, [ticks], end - ticks[-1], cut=False)
     fps = _rate(stream, duration / len(index))
     last = start + round((duration - 1 / fps) / tick_s)
-    keyframes = np.sort(ticks[is_keyframe > 0]).tolist()
+    keyframes = np.sort(ticks[is_keyframe > 0] + start - ticks[0]).tolist()
     return Timeline(stream.index, start, last, duration, fps, len(index), (), keyframes)
 
 

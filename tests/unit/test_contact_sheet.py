@@ -7,19 +7,29 @@ from PIL import Image
 
 from rlfuse.observe.sheets import draw_sheets, light, sheets_of
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Visual
-from rlfuse.video.contact_sheet import MARGIN, MOST_ANSWERS, MOST_FRAMES, PANEL, Answer, Caption, contact_sheet
+from rlfuse.video.contact_sheet import (
+    MARGIN,
+    MOST_ANSWERS,
+    MOST_FRAMES,
+    PANEL,
+    Answer,
+    Caption,
+    contact_sheet,
+    shown_frames,
+)
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, SeedSampling, plan_video
 from rlfuse.video.processor_sampling import PixelBounds
 
 RED = (255, 0, 0)
+IMAGE = plan_image(ImageFacts(56, 84), PixelBounds(min_pixels=28**2, max_pixels=56 * 84), Geometry(temporal_patch=2))
 CAPTION = Caption("step 1 · prompt 0", "How many?", (Answer("3", Reward(0.5, {"acc": 0.0})),), "4")
 
 
 def sheet_of(plan, caption=CAPTION):
     """A sheet of frames of one colour each, none of them white or grey."""
-    shades = np.arange(plan.frames) * 251 % 256
-    frames = np.zeros((plan.frames, plan.height, plan.width, 3), np.uint8)
+    shades = np.array(shown_frames([plan])[0]) * 251 % 256
+    frames = np.zeros((len(shades), plan.height, plan.width, 3), np.uint8)
     frames[..., 0], frames[..., 1] = 255, shades[:, None, None]
     return np.asarray(contact_sheet([(frames, plan)], caption)), shades
 
@@ -46,8 +56,16 @@ def test_every_frame_is_shown_once_in_order(clip, sampling):
 @pytest.mark.slow
 def test_a_plan_of_more_frames_shows_some_evenly():
     plan = plan_video(ClipFacts(4000.0, 24.0, 28, 28), SeedSampling(budget=2000, levels=(1,)))
-    sheet, _ = sheet_of(plan)
-    assert plan.frames == 2000 > MOST_FRAMES and sheet.shape[0] < 4000
+    sheet, shades = sheet_of(plan)
+    assert plan.frames == 2000 and len(shades) == MOST_FRAMES and sheet.shape[0] < 4000
+
+
+def test_shown_frames_of_several_plans():
+    few, many = (plan_of([i / 2 for i in range(count)]) for count in (2, 1278))
+    assert shown_frames([few, IMAGE]) == [[0, 1], [0]]
+    shown = shown_frames([few, IMAGE, many])
+    assert [len(each) for each in shown] == [1, 1, MOST_FRAMES - 2] and shown[2][-1] == 1277
+    assert shown_frames([IMAGE] * 700)[-1] == [0] == shown_frames([IMAGE] * 700)[1], "at least one of each"
 
 
 @pytest.mark.slow
@@ -90,16 +108,13 @@ def test_every_logged_sample_has_a_sheet_and_a_clip_or_image_that_is_gone_has_no
     plan = plan_of([0.0, 0.5])
     here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
     Image.new("RGB", (84, 56), RED).save(tmp_path / "here.png")
-    image = plan_image(
-        ImageFacts(56, 84), PixelBounds(min_pixels=28**2, max_pixels=56 * 84), Geometry(temporal_patch=2)
-    )
     at = np.arange(2, dtype=np.int32)
     clip = Visual(at, None, here, plan)
     videos = (
-        (clip, Visual(at, None, str(tmp_path / "here.png"), image)),
+        (clip, Visual(at, None, str(tmp_path / "here.png"), IMAGE)),
         (),
         (Visual(at, None, gone, plan),),
-        (clip, Visual(at, None, str(tmp_path / "gone.png"), image)),
+        (clip, Visual(at, None, str(tmp_path / "gone.png"), IMAGE)),
     )
     response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")
     samples = [

@@ -11,6 +11,7 @@ from av.stream import Disposition
 from clip_files import numbers, plan_of, steady, write_blank, write_streams, write_video
 
 from rlfuse.errors import VideoError
+from rlfuse.video import decoding
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import FixedSampling, Geometry, SeedSampling, plan_video
 
@@ -137,6 +138,17 @@ def test_only_the_keyframe_intervals_of_named_frames_are_decoded(folder):
     assert numbers(decode(path, plan_of([0.0, 1.7, 9.0, 9.9]))) == [0, 17, 90, 99]
     with pytest.raises(VideoError, match=r"holes.mp4: can't be decoded on the way to 2.5 s"):
         decode(path, plan_of([0.0, 2.5]))
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mov"])
+@pytest.mark.parametrize("options", [{}, clip_files.PYRAMID, clip_files.OPEN, clip_files.MPEG4], ids=str)
+def test_b_frames_do_not_move_a_seek_to_an_earlier_keyframe(tmp_path, monkeypatch, kind, options):
+    path = write_video(tmp_path / f"clip.{kind}", steady(200), **({"g": "20"} | options))
+    decoded, frames, gop = [], decoding._Video.frames, int(options.get("g", 20))
+    monkeypatch.setattr(decoding._Video, "frames", lambda video: map(lambda f: decoded.append(f) or f, frames(video)))
+    named = range(gop + 1, 200, gop)  # the second frame of each group of pictures, in order of presentation
+    assert numbers(decode(path, plan_of([number / 10 for number in named]))) == list(named)
+    assert len(decoded) < len(named) * gop / 2
 
 
 @pytest.mark.parametrize("rotation", [45, -30])

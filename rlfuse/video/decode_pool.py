@@ -235,7 +235,10 @@ class DecodePool:
 
 
 def _decode_into(memory: str, clip: Clip) -> None:
-    """In a worker: decode into memory of the process that asks."""
+    """Decode, in a worker, into memory that is shared with the caller."""
+    import torch
+
+    torch.set_num_threads(1)  # the pool has a process for each core
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
     if clip.plan.still:

@@ -3,7 +3,7 @@
 Role: `probe` and `read` run in the worker processes of `decode_pool`, which bounds them in time; `plan_image` is called
 where rows become prompts. From there on an image is a clip of one frame, for caches, engines, trainers and sheets.
 Invariants:
-- pixels are those of transformers' processor on Pillow, to the bit: upright as EXIF says, RGB, bicubic;
+- pixels equal those of transformers' default processor (torchvision) to the bit: upright by EXIF, RGB, bicubic;
 - of an animated file the first picture is shown, as there;
 - a file that can't be read whole is a `VideoError` that names it.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from rlfuse.errors import VideoError
+from rlfuse.video.display import resize
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds, within
 
@@ -49,8 +50,7 @@ def plan_image(facts: ImageFacts, bounds: PixelBounds, geometry: Geometry) -> Vi
 def read(path: str, plan: VideoPlan) -> np.ndarray:
     """uint8 [1, height, width, 3] (RGB), in the plan's size."""
     with _opened(path) as image:
-        sized = image.resize((plan.width, plan.height), Image.Resampling.BICUBIC)
-        return np.asarray(sized)[None]
+        return resize(np.array(image), plan.height, plan.width)[None]
 
 
 @contextmanager

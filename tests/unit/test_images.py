@@ -63,13 +63,13 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["video_llama_3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
 def test_pixels_are_the_processors(kind, mode, tmp_path):
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.video_llama_3.image_processing_video_llama_3 import VideoLlama3ImageProcessor
 
-    processor, geometry = VideoLlama3ImageProcessorPil(**BOUNDS, do_normalize=False, do_rescale=False), Geometry(14, 1)
+    processor, geometry = VideoLlama3ImageProcessor(**BOUNDS, do_normalize=False, do_rescale=False), Geometry(14, 1)
     if kind != "video_llama_3":
         geometry = Geometry(16 if kind == "qwen3_vl" else 14, 2, 2)
-        processor = Qwen2VLImageProcessorPil(**BOUNDS, do_normalize=False, do_rescale=False, patch_size=geometry.patch)
+        processor = Qwen2VLImageProcessor(**BOUNDS, do_normalize=False, do_rescale=False, patch_size=geometry.patch)
     for size in SIZES:
         image = picture(*size, mode)
         image.save(tmp_path / "one.png")
@@ -87,11 +87,11 @@ def test_pixels_are_the_processors(kind, mode, tmp_path):
 @torch.no_grad()
 def test_features_are_the_models(folder):
     from transformers import AutoModelForImageTextToText
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.video_llama_3.image_processing_video_llama_3 import VideoLlama3ImageProcessor
 
     model, tower = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), Tower(folder)
-    kind = VideoLlama3ImageProcessorPil if "llama" in model.config.model_type else Qwen2VLImageProcessorPil
+    kind = VideoLlama3ImageProcessor if "llama" in model.config.model_type else Qwen2VLImageProcessor
     settings = dict(image_mean=list(tower.pixels.mean), image_std=list(tower.pixels.std))
     processor = kind(**settings, patch_size=model.config.vision_config.patch_size)
     for number in range(2):

@@ -6,6 +6,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, ColorTrc, VideoReformatter
 
 from rlfuse.video.decoding import decode, probe
@@ -117,3 +118,28 @@ def test_hdr_files_are_told_by_their_tags(tmp_path, kind, codec):
     path = write_hdr(tmp_path / f"hdr.{kind}", codec)
     assert probe(path).frames == 3
     assert decode(path, VideoPlan((0.0, 0.2), 28, 28, 10.0, 1)).mean() > 210  # untold: 148
+
+
+@pytest.mark.parametrize("size", [(96, 160), (123, 217), (40, 48)], ids=["smaller", "odd sides", "larger"])
+def test_pixels_of_clips_are_the_processors(tmp_path, size):
+    """Edges between saturated colours, which FFmpeg's conversion in one call with scaling misses widely."""
+    from transformers import Qwen2VLVideoProcessor
+
+    picture = np.random.default_rng(0).integers(0, 2, (-(-size[0] // 8), -(-size[1] // 8), 3)).repeat(8, 0).repeat(8, 1)
+    path = str(tmp_path / "clip.mkv")
+    with av.open(path, "w") as container:
+        stream = container.add_stream("ffv1", rate=10)
+        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        for number in range(2):
+            pixels = (255 * np.roll(picture, number, axis=1)[: size[0], : size[1]]).astype(np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with av.open(path) as container:
+        native = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    processor = Qwen2VLVideoProcessor(min_pixels=56 * 84, max_pixels=84 * 112)
+    videos = torch.tensor(native).permute(0, 3, 1, 2)[None]
+    theirs = processor.resize(videos, processor.size, processor.resample, factor=28)[0].permute(0, 2, 3, 1)
+    ours = decode(path, VideoPlan((0.0, 0.1), *theirs.shape[1:3], 10.0, 16))
+    np.testing.assert_array_equal(ours, theirs)

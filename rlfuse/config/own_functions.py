@@ -106,15 +106,18 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
     kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
     found = {node.name: node for node in tree.body if isinstance(node, nodes)}
-    made = key == REWARDS or (key == POLICY and name not in found)  # loading it judges what it is
-    made = made and not _bound(tree).isdisjoint({name, "*"})
-    if name not in found and not made:
+    # Rewards, and policies that are no plain `def`, are checked when they are loaded.
+    loaded = key == REWARDS or (key == POLICY and name not in found)
+    loaded = loaded and not _bound(tree).isdisjoint({name, "*"})
+    if name not in found and not loaded:
         known = ", ".join(each for each in found if not each.startswith("_")) or "none"
         several = "classes" if key == FAMILY else "functions"
         raise _problem(key, value, f"the file has no {kind} `{name}`; its {several}: {known}", "name one of them")
-    if absent := [each for each in _imported(tree) if not _is_there(each, path.resolve().parent)]:
+    # Not of rewards: their files may extend sys.path first, and are executed before anything starts.
+    absent = [each for each in _imported(tree) if key != REWARDS and not _is_there(each, path.resolve().parent)]
+    if absent:
         raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
-    return Traits() if made or key == FAMILY else _judged(key, value, found[name])
+    return Traits() if loaded or key == FAMILY else _judged(key, value, found[name])
 
 
 def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
@@ -177,7 +180,8 @@ def _kind(key: str) -> str:
 def _bound(tree: ast.Module) -> set[str]:
     """Names that the file gives to something, wherever in it."""
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
     return found | {each.asname or each.name for node in ast.walk(tree) for each in getattr(node, "names", ())
                     if isinstance(each, ast.alias)}  # fmt: skip
 

@@ -37,6 +37,7 @@ from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 hostile = module_of(Path(__file__).parents[1] / "unit" / "hostile_rewards.py")
+async_rewards = module_of(Path(__file__).parents[1] / "unit" / "async_rewards.py")
 
 # A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
 FUNCTIONS = """
@@ -224,6 +225,23 @@ async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_c
     assert results[10].message.startswith("judge took longer than 2 s") and "KeyError" in results[11].message
     [together] = [span for span in spans if span.attributes["function"] == "judge"]
     assert len(together.samples) == 12 and together.seconds < 60
+
+
+async def test_async_functions_of_every_kind_share_calls_and_are_bounded_by_the_time_limit(ray_cluster):
+    names = async_rewards.NAMES
+    pool = RewardPool(RewardConfig([f"{async_rewards.__file__}:{name}" for name in names], num_workers=2, timeout_s=2))
+    await pool.start()
+    try:
+        good = await pool.score(samples(*["good"] * 40))
+        hanging = await pool.score(samples("hang", "hang"))
+        again, spans = await pool.score(samples("good")), await pool.drain()
+    finally:
+        await pool.close()
+    assert [result.value for result in (*good, *again)] == [4.0 * len(names)] * 41
+    assert all("took longer than 2 s (reward.timeout_s)" in result.message for result in hanging)
+    assert not [span for span in spans if span.kind == "restart"]  # each bounded itself
+    calls = [span for span in spans if span.attributes.get("function") == "returns_awaitable"]
+    assert max(len(span.samples) for span in calls) > 30  # known to be async once it was called
 
 
 async def test_a_notebooks_callable_and_many_samples(ray_cluster):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 
+import async_rewards
 import numpy as np
 import pytest
 from scored_rows import score_table
 
+from rlfuse.config import own_functions
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
@@ -150,13 +153,37 @@ def test_kwargs_are_arguments_of_a_function_and_make_what_a_class_or_factory_giv
         load_function(make, {"least": 1})
 
 
-def test_callables_of_other_kinds():
-    class Judge:
-        async def __call__(self, solution_str):
-            return len(solution_str)
+@pytest.mark.parametrize("name", async_rewards.NAMES)
+def test_async_functions_of_every_kind_are_accepted_awaited_and_bounded(name):
+    spec = f"{async_rewards.__file__}:{name}"
+    own_functions.read(own_functions.REWARDS, spec)  # the check of a job's configuration
+    for given in (spec, getattr(async_rewards, name)):  # of a job, of a notebook
+        function = load_function(given)
+        assert function.is_async or name == "returns_awaitable"
+        assert [score.value for score in function.score([item_of_row(row) for row in ROWS])] == [1.0, 5.0]
+        assert function.is_async
+    [late] = function.score([item_of_row(ROWS[0] | {"response": "hang"})], timeout_s=0.02)
+    assert late.message == f"{function.name} took longer than 0.02 s (reward.timeout_s) and was stopped"
 
-    assert [score.value for score in outcomes(Judge())] == [1.0, 5.0]
-    assert load_function(Judge()).is_async
+
+def test_a_reward_file_may_extend_the_path_before_it_imports(tmp_path):
+    (tmp_path / "lib").mkdir()
+    write(tmp_path / "lib", "def measure(text): return len(text)\n", "helper_in_lib.py")
+    path = write(tmp_path, f"""
+    import sys
+    sys.path.append({str(tmp_path / "lib")!r})
+    import helper_in_lib
+    def f(solution_str): return helper_in_lib.measure(solution_str)
+    """)
+    own_functions.read(own_functions.REWARDS, f"{path}:f")
+    assert [score.value for score in outcomes(f"{path}:f")] == [1.0, 5.0]
+
+
+def test_a_partial_has_the_name_of_its_function():
+    assert load_function(functools.partial(verl, ground_truth="4")).name == "verl"
+
+
+def test_callables_of_other_kinds():
     assert [score.value for score in outcomes(lambda completions: [1, 2])] == [1.0, 2.0]
 
 

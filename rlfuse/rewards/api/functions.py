@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFun
     if spec == JUDGE:
         return replace(load_function("rlfuse.rewards.models.judge:Judge", kwargs), name=JUDGE)
     if not isinstance(spec, str) and (callable(spec) or hasattr(spec, "score")):
-        return adapt(getattr(spec, "__name__", None) or type(spec).__name__, spec, spec, kwargs)
+        return adapt(_name(spec), spec, spec, kwargs)
     if not isinstance(spec, str) or not all(spec.rpartition(":")[::2]):
         raise RewardError(
             f"reward.functions: got {spec!r}; an entry has to be path/to/file.py:function, package.module:function or "
@@ -51,6 +52,12 @@ def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFun
     else:
         module, source = _load_module(place, spec), spec
     return adapt(name, _pick(module, name, spec), source, kwargs)
+
+
+def _name(call: Any) -> str:
+    while isinstance(call, functools.partial):
+        call = call.func
+    return getattr(call, "__name__", None) or type(call).__name__
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:

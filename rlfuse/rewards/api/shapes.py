@@ -81,7 +81,6 @@ class RewardFunction:
     """Its parameters by name; True where it has no default."""
     takes_all: bool
     """It has `**kwargs`."""
-    is_async: bool
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments given to it at each call, whatever columns there are."""
     made_by: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +95,13 @@ class RewardFunction:
     """It is shown what follows a response's thought, and nothing of a thought without an end."""
     begins: str = ""
     """Where its code does, as a traceback shows it."""
+    awaited: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set for a coroutine function, and once a call of any other function has returned an awaitable."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its calls return awaitables, as far as is known yet."""
+        return self.awaited.is_set()
 
     @property
     def is_model(self) -> bool:
@@ -163,7 +169,10 @@ class RewardFunction:
     def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
         """What the call returns; of what has to be awaited our own coroutine that does."""
         result = self.call(**(arguments | self.kwargs))
-        return self._settle(result, timeout_s) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        self.awaited.set()
+        return self._settle(result, timeout_s)
 
     async def _settle(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
         try:
@@ -265,10 +274,10 @@ def adapt(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if unknown := [key for key in kwargs or {} if key not in named and not takes_all]:
         raise RewardError(f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(named)}")
-    called = (found, scores, type(found).__call__ if callable(found) else None)
-    coroutine = any(map(inspect.iscoroutinefunction, called))
     start = getattr(found, "start", None) if callable(scores) else None
-    function = RewardFunction(name, shape, call, source, named, takes_all, coroutine, dict(kwargs or {}))
+    function = RewardFunction(name, shape, call, source, named, takes_all, dict(kwargs or {}))
+    if _is_coroutine_function(scores if callable(scores) else found):
+        function.awaited.set()
     return replace(
         function,
         start=start if callable(start) else None,
@@ -276,6 +285,13 @@ def adapt(
         answer_only=callable(start) or getattr(found, "answer_only", False) is True,
         begins=beginning(scores if callable(scores) else found),
     )
+
+
+def _is_coroutine_function(call: Any) -> bool:
+    """Whether a function, or an object with `__call__`, is declared async, under any number of `functools.partial`."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None))
 
 
 def _shape(name: str, found: Any) -> str | None:

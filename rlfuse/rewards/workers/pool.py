@@ -221,13 +221,13 @@ class RewardPool:
         """
         function = self._functions[entry.name]
         told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
-        limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
         if function.is_model:  # by length, so that a batch's items pad each other little
             positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
         start = 0
         while start < len(positions):
             chosen = positions[start : start + self._size(function, len(positions))]
             start += len(chosen)
+            limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
             call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.batched)
             call.answer.add_done_callback(lambda _, call=call: self._learn(call))
             yield call
@@ -243,8 +243,10 @@ class RewardPool:
         """A function's pace: of its latest call, but never more than twice as fast as it was believed to be.
 
         So a call has at most twice the samples of the one before, should the next ones be slow. A call that had to be
-        repeated says nothing.
+        repeated says nothing. A plain function may turn out to return awaitables, as one that wraps an async one does.
         """
+        if call.awaited:
+            self._functions[call.name].awaited.set()
         if call.seconds:
             pace = call.seconds / len(call.items)
             self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)

@@ -81,10 +81,11 @@ class RewardWorker:
             limit_memory(self._memory_mb)
         return None
 
-    def score(self, name: str, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome for each item, in order."""
+    def score(self, name: str, items: Sequence[Item]) -> tuple[list[Outcome], bool]:
+        """(one outcome for each item, in order; whether the function returns awaitables)."""
+        function = self._functions[name]
         try:
-            return self._functions[name].score(items, self._timeout_s)
+            return function.score(items, self._timeout_s), function.is_async
         finally:
             self._garbage.guard()
 

@@ -45,6 +45,8 @@ class Call:
     """The function takes all items at once; else the worker calls it for each."""
     seconds: float = field(default=0.0, init=False)
     """What it took, once answered."""
+    awaited: bool = field(default=False, init=False)
+    """The function returns awaitables, as the worker found."""
     repeated: bool = False
     """It has lost a process already."""
     answer: asyncio.Future[list[Outcome]] = field(
@@ -164,7 +166,8 @@ class RewardWorkerHandle:
         ) as span:
             reference = self._actor.score.remote(call.name, call.items)
             try:
-                outcomes = await asyncio.wait_for(asyncio.wrap_future(reference.future()), call.limit_s)
+                answer = asyncio.wrap_future(reference.future())
+                outcomes, call.awaited = await asyncio.wait_for(answer, call.limit_s)
                 call.seconds = time.time() - span.start
                 return outcomes
             except TimeoutError:

@@ -26,14 +26,11 @@ from job_processes import (
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.cluster import scratch
-from rlfuse.config.own_modules import module_of
 from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.train import main as train_command
 
-async_rewards = module_of(Path(__file__).parents[1] / "unit" / "async_rewards.py")
-HANGS = "first_call_hangs"
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
 
@@ -330,35 +327,6 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     made = [row for row in read_metrics(run / "metrics.jsonl") if "fusion/train_makespan_planned" in row]
     assert all(0 < row["fusion/train_makespan_planned"] <= row["fusion/train_makespan_serial"] for row in made) and made
     assert (run / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
-
-
-def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_out(train, job):
-    folder, _ = job
-    names = HANGS, *async_rewards.NAMES
-    watched = ", ".join(f"{{path: {async_rewards.__file__}:{name}, weight: 0}}" for name in names)
-    run, status, text = train("dapo", **{
-        "algorithm": "dapo", "algorithm.use_kl_in_reward": "false", "rollout.n": 4, "trainer.n_gpus_per_node": 1,
-        "reward.functions": f"[{watched}, {folder}/reward.py:half_flat]", "reward.max_failure_rate": 0.5,
-        "reward.timeout_s": 5,
-        "algorithm.filter_groups.max_num_gen_batches": 3, "trainer.total_training_steps": 1,
-        "trainer.val_before_train": "false", "trainer.logger": "[console]",
-    })  # fmt: skip
-    assert status == 0, text
-    row = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 1)
-    assert row["train/num_gen_batches"] in (2, 3)
-    assert row["reward/frac_reward_zero_std"] == 0
-    assert not (run / "wandb").exists() and "critic/vf_loss" not in row
-    trained = {s for span in read_events(run / "events.jsonl") if span.kind == "backward" for s in span.samples}
-    odd = {name for name in trained if int(name.split("/")[1]) % 2}
-    assert trained and not odd
-    failures = [json.loads(line) for line in (run / "reward_failures.jsonl").read_text().splitlines()]
-    raised = [failure for failure in failures if "took longer than 5 s (reward.timeout_s)" not in failure["message"]]
-    assert all("unlucky" in failure["message"] and "raise RuntimeError" in failure["traceback"] for failure in raised)
-    assert [failure["function"] for failure in failures if failure not in raised] == [HANGS]
-    assert all(row[f"rewards/{name}/mean"] > 0 for name in names)
-    assert row["reward/latency_s/half_flat/max"] > 0 and row["reward/frac_gated"] == 0
-    if failed := row.get("reward/failures/half_flat"):
-        assert "unlucky" in text and 0 < failed <= len(failures)
 
 
 def test_an_engine_that_computes_another_model_ends_the_run_before_it_learns(train):

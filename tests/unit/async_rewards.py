@@ -1,4 +1,4 @@
-"""Async reward functions: every signature, and every kind of callable that a file may name. The response `hang` hangs."""
+"""Async reward functions: every signature and every kind of callable. On the response `hang` they never return."""
 
 import asyncio
 import functools
@@ -31,7 +31,8 @@ async def trl(prompts, completions, **columns):
 
 
 async def openrlhf(queries, prompts, labels, **kwargs):
-    return {"rewards": await lengths(query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True))}
+    pairs = zip(queries, prompts, strict=True)
+    return {"rewards": await lengths(query.removeprefix(prompt) for query, prompt in pairs)}
 
 
 async def by_samples(samples):

@@ -169,12 +169,15 @@ def test_async_functions_of_every_kind_are_accepted_awaited_and_bounded(name):
 def test_a_reward_file_may_extend_the_path_before_it_imports(tmp_path):
     (tmp_path / "lib").mkdir()
     write(tmp_path / "lib", "def measure(text): return len(text)\n", "helper_in_lib.py")
-    path = write(tmp_path, f"""
+    path = write(
+        tmp_path,
+        f"""
     import sys
     sys.path.append({str(tmp_path / "lib")!r})
     import helper_in_lib
     def f(solution_str): return helper_in_lib.measure(solution_str)
-    """)
+    """,
+    )
     own_functions.read(own_functions.REWARDS, f"{path}:f")
     assert [score.value for score in outcomes(f"{path}:f")] == [1.0, 5.0]
 

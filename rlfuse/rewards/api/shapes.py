@@ -291,7 +291,7 @@ def _is_coroutine_function(call: Any) -> bool:
     """Whether a function, or an object with `__call__`, is declared async, under any number of `functools.partial`."""
     while isinstance(call, functools.partial):
         call = call.func
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None))
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 
 def _shape(name: str, found: Any) -> str | None:

@@ -5,13 +5,15 @@
     /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
     {tmp}/rlfuse-run-*            Ray's session and temporary files    of_this_process (of the driver, and of all
                                   of a driver                          processes that it starts)
-    /dev/shm/{sem.mp-,psm_,...}   libraries' semaphores, and messages  linked in the folder they are `attach`ed to
+    /dev/shm/{sem.mp-,psm_,...}   libraries' semaphores, and messages  recorded by `attach` in a folder above
                                   between processes
 
 Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
 it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
 `run.leftovers` lists them for `rlfuse runs clean`.
 Invariants: only folders of this user, and none whose maker lives, on this host or in another container that shares it.
+Of libraries' files only those that such a folder records, by boot, file system and inode: a name proves nothing, and a
+process in another container may have mapped them unseen.
 Waits for processes that it killed, at most END_S.
 """
 
@@ -38,6 +40,8 @@ KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embe
 """Of folders in shared memory."""
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+"""Inodes are those of other files once the machine has been started again."""
 LONGEST_ROOT = 22
 """Characters: Ray's sockets lie 85 deeper, and the system takes paths of 107."""
 END_S = 10.0
@@ -75,17 +79,40 @@ def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def attach(folder: Path, files: Iterable[Path]) -> None:
-    """These go with the folder: a library made them for its maker, and removes them only where that ends in order."""
+    """Record that these files belong to the folder's maker: they are removed with the folder.
+
+    A library made them for it, and removes them only where it exits cleanly.
+    """
     for file in files:
-        with suppress(FileExistsError):
-            (folder / file.name).symlink_to(file)
+        with suppress(FileExistsError, FileNotFoundError):
+            (folder / _identity(file)).symlink_to(file)
+
+
+def attach_workers_files() -> None:
+    """Attach what processes started with this process's folder have mapped of libraries' files."""
+    folder = of_this_process()
+    attach(folder, held_by(each for each in psutil.process_iter() if _started_with(each, folder)))
+
+
+def attached(folder: Path) -> list[Path]:
+    """The files recorded in a folder that still exist; another file of the same name does not count."""
+    found = []
+    for link in folder.glob(f"{BOOT}-*"):
+        with suppress(OSError):
+            if link.name == _identity(link.readlink()):
+                found.append(link.readlink())
+    return found
+
+
+def _identity(file: Path) -> str:
+    facts = file.lstat()
+    return f"{BOOT}-{facts.st_dev:x}-{facts.st_ino}"
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and what it owns."""
-    for link in folder.glob("*"):
-        if link.is_symlink() and not link.is_dir():
-            link.readlink().unlink(missing_ok=True)
+    """Remove a folder and the files attached to it."""
+    for file in attached(folder):
+        file.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,8 +2,8 @@
 
     in run folders      checkpoints that never got whole, files half written, text parts of video models, slates of
                         the watchdog
-    on this machine     folders of dead processes (`scratch`), semaphores and messages that no process has open,
-                        torch's locks of compilers that are gone
+    on this machine     folders of dead processes (`scratch`) with the shared memory they record, torch's locks of
+                        compilers that are gone
 
 Role: called by `run.listing`. A run's next start removes what it finds of its own kind by itself; this is for those
 that never start again. Invariants: never anything of a run that lives or may live on another host, of a living process,
@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from rlfuse.cluster import scratch
 from rlfuse.run_folder import status
 from rlfuse.run_folder.checkpoints import MARKER
@@ -31,8 +29,7 @@ PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
 ASIDE = re.compile(r"\..+\.part")
 """What `files.write_whole` writes before it renames."""
 SETTLED_S = 60.0
-"""Older than this, what no process has open is nobody's: a process that starts has not opened it yet. And a run whose
-process is gone has crashed when it was silent for longer."""
+"""A run whose process is gone has crashed when it has written nothing for longer."""
 UNKNOWN_S = 3600.0
 """The same of a run that says nothing of itself."""
 
@@ -44,12 +41,11 @@ class Leftover:
     path: Path
     why: str
     bytes: int
-    alike: str = ""
-    """The names of those that are told together, `sem.mp-*`; empty: it is told by itself."""
+    """With the files attached to it."""
 
     @classmethod
-    def of(cls, path: Path, why: str, alike: str = "") -> Leftover:
-        return cls(path, why, sum(map(_size, (path, *path.rglob("*")))), alike)
+    def of(cls, path: Path, why: str) -> Leftover:
+        return cls(path, why, sum(map(_size, (path, *path.rglob("*"), *scratch.attached(path)))))
 
 
 def everywhere(runs: Iterable[Path]) -> list[Leftover]:
@@ -93,22 +89,10 @@ def of_machine() -> Iterator[Leftover]:
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.abandoned(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    for path in unheld():  # there may be hundreds
-        alike = f"{scratch.LIBRARIES.match(path.name)[0]}*"
-        yield Leftover.of(path, "no process of this machine has it open", alike)
     from rlfuse.engines.trainer.deepspeed_ops import left_over  # imports Ray, which only this needs
 
     for lock in left_over():
         yield Leftover.of(lock, "whoever compiled there has ended")
-
-
-def unheld() -> Iterator[Path]:
-    """Files of libraries in shared memory that no process has open."""
-    held = scratch.held_by(psutil.process_iter())
-    for path in sorted({*scratch.libraries_files()} - held):
-        with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > SETTLED_S:
-                yield path
 
 
 def remove(path: Path) -> bool:

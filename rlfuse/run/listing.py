@@ -172,13 +172,10 @@ def clean(argv: Sequence[str]) -> None:
 
 
 def _tell(found: Sequence[Leftover], most: int) -> None:
-    """At most so many lines; what is alike is one."""
-    lines = [list(alike) for _, alike in groupby(found, key=lambda each: each.alike or each.path)]
-    for several in lines[:most]:
-        first, told = several[0], size(sum(each.bytes for each in several))
-        name = first.path if len(several) == 1 else f"{len(several)} files {first.path.with_name(first.alike)}"
-        print(f"{told:>10}  {name}  ({first.why})")
-    if more := [each for several in lines[most:] for each in several]:
+    """Print at most so many lines."""
+    for each in found[:most]:
+        print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
+    if more := found[most:]:
         print(f"{size(sum(each.bytes for each in more)):>10}  {len(more)} more of these (--dry-run lists them)")
 
 

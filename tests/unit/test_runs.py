@@ -183,28 +183,26 @@ def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch
     assert "nothing is left over" in capsys.readouterr().out
 
 
-def test_hundreds_of_semaphores_are_a_line(tmp_path, capsys, monkeypatch, settled):
-    memory = tmp_path / "shm"
-    memory.mkdir()
+def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_its_name(tmp_path, capsys, monkeypatch):
+    memory, temporary = tmp_path / "shm", tmp_path / "tmp"
+    memory.mkdir(), temporary.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
-    for other in (
-        "rlfuse.cluster.scratch.abandoned",
-        "rlfuse.engines.trainer.deepspeed_ops.left_over",
-    ):  # of the tests' own machine
-        monkeypatch.setattr(other, lambda *_: [])
-    names = [*(f"sem.mp-{number:04}" for number in range(300)), "psm_1", "psm_2", "vllm_dist_1"]
+    monkeypatch.setattr(scratch, "temporary_root", lambda: temporary)
+    monkeypatch.setattr("rlfuse.engines.trainer.deepspeed_ops.left_over", list)  # of the tests' own machine
+    names = [f"{name}{number}" for name in ("sem.mp-", "psm_", "vllm_dist_") for number in range(20)]
     for name in names:
         (memory / name).write_bytes(b"x" * 1024)
-    listing.main(["clean", str(tmp_path), "--dry-run"])
-    why = "(no process of this machine has it open)"
-    assert [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()] == [
-        ["2", "KiB", f"2 files {memory}/psm_*  {why}"],
-        ["300", "KiB", f"300 files {memory}/sem.mp-*  {why}"],
-        ["1", "KiB", f"{memory}/vllm_dist_1  {why}"],
-        ["303", "left-overs,", "303 KiB; nothing was removed"],
-    ]
+        os.utime(memory / name, (0, 0))
+    listing.main(["clean", str(tmp_path), "--yes"])  # no process has them mapped
+    assert "nothing is left over" in capsys.readouterr().out
+    folder, held = scratch.make(scratch.RUN, temporary)
+    scratch.attach(folder, [memory / "psm_3", memory / "sem.mp-4"])
     listing.main(["clean", str(tmp_path), "--yes"])
-    assert "303 removed" in capsys.readouterr().out and not [*memory.iterdir()]
+    assert "nothing is left over" in capsys.readouterr().out  # the run's driver lives
+    held.close()
+    listing.main(["clean", str(tmp_path), "--yes"])
+    assert f"2 KiB  {folder}  (its driver has ended)" in capsys.readouterr().out
+    assert {path.name for path in memory.iterdir()} == {*names} - {"psm_3", "sem.mp-4"}
 
 
 def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch, settled):
@@ -219,18 +217,3 @@ def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, cap
     monkeypatch.setattr(listing, "_agreed", go_on)
     listing.main(["clean", str(tmp_path)])
     assert "0 removed" in capsys.readouterr().out and all(each.exists() for each in wanted)
-
-
-@pytest.mark.slow
-def test_semaphores_count_while_a_process_has_them_open(settled):
-    code = "import multiprocessing as m; a = m.get_context('spawn').Lock(); print(a._semlock.name, flush=1); input()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    path = Path("/dev/shm", f"sem.{process.stdout.readline().strip().lstrip('/')}")
-    assert scratch.held_by([psutil.Process(process.pid)]) == {path}
-    assert path not in leftovers.unheld()
-    tracker = psutil.Process(process.pid).children()  # Python's own, which would remove it
-    for each in (*tracker, process):
-        each.kill()
-    process.wait()
-    assert path in leftovers.unheld()
-    assert leftovers.remove(path)

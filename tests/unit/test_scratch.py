@@ -29,15 +29,41 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_ones_sta
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_what_a_folder_owns_goes_with_it(tmp_path):
+def test_of_files_in_shared_memory_only_those_go_that_a_folder_records(tmp_path, monkeypatch):
     folder, held = scratch.make("x-", tmp_path)
-    files = [tmp_path / "message", tmp_path / "of-others"]
+    names = "psm_recorded", "psm_replaced", "sem.mp-of-others", "vllm_dist_of_others"
+    recorded, replaced, *others = files = [tmp_path / name for name in names]
     for file in files:
         file.touch()
-    scratch.attach(folder, [files[0], tmp_path / "gone"])
+    scratch.attach(folder, [recorded, replaced, tmp_path / "psm_gone"])
+    (tmp_path / "new").touch()
+    (tmp_path / "new").rename(replaced)  # another program has taken the name
+    assert scratch.attached(folder) == [recorded]
+    with monkeypatch.context() as later:
+        later.setattr(scratch, "BOOT", "another")  # inodes are those of other files now
+        assert scratch.attached(folder) == []
     held.close()
     scratch.sweep("x-", tmp_path)
-    assert list(tmp_path.iterdir()) == [files[1]]
+    assert sorted(tmp_path.iterdir()) == sorted([replaced, *others])
+
+
+@pytest.mark.slow
+def test_files_of_a_runs_workers_are_recorded_and_those_of_other_programs_are_not():
+    code = "import multiprocessing as m; a = m.get_context('spawn').Lock(); print(a._semlock.name, flush=1); input()"
+    folder = scratch.of_this_process()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    places = {"worker": str(folder), "other": "/tmp"}
+    started = {
+        name: subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": place}, **pipes)
+        for name, place in places.items()
+    }
+    try:
+        names = {name: process.stdout.readline().strip().lstrip("/") for name, process in started.items()}
+        scratch.attach_workers_files()
+        assert scratch.attached(folder) == [Path("/dev/shm", f"sem.{names['worker']}")]
+    finally:
+        for process in started.values():
+            process.communicate("\n")
 
 
 def test_processes_that_outlive_their_driver_go_with_its_folder(tmp_path):

@@ -2,9 +2,10 @@
 
 Role: command line -> checked `Config` -> `rlfuse.run.build.run`. Everything a user can get wrong ends here as one
 message and an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed,
-75 for a run that SIGTERM ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from. Hydra gives
-presets, `--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what `run_job`
-returns. Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to be right.
+75 for a run that SIGTERM or SIGHUP ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from.
+Hydra gives presets, `--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what
+`run_job` returns. Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to
+be right.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def _run(job, trial, sweeper) -> None:
     """`trial`: of a sweep, None for a single job; `sweeper`: Hydra's settings of it."""
     from rlfuse import __version__
     from rlfuse.cluster import fork_server
+    from rlfuse.cluster.child_processes import keep_hangup_from_children
     from rlfuse.cluster.garbage import importing
     from rlfuse.cluster.scratch import keep_temporary_files
     from rlfuse.config.compose import to_config
@@ -136,6 +138,7 @@ def _run(job, trial, sweeper) -> None:
         if not quiet:
             print(f"rlfuse {__version__}: {config.run_folder}", flush=True)
         keep_temporary_files()  # before libraries are imported, which remember where they were
+        keep_hangup_from_children()
         fork_server.start_early(config)
         quiet_libraries()
         with part("libraries", quiet), importing():

@@ -1,7 +1,8 @@
 """Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
 
 Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
-`preserve_sigterm` by the driver around Ray's start; `end_with_parent` by the workers of process pools and by engines.
+`preserve_sigterm` by the driver around Ray's start, `keep_hangup_from_children` before it starts anything;
+`end_with_parent` by the workers of process pools and by engines.
 """
 
 import ctypes
@@ -31,6 +32,23 @@ def preserve_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+def keep_hangup_from_children() -> None:
+    """Block SIGHUP in this thread, and so in all processes it starts: a closed terminal sends it to each of them.
+
+    This process still receives it, by a thread that does not block it. No-op where SIGHUP is ignored, as under nohup.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return
+    if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}):
+        return
+
+    def receive() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        threading.Event().wait()
+
+    threading.Thread(target=receive, daemon=True, name="SIGHUP").start()
 
 
 def end_with_parent() -> None:

@@ -1,31 +1,34 @@
-"""Stopping when told to: by Ctrl-C, or by SIGTERM, which clouds and schedulers send before they take a machine.
+"""Stopping on Ctrl-C, on SIGTERM, which clouds and schedulers send first, and on SIGHUP, when the terminal is closed.
 
 Role: `Job.carry_out` listens while the job's work runs; the controller tells which step is under way, and asks `asked`
 wherever one is over.
 
     the first --> a step is under way: it ends --> checkpoint --> Stopped
              '--> none has begun: there is nothing to save, work cancelled --> Stopped
-    SIGTERM  --> and the grace is over first: work cancelled --> Stopped, the last checkpoint counts
+    SIGTERM, SIGHUP --> and the grace is over first: work cancelled --> Stopped, the last checkpoint counts
     Ctrl-C, and Ctrl-C again --> work cancelled --> Stopped, the last checkpoint counts; and again: KeyboardInterrupt
 
 Invariant: whatever ends the work after a signal, workers that got it too and died included, the job ends as `Stopped`:
-the same command goes on from its last whole checkpoint.
+the same command goes on from its last whole checkpoint. A signal that was ignored when the process started (SIGINT in
+background jobs of scripts, SIGHUP under nohup) stays ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 from types import FrameType
 from typing import Any
 
 from rlfuse.errors import first_of
 
-NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM"}
+NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP (the terminal was closed)"}
 ONCE_S = 0.3
 """Two within this time are one: a wrapper (srun, docker, a script) hands on what the terminal sent to all."""
 
@@ -46,7 +49,7 @@ class Stopped(Exception):
 
 
 class Stopping:
-    """Whether this job was told to stop. `grace_s`: what a step may take after SIGTERM; `say`: tells the person."""
+    """Whether this job was told to stop. `grace_s`: limit of a step after SIGTERM or SIGHUP; `say`: prints a line."""
 
     def __init__(self, grace_s: float, say: Callable[[str], None]):
         self.grace_s, self._say = grace_s, say
@@ -59,6 +62,7 @@ class Stopping:
         self._at = 0.0  # of the first Ctrl-C
         self._ending = self._raised = False
         self._limit: asyncio.TimerHandle | None = None
+        self._limited_by = SIGTERM
 
     @property
     def asked(self) -> bool:
@@ -79,7 +83,7 @@ class Stopping:
         self._task, self._loop = asyncio.ensure_future(work), asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in NAMES}
         for number in NAMES:
-            if number == SIGTERM or before[number] != signal.SIG_IGN:  # so that a script's background jobs go on
+            if number == SIGTERM or before[number] != signal.SIG_IGN:
                 signal.signal(number, self._hear)
         try:
             await self._task
@@ -92,13 +96,15 @@ class Stopping:
             raise Stopped(self._why(first_of(error)), self.by or SIGTERM) from first_of(error)
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                hung_up = number == SIGHUP == self.by  # the kernel and the shell send one each
+                signal.signal(number, signal.SIG_IGN if hung_up else handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         global _last
         now, again = time.monotonic(), number == SIGINT and self._at > 0
         if again and now - self._at < ONCE_S:
             return
+        _drop_lost_output(terminal=number == SIGHUP)
         if number == SIGINT and self._ending:
             self._raised = True
             raise KeyboardInterrupt
@@ -109,13 +115,14 @@ class Stopping:
         if self._ending:
             self._loop.call_soon_threadsafe(self._task.cancel)
         else:
-            self._loop.call_soon_threadsafe(self._announce, number)
+            self._loop.call_soon_threadsafe(self._announce, signal.Signals(number))
 
-    def _announce(self, number: int) -> None:
+    def _announce(self, number: signal.Signals) -> None:
         follows = f"{NAMES[number]}: a checkpoint follows step {self.step}"
         if number == SIGINT:
             self._say(f"{follows}; press Ctrl-C again to end at once")
         elif self._limit is None:
+            self._limited_by = number
             self._say(f"{follows}, if that is over within trainer.preemption_grace_s={self.grace_s:g} s")
             self._limit = self._loop.call_later(self.grace_s, self._task.cancel)
 
@@ -128,6 +135,21 @@ class Stopping:
         if self._ending:
             return f"{NAMES[SIGINT]} again: step {self.step} was broken off, and what it did is lost."
         return (
-            f"SIGTERM: step {self.step} was not over and saved within trainer.preemption_grace_s={self.grace_s:g} s, "
-            "so what it did is lost."
+            f"{NAMES[self._limited_by]}: step {self.step} was not over and saved within "
+            f"trainer.preemption_grace_s={self.grace_s:g} s, so what it did is lost."
         )
+
+
+def _drop_lost_output(terminal: bool) -> None:
+    """Discard output from now on where its pipe has no reader any more, or goes to a `terminal`: writing would raise.
+
+    The reader of a pipe (`| tee log`) gets the same signal. What is discarded is in the run folder.
+    """
+    poll, null = select.poll(), os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    lost = {descriptor for descriptor, _ in poll.poll(0)}  # without events, errors and hang-ups only
+    for descriptor in (1, 2):
+        if descriptor in lost or (terminal and os.isatty(descriptor)):
+            os.dup2(null, descriptor)
+    os.close(null)

@@ -50,12 +50,13 @@ class TrainerConfig:
     """Validate every so many steps, and after the last; -1 only then."""
     save_freq: int = 20
     """Checkpoint every so many steps, and after the last; -1 only then, 0 never. A lost run loses fewer steps,
-    and with max_ckpt_to_keep the disk holds no more for it; Ctrl-C and SIGTERM save whatever this says."""
+    and with max_ckpt_to_keep the disk holds no more for it; Ctrl-C, SIGTERM and SIGHUP save whatever this says."""
     max_ckpt_to_keep: int | None = 2
     """Keep the newest so many checkpoints; null keeps all."""
     preemption_grace_s: float = 60.0
-    """After SIGTERM the step under way may take so long to end and be saved; then the last checkpoint counts. Stay 15 s
-    below what the scheduler leaves. After Ctrl-C it takes what it takes: a second Ctrl-C ends it at once."""
+    """After SIGTERM or SIGHUP (a closed terminal) the step under way may take so long to end and be saved; then the
+    last checkpoint counts. Stay 15 s below what the scheduler leaves. After Ctrl-C it takes what it takes: a second
+    Ctrl-C ends it at once."""
     gc_freq: int = 1
     """Collect Python's garbage in all processes together, after every so many steps; 0 leaves it to Python, which stops
     each at a moment of its own, and all that wait for it. A process that has grown by much collects earlier. With 1 no

@@ -102,7 +102,7 @@ class _Untrained:
 def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
     """Generate what is left of `groups`, and score it; each sample is in the file once it is whole.
 
-    Raises EngineError, or Stopped by Ctrl-C and SIGTERM.
+    Raises EngineError, or Stopped by Ctrl-C, SIGTERM and SIGHUP.
     """
     stopping = Stopping(0.0, display.say)
     try:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlfuse import __version__
+from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.cluster.scratch import keep_temporary_files
 from rlfuse.progress import SILENT_S, quiet_libraries, timed, watched
 
@@ -23,6 +24,7 @@ def begin(source: object) -> Display:
     display = Display()
     display.say(f"rlfuse {__version__}: {source}")
     keep_temporary_files()
+    keep_hangup_from_children()
     quiet_libraries()
     return display
 

@@ -101,7 +101,7 @@ class Job:
     def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
         """Run `work`; on any end leave Ray, close the log and say how to go on. Returns seconds since the start.
 
-        Stopped if Ctrl-C or SIGTERM ended it.
+        Stopped if Ctrl-C, SIGTERM or SIGHUP ended it.
         """
         error: BaseException | None = None
         try:

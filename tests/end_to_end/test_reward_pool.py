@@ -235,7 +235,7 @@ async def test_async_functions_of_every_kind_share_calls_and_are_bounded_without
     assert "took longer than 2 s (reward.timeout_s)" in late[0].message
     count = Counter(span.attributes["function"] for span in calls)
     assert count["trl"] == 1 and count["verl"] == 2 and count["returns_awaitable"] < 10  # its first call has one sample
-    assert sorted(each.attributes["function"] for each in bounded if each.kind == "reward") == sorted(async_rewards.NAMES)
+    assert sorted(one.attributes["function"] for one in bounded if one.kind == "reward") == sorted(async_rewards.NAMES)
 
 
 async def test_a_notebooks_callable_and_many_samples(ray_cluster):

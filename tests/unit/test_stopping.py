@@ -1,14 +1,17 @@
-"""Ctrl-C and SIGTERM to a process that runs a job: what becomes of its work, and how that is told."""
+"""Ctrl-C, SIGTERM and SIGHUP to a process that runs a job: what becomes of its work, and how that is told."""
 
 import asyncio
 import os
+import pty
 import signal
-from signal import SIGINT, SIGTERM
+import sys
+from signal import SIGHUP, SIGINT, SIGTERM
 from types import SimpleNamespace
 
 import pytest
 
 from rlfuse.cluster import stopping
+from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.cluster.stopping import ONCE_S, Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
@@ -49,6 +52,7 @@ async def told(work, number=SIGTERM, step=3, grace_s=60.0):
     finally:
         assert [signal.getsignal(each) for each in (SIGINT, SIGTERM)] == before
         signal.signal(SIGINT, default)
+        assert signal.signal(SIGHUP, signal.SIG_DFL) == (signal.SIG_IGN if number == SIGHUP else signal.SIG_DFL)
     return said
 
 
@@ -56,7 +60,7 @@ async def forever(_):
     await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 async def test_a_step_that_ends_in_time_leaves_by_itself(number):
     async def steps(listening):
         while not listening.asked:
@@ -69,13 +73,15 @@ async def test_a_step_that_ends_in_time_leaves_by_itself(number):
     assert left.value.by == number == stopping.stop_signal()
 
 
-@pytest.mark.parametrize("number, words", [(SIGINT, "press Ctrl-C again"), (SIGTERM, "preemption_grace_s=60")])
+@pytest.mark.parametrize("number, words", [
+    (SIGINT, "press Ctrl-C again"), (SIGTERM, "preemption_grace_s=60"), (SIGHUP, "preemption_grace_s=60"),
+])  # fmt: skip
 async def test_work_that_ends_well_nevertheless_has_ended_well(number, words):
     (said,) = await told(lambda _: asyncio.sleep(0.01), number)
     assert "a checkpoint follows step 3" in said and words in said
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 @pytest.mark.parametrize("step, words", [(3, "what it did is lost"), (None, "first step: there was nothing")])
 async def test_what_does_not_end_in_time_is_cut_off(number, step, words):
     async def again(_):
@@ -120,16 +126,60 @@ def test_work_that_does_not_heed_its_end_is_interrupted_where_it_is():
         asyncio.run(told(deaf, SIGINT))
 
 
-async def test_an_interrupt_that_the_shell_lets_background_jobs_ignore_stays_ignored():
-    before = signal.signal(SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [SIGINT, SIGHUP])  # in background jobs of scripts, under nohup
+async def test_a_signal_that_is_ignored_from_the_start_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        await Stopping(1.0, print).listen_during(press(SIGINT))
-        assert signal.getsignal(SIGINT) is signal.SIG_IGN
+        await Stopping(1.0, print).listen_during(press(number))
+        assert signal.getsignal(number) is signal.SIG_IGN
+        if number == SIGHUP:
+            keep_hangup_from_children()
+            assert SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
-        signal.signal(SIGINT, before)
+        signal.signal(number, before)
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+IN_A_TERMINAL = """
+import asyncio, signal, subprocess, sys, time
+from rlfuse.cluster.child_processes import keep_hangup_from_children
+from rlfuse.cluster.stopping import Stopped, Stopping
+
+keep_hangup_from_children()
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+async def steps(listening):
+    listening.step = 3
+    print("under way", flush=True)
+    while not listening.asked:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # the step ends; its checkpoint is written by the children
+    print("said to a terminal that is closed", flush=True)
+    raise listening.stopped_after(3)
+
+listening = Stopping(60.0, lambda text: print(text, flush=True))
+try:
+    asyncio.run(listening.listen_during(steps(listening)))
+except Stopped as end:
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{end} {child.poll()}")
+child.communicate(b"\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_stops_the_run_after_its_step_and_kills_none_of_its_processes(tmp_path):
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "said")])
+    while b"under way" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to its foreground process group
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    left = "SIGHUP (the terminal was closed): the run left after step 3, which is saved."
+    assert (tmp_path / "said").read_text() == f"{left} None"
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 async def test_workers_that_the_signal_ended_too_are_no_failure_of_the_run(number):
     async def loses_a_worker(_):
         async with asyncio.TaskGroup() as tasks:
@@ -140,7 +190,7 @@ async def test_workers_that_the_signal_ended_too_are_no_failure_of_the_run(numbe
         await told(loses_a_worker, number)
 
 
-@pytest.mark.parametrize("number, status", [(SIGTERM, 75), (SIGINT, 130)])
+@pytest.mark.parametrize("number, status", [(SIGTERM, 75), (SIGHUP, 75), (SIGINT, 130)])
 def test_the_exit_status_says_who_ended_it(number, status, capsys):
     def leave():
         raise Stopped("the run left after step 3, which is saved.", number)

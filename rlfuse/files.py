@@ -4,19 +4,22 @@ Role: the one reader and writer of rows for reports, notebooks, summaries and re
 loss is synced by the node that wrote it: where several nodes share a file system, only that one can be sure.
 Invariants: a row is a line that decodes to an object and has its end. A writer that was killed leaves at most one that
 is not, the last: readers leave it out and warn, whoever goes on with the file cuts it off. Anywhere else such a line is
-damage that nobody should guess about. Rows that find no room on the disk leave the file as it was.
+damage that nobody should guess about. Rows that find no room on the disk leave the file as it was. Files that a command
+adds to, or writes several of, are `claimed` by one process at a time.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
 import shutil
+import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +138,84 @@ def _warn(path: Path, start: int) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. OSError then."""
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as aside:
         aside.write_text(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file there replaces `path` when the body ends, and is removed where it raises.
+
+    Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield aside
         sync(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold the lock of what one process at a time may write; RunError where another process holds it.
+
+    `path`: the file, or one of several that are written together. The lock ends with the process, however that ends.
+    """
+    place = _lock_of(path)
+    made = not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    except OSError as error:
+        raise RunError(f"{path}: can't be written ({error.strerror}). Choose another place.") from error
+    with _locked(place) as held:
+        if not held:
+            holder = place.read_text() or "another process"
+            raise RunError(f"{path}: {holder} is writing there. Wait for it to end, or choose another place.")
+        place.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):  # not empty
+                    path.parent.rmdir()
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a process holds the lock of `path`."""
+    place = _lock_of(path)
+    if not place.exists():
+        return False
+    with _locked(place) as held:
+        return not held
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Whether the body has the lock."""
+    while True:
+        with place.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # network file systems may have no locks
+                pass
+            if place.exists() and os.path.samestat(os.fstat(file.fileno()), place.stat()):  # not removed in between
+                yield True
+                return
 
 
 def sync_all(path: Path) -> None:

@@ -5,7 +5,8 @@ Role: the command; called by `rlfuse.cli`. Samples are those that the run's own 
 
     RUN/eval/global_step_N/    of a checkpoint of a run
     PROJECT/eval/NAME/         of any other model
-    .../NAME-2/                where that is taken: nothing is overwritten, but what was cut short is gone on with
+    .../NAME-2/                where that is taken, or another process writes there: nothing is overwritten, but what
+                               was cut short is gone on with
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlfuse.evaluation.display import begin
 from rlfuse.evaluation.responses import Responses
 from rlfuse.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, score_name
 from rlfuse.evaluation.source import Source
-from rlfuse.files import write_whole
+from rlfuse.files import claimed, is_claimed, write_whole
 from rlfuse.observe.live import figure
 from rlfuse.samples import Group, RewardFailure
 
@@ -41,21 +42,26 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
     arguments, words = parsed(_parser(), argv)
     config, source = read(words)
+    settings = made_from(config, source, scored=True)
+    folder = arguments.out or folder_of(source, config, settings)
+    with claimed(folder / RESPONSES):
+        _evaluate(config, source, settings, folder, arguments.threshold)
+
+
+def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: Path, threshold: float) -> None:
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
     began, loaded = time.time(), load(config, source.step, scored=True, say=display.say)
-    settings = made_from(config, source, scored=True)
-    folder = arguments.out or folder_of(source, config, settings)
     responses = Responses(folder / RESPONSES, scored=True)
     if left := responses.begin(settings, loaded.groups):
         answer(loaded, left, responses, display)
     answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
     answered = [group for group in answered if group.samples]
-    found = by_source(answered, arguments.threshold)
-    report = report_of(config, source, answered, found, arguments.threshold, time.time() - began)
+    found = by_source(answered, threshold)
+    report = report_of(config, source, answered, found, threshold, time.time() - began)
     write_whole(folder / FIGURES, json.dumps(report, indent=2))
-    show(found, answered, arguments.threshold, display.console)
+    show(found, answered, threshold, display.console)
     display.say(f"written  {folder / FIGURES}, {RESPONSES}")
     check_failures(answered, config.reward.max_failure_rate)
 
@@ -77,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
-    """The first that is free, or holds what was begun of the very same and cut short."""
+    """The first that is free, or holds what was begun of the very same and cut short; none that is written to now."""
     trainer = config.trainer
     above = source.run or Path(trainer.default_local_dir).absolute() / trainer.project_name
     names = (source.name if number == 1 else f"{source.name}-{number}" for number in itertools.count(1))
@@ -86,6 +92,8 @@ def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
 
 def _is_free(folder: Path, settings: dict[str, Any]) -> bool:
     begun = Responses(folder / RESPONSES, True)
+    if is_claimed(begun.path):
+        return False
     return not folder.exists() or (not (folder / FIGURES).exists() and not begun.differs(settings))
 
 

@@ -11,11 +11,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.evaluation.arguments import made_from, parsed, parser, read
 from rlfuse.evaluation.display import begin
 from rlfuse.evaluation.responses import Responses, as_parquet
-from rlfuse.files import read_rows
+from rlfuse.evaluation.source import Source
+from rlfuse.files import claimed, read_rows
 
 ENDINGS = (".jsonl", ".parquet")
 
@@ -26,16 +28,21 @@ def main(argv: Sequence[str]) -> None:
     out: Path = arguments.out
     if out.suffix not in ENDINGS or out.is_dir():
         raise ConfigError([f"--out {out}: must be a file whose name ends in {' or '.join(ENDINGS)}"])
+    config, source = read(words, arguments.prompts or (), arguments.score)
+    with claimed(out):
+        _write(out, config, source, arguments.score)
+
+
+def _write(out: Path, config: Config, source: Source, score: bool) -> None:
     if out.suffix == ".parquet" and out.exists():
         raise ConfigError([f"--out {out}: is there already; choose another name, or remove it"])
-    config, source = read(words, arguments.prompts or (), arguments.score)
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    loaded = load(config, source.step, arguments.score, display.say)
+    loaded = load(config, source.step, score, display.say)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.part.jsonl")
-    responses = Responses(lines, arguments.score)
-    left = responses.begin(made_from(config, source, arguments.score), loaded.groups)
+    responses = Responses(lines, score)
+    left = responses.begin(made_from(config, source, score), loaded.groups)
     if responses.written:
         display.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
     if left:

@@ -28,6 +28,7 @@ from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.errors import RewardError
 from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
+from rlfuse.files import claimed, replacing, write_whole
 from rlfuse.observe.dataframes import PART, sample_table
 from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
@@ -57,6 +58,12 @@ def main(argv: Sequence[str]) -> None:
     if arguments.examples < 0:
         raise RewardError(f"--examples {arguments.examples}: must be 0 or more")
     run = open_run(arguments.run)
+    out = arguments.out or run.path / "replay"
+    with claimed(_files(out)[0]):
+        _replay(run, arguments, out)
+
+
+def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     reward = reward_of(run, arguments.settings)
     rows = list(run.samples())
     if not rows:
@@ -68,7 +75,6 @@ def main(argv: Sequence[str]) -> None:
     after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
     found = compare(table, after)
     show(found, after, arguments.examples)
-    out = arguments.out or run.path / "replay"
     try:
         written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
     except OSError as error:
@@ -177,12 +183,17 @@ def write(
         },
         "examples": _plain(found.disagreements(examples)),
     }
-    paths = Path(f"{out}.json"), Path(f"{out}.csv")
-    paths[0].write_text(json.dumps(report, indent=2, default=str))
+    paths = _files(out)
+    write_whole(paths[0], json.dumps(report, indent=2, default=str))
     whole = table[list(TEXTS)].assign(before=table["reward"], after=after["reward"])
     whole = whole.assign(shift=found.samples["shift"], turned=found.samples["turned"])
-    whole.join(after.drop(columns=["reward", "traceback"])).to_csv(paths[1], index=False)
+    with replacing(paths[1]) as aside:
+        whole.join(after.drop(columns=["reward", "traceback"])).to_csv(aside, index=False)
     return paths
+
+
+def _files(out: Path) -> tuple[Path, Path]:
+    return Path(f"{out}.json"), Path(f"{out}.csv")
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The file that responses are written to as they finish, and gone on with where the command was cut short.
 
 Role: `evaluate` and `generate` write one row a response, as `tracking.sample_row` makes it. Beside it lies what it is
-made from (`made_from`: model, data, sampling, ...), so that no file ever mixes two models. Waits for nothing.
+made from (`made_from`: model, data, sampling, ...), so that no file ever mixes two models. The command has claimed the
+file (`files.claimed`). Waits for nothing.
 Invariant: a row is there whole or not at all, and stands for one sample of one prompt, by its id.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.errors import ConfigError
-from rlfuse.files import RowFile, read_rows, write_whole
+from rlfuse.files import RowFile, read_rows, replacing, write_whole
 from rlfuse.observe.tracking import sample_row
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
@@ -115,6 +116,5 @@ def as_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     ordered = sorted(rows, key=lambda row: tuple(map(int, row["id"].split("/"))))
     nested = ("parts", "ground_truth", "columns")
     plain = [{**row, **{name: json.dumps(row[name], default=str) for name in nested}} for row in ordered]
-    aside = path.with_name(f".{path.name}.part")
-    parquet.write_table(pyarrow.Table.from_pylist(plain), aside)
-    aside.replace(path)
+    with replacing(path) as aside:
+        parquet.write_table(pyarrow.Table.from_pylist(plain), aside)

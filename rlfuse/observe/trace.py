@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.events import Span
+from rlfuse.files import replacing
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run
 
 STEPS = 50
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
     out = arguments.out or run.path / "trace.json.gz"
     text = json.dumps(trace(spans, run.width), separators=(",", ":"))
     try:
-        with gzip.open(out, "wt") if out.suffix == ".gz" else out.open("w") as file:
+        with replacing(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
             file.write(text)
     except OSError as error:
         raise RunError(f"{out}: {error.strerror}; choose another --out") from error

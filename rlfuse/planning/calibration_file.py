@@ -26,6 +26,7 @@ from rlfuse.config.input_files import (
     one_of,
     read,
 )
+from rlfuse.files import write_whole
 from rlfuse.planning.hardware import Hardware
 
 COUNTED_BEFORE = {
@@ -132,7 +133,7 @@ def coefficients_of(hardware: Hardware) -> Coefficients:
 def write(calibration: Calibration, path: Path) -> None:
     """As YAML. Raises CalibrationError if the file can't be written."""
     try:
-        path.write_text(yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
+        write_whole(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
     except OSError as error:
         raise CalibrationError(
             f"{path}: {error.strerror}; give --out a file in a folder that can be written"

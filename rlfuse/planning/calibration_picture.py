@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rlfuse.files import replacing
 from rlfuse.planning.calibration import Total
 from rlfuse.planning.hardware import KINDS
 
@@ -29,7 +30,8 @@ def draw(found: Sequence[Total], title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, labelcolor=INK)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as aside:
+        figure.savefig(aside, format=path.suffix[1:], dpi=110)
 
 
 def _panel(axes: Axes, kind: str, found: Sequence[Total], sources: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated
 import yaml
 
 from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema, read
+from rlfuse.files import write_whole
 from rlfuse.planning.node_order import NodeLinks
 
 Text = Annotated[str, Schema(type="string", minLength=1)]
@@ -81,7 +82,7 @@ def write_links(links: MeasuredLinks, path: Path) -> None:
     """As YAML. Raises LinksError if the file can't be written."""
     given = asdict(links) | {"nodes": list(links.nodes), "pairs": [asdict(pair) for pair in links.pairs]}
     try:
-        path.write_text(yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
+        write_whole(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
     except OSError as error:
         raise LinksError(f"{path}: {error.strerror}; give --out a file in a folder that can be written") from error
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from rlfuse.files import replacing
 from rlfuse.planning.memory import GIB, Memory
 
 HUES = {"engine": "#6aa3d8", "actor": "#7fbf9b", "critic": "#f0b45c", "reference": "#b39ad6", "tower": "#d98880"}
@@ -39,7 +40,8 @@ def draw(memory: Memory, title: str, path: Path) -> None:
     handles.append(Line2D([], [], color=LIMIT, label=f"the device, {limit:.0f} GiB"))
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as aside:
+        figure.savefig(aside, format=path.suffix[1:], dpi=110)
 
 
 def _bar(axes: Axes, place: int, memory: Memory, phase: str) -> None:

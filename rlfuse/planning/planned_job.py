@@ -18,6 +18,7 @@ from rich.console import Console
 from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import keys
 from rlfuse.config.schema import Config
+from rlfuse.files import write_whole
 
 STAND_INS = {
     "data.train_files": ["train.parquet"],
@@ -59,7 +60,7 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
             OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
     open_keys = ", ".join(key for key, value in STAND_INS.items() if value_of(planned, key) == value)
     heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
-    path.write_text(heading + OmegaConf.to_yaml(written))
+    write_whole(path, heading + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
     if open_keys:
         console.print(f"  put yours into it: {open_keys}", soft_wrap=True)

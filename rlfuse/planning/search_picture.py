@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlfuse.files import replacing
 from rlfuse.planning.search import Plan, error_of
 
 COLOURS = {"generating": "#4c78a8", "scoring": "#f2b54b", "training": "#54a24b"}
@@ -31,5 +32,6 @@ def draw(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str, float
     axes.set_xlabel("seconds of a step, and how far they may be off")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as aside:
+        figure.savefig(aside, format=path.suffix[1:], dpi=120)
     pyplot.close(figure)

@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from rlfuse.files import write_whole
 from rlfuse.report import charts, slowness, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     named = zip(folders, names([folder.path for folder in folders]), strict=True)
     page = render([gather(folder, name, len(folders)) for folder, name in named])
     try:
-        out.write_text(page)
+        write_whole(out, page)
     except OSError as error:
         raise RunError(f"{out}: {error.strerror}; choose another --out") from error
     shown = "" if len(folders) == 1 else f"{len(folders)} runs, "

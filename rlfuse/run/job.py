@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
 import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class Job:
             raise NothingToDo(self.folder, long_enough(self.config, step, total_steps))
         resolved = hidden(dataclasses.asdict(self.config))
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _alone(self.folder):
+        with status.alone(self.folder):
             refuse_running(self.folder)
             trainer = self.config.trainer
             status.begin(self.folder, f"{trainer.project_name}/{trainer.experiment_name}", self.started, total_steps)
@@ -120,18 +119,6 @@ class Job:
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
         return time.time() - self.started
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While no other process looks whether this run goes on, or says that it does: of two only one begins it."""
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # file systems of networks may have no locks
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
 
 
 def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:

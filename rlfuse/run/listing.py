@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -166,8 +166,12 @@ def clean(argv: Sequence[str]) -> None:
     if not arguments.yes and not _agreed(total):
         print("nothing was removed")
         return
-    still = {each.path for each in leftovers.everywhere(runs)}  # a run may have gone on while the person thought
-    kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
+    with ExitStack() as held:
+        for run in runs:
+            if any(each.path.is_relative_to(run) for each in found):
+                held.enter_context(status.alone(run))
+        still = {each.path for each in leftovers.everywhere(runs)}  # a run may have been started in the meantime
+        kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
     print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))
 
 

@@ -6,6 +6,7 @@ run that was killed could not say so: its file still says `running`, and `Status
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -13,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -71,6 +74,18 @@ class Status:
         except psutil.NoSuchProcess:
             lives = False
         return "running" if lives else "crashed"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While no other process checks whether this run is running, begins it, or removes what it left."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # file systems of networks may have no locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlfuse.config.input_files import WorkloadError, publish, schema_of
 from rlfuse.config.schema import Config
+from rlfuse.files import claimed, write_whole
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
@@ -106,7 +107,7 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
 
 def _write(path: Path | None, objects: list[dict[str, Any]]) -> None:
     if path is not None:
-        path.write_text(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
+        write_whole(path, json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -187,12 +188,12 @@ def _stress(arguments: argparse.Namespace) -> None:
         raise WorkloadError(f"--stress looks at one policy; --policy gives {len(policies)}: {', '.join(policies)}")
     if not 0 < arguments.minutes < MOST_MINUTES:
         raise WorkloadError(f"--minutes {arguments.minutes:g}: needs a number above 0 and below {MOST_MINUTES}")
-    arguments.stress.mkdir(parents=True, exist_ok=True)
-    for number, goal in enumerate(("over_best", "over_bound")):
-        found = _worst(policies[0], goal, arguments.seed + number, seconds / 2)
-        path = arguments.stress / f"{goal}.json"
-        path.write_text(json.dumps(written(parse(found.fields)), indent=2) + "\n")
-        print(f"{_told(found.verdict, goal)}; rlfuse simulate {path}")
+    paths = {goal: arguments.stress / f"{goal}.json" for goal in ("over_best", "over_bound")}
+    with claimed(paths["over_best"]):
+        for number, (goal, path) in enumerate(paths.items()):
+            found = _worst(policies[0], goal, arguments.seed + number, seconds / 2)
+            write_whole(path, json.dumps(written(parse(found.fields)), indent=2) + "\n")
+            print(f"{_told(found.verdict, goal)}; rlfuse simulate {path}")
 
 
 def _worst(policy: str, goal: str, seed: int, seconds: float) -> Tried:

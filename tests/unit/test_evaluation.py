@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from rlfuse.evaluation.display import Display
 from rlfuse.evaluation.evaluate import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.evaluation.source import Source, find
-from rlfuse.files import read_rows
+from rlfuse.files import claimed, read_rows
 from rlfuse.observe.metrics import validation_metrics
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
 
@@ -329,6 +330,26 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
     (first / FIGURES).write_text("{}")
     assert folder_of(source, config, settings) == run / "eval" / "global_step_4-2"
     assert folder_of(Source("org/name"), config, settings) == run.parent / "eval" / "name"
+
+
+@pytest.mark.slow
+def test_what_another_process_writes_to_is_refused_before_anything_heavy_and_an_evaluation_goes_elsewhere(
+    job, run, tmp_path, capsys
+):
+    reward = "reward.functions=[rlfuse.rewards.verifiers.exact:score]"
+    places = {
+        tmp_path / "x.parquet": ["generate", str(job), "--out", f"{tmp_path}/x.parquet"],
+        tmp_path / "x.jsonl": ["generate", str(job), "--out", f"{tmp_path}/x.jsonl"],
+        tmp_path / "eval" / RESPONSES: ["eval", str(job), reward, "--out", f"{tmp_path}/eval"],
+    }
+    for path, words in places.items():
+        with claimed(path):
+            assert rlfuse(words) == 2
+        assert capsys.readouterr().err.startswith(f"{path}: process {os.getpid()} on ")
+        assert not path.exists()
+    config, source = read([str(job)], scored=False)
+    with claimed(run / "eval" / "global_step_4" / RESPONSES):
+        assert folder_of(source, config, {}) == run / "eval" / "global_step_4-2"
 
 
 def test_a_report_is_valid_json_and_names_what_it_is_of(job):

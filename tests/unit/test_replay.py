@@ -10,6 +10,7 @@ import pytest
 from rlfuse.cli import main as rlfuse
 from rlfuse.errors import RewardError
 from rlfuse.evaluation import replay
+from rlfuse.files import claimed
 from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.rewards.table import score_items
 from rlfuse.run_folder.reader import open_run
@@ -54,6 +55,13 @@ def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
     assert report["agreement"]["pearson"] == pytest.approx(1.0)
     assert report["agreement"]["samples"] == 384 and report["agreement"]["flipped"] == 0
     assert "384" in capsys.readouterr().out
+
+
+def test_a_replay_is_refused_while_another_writes_there(run, capsys):
+    folder, asked = run
+    with claimed(folder / "replay.json"):
+        assert rlfuse(["reward", "replay", str(folder)]) == 2
+    assert "is writing there" in capsys.readouterr().err and not asked
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlfuse.config.input_files import publish, schema_of
+from rlfuse.files import write_whole
 from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, read_problem
 from rlfuse.fusion.schedules.schedule import Schedule
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     found = search(problem, time_limit=arguments.time_limit, method=arguments.method, seed=arguments.seed)
     print(summary(problem, found, time.perf_counter() + arguments.time_limit / 10))
     if arguments.out is not None:
-        arguments.out.write_text(found.text + "\n")
+        write_whole(arguments.out, found.text + "\n")
     if picture is not None:
         from rlfuse.fusion.schedules.picture import draw
 

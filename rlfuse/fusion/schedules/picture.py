@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from rlfuse.files import replacing, write_whole
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.fusion.schedules.schedule import Timed
 
@@ -89,7 +90,8 @@ def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, st
 
 def _save(figure: Figure, path: Path) -> None:
     if path.suffix != ".html":
-        figure.savefig(path, dpi=150)
+        with replacing(path) as aside:
+            figure.savefig(aside, format=path.suffix[1:], dpi=150)
         return
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg")
@@ -98,4 +100,4 @@ def _save(figure: Figure, path: Path) -> None:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(path.stem)}</title>'
         f"<body>{svg[svg.index('<svg') :]}</body></html>\n"
     )
-    path.write_text(page)
+    write_whole(path, page)

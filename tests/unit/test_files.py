@@ -1,0 +1,80 @@
+"""Places that commands write to: one process at a time, and files that are replaced whole."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlfuse
+from rlfuse.errors import RunError
+from rlfuse.files import claimed, is_claimed, replacing, write_whole
+
+ROOT = Path(rlfuse.__file__).parent
+HOLD = "import sys; from pathlib import Path; from rlfuse.files import claimed; place = claimed(Path(sys.argv[1]))"
+
+
+@pytest.mark.slow
+def test_a_place_is_one_process_s_until_that_ends_however_it_does(tmp_path):
+    path = tmp_path / "eval" / "step" / "responses.jsonl"
+    command = [sys.executable, "-c", f"{HOLD}; place.__enter__(); print(1, flush=True); input()", path]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other.stdout.readline()
+    assert is_claimed(path)
+    refused = rf"process {other.pid} on .* is writing there\. Wait for it to end, or choose"
+    with pytest.raises(RunError, match=refused), claimed(path):
+        raise AssertionError
+    other.kill()
+    other.communicate()
+    assert not is_claimed(path)
+    with claimed(path), pytest.raises(RunError, match=f"process {os.getpid()} on"), claimed(path):
+        raise AssertionError
+    assert not is_claimed(path) and not [*path.parent.iterdir()]
+
+
+def test_a_folder_that_is_made_for_nothing_goes_again_and_one_that_can_t_be_made_is_named(tmp_path):
+    with pytest.raises(KeyError), claimed(tmp_path / "new" / "file"):
+        raise KeyError
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunError, match=r"can't be written \(.*\)\. Choose another place"),
+        claimed(tmp_path / "file" / "x"),
+    ):
+        raise AssertionError
+
+
+def test_a_file_that_two_processes_replace_at_once_is_one_of_theirs(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    with replacing(path) as aside:
+        aside.write_text("a" * 100)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            write_whole(path, "b")
+        assert path.read_text() == "b"
+    assert path.read_text() == "a" * 100 and [*tmp_path.iterdir()] == [path]
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path):
+    (tmp_path / "target").write_text("before")
+    for name, target in (("link", tmp_path / "target"), ("null", "/dev/null")):
+        (tmp_path / name).symlink_to(target)
+        write_whole(tmp_path / name, "after")
+        assert (tmp_path / name).is_symlink()
+    assert (tmp_path / "target").read_text() == "after" and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_what_commands_write_where_a_person_says_is_replaced_whole():
+    """Files that `--out` and `--picture` name; those of a run folder are its run's alone."""
+    rooms = ("evaluation", "fusion", "planning", "report", "simulate", "whatif")
+    found = {
+        path: line.strip()
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] in rooms or path.name == "trace.py"
+        for line in path.read_text().splitlines()
+        if re.search(r"\.write_text\(|savefig\((?!aside|drawing)|to_csv\((?!aside)|\(path, \"w|out\.open\(", line)
+    }
+    assert not found

@@ -1,85 +1,245 @@
-"""What verifiers share: the part of a response that is its final answer, and the shape of what they return.
+r"""Finding the final answer of a response, and the result dict that all verifiers return.
 
-Role: pure functions of text, linear in its length. Longer answers than MOST characters are none.
+Role: pure functions of text. Every verifier takes a response apart with `parts_of` and removes wrapping with
+`unwrapped`, so that `<answer>**B**</answer>`, `\boxed{\text{B}}` and `Final answer: "B".` are the same answer.
+Invariants:
+- time is linear in the length of the response: patterns have bounded or possessive quantifiers and no search starts
+  anew at each character; responses longer than MAX_CHARS hold no answer;
+- a response whose last `\boxed{` or `<answer>` is not closed was truncated and holds no answer: earlier ones are not
+  used.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlfuse.rewards.thoughts import answer_of
 
-MOST = 100_000
-"""Characters of an answer that is looked at."""
+MAX_CHARS = 100_000
+"""Longer answers are not read."""
 SHOWN = 60
 """Characters of an answer in a reason."""
+_LAYERS = 12
+"""Wrappers that `unwrapped` removes, one around the other."""
 
-_BOXED = re.compile(r"\\f?boxed\s*\{")
-_PHRASE = re.compile(r"\b(?:answer|option|choice)\s*(?:is|:|=)[\s:]*", re.IGNORECASE)
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
+
+_TAG = re.compile(r"<(/?)(answer|final[_ ]answer)>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\b")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_GAP = r"[\s*_`]{0,4}+"
+_NOUN = r"(?:answers?|ans|option|choice|final\s(?:result|solution|value)|my\spick)"
+_VERB = r"(?:is|are|was|(?:would|should|must|will)\sbe|equals|lautet|ist|est|es|[eé]|è|是|为|為|は|은|는)"
+_OTHER_LANGUAGES = (
+    r"(?:final\s)?(?:réponses?(?:\sfinale)?|antwort(?:en)?|respuestas?(?:\sfinal)?|respostas?(?:\sfinal)?"
+    r"|rispost[ae](?:\sfinale)?|ответ|відповідь|odpowiedź|antwoord|svar|cevap|đáp\sán|उत्तर|الإجابة|الجواب)"
+)
+_ANNOUNCEMENT = re.compile(
+    rf"""\b(?:{_NOUN}|{_OTHER_LANGUAGES})(?:\(s\))?{_GAP}(?:{_VERB}(?=[\s:*_`$"'(\[\\]|$)(?!\snot\b)|:|=|->|[→≈—-](?=\s))
+    | (?:最终|最終|正确|正確)?(?:答案|答え|正解|정답|答){_GAP}(?:{_VERB}|[:=→]|选|選)
+    | (?:选择?|選択?)(?=\s?[A-Z](?![a-z]))
+    | \b(?:I|we)(?:['\u2019](?:d|ll|m)|\s(?:would|will|must|should|am))?\s(?:go(?:ing)?\swith|opt\sfor|settle\s(?:on|for))\b
+    | \b(?:I|we)(?:['\u2019](?:d|ll)|\s(?:would|will|must|should))?\s(?:choose|chose|pick|select)(?:ed)?\b
+      (?=\s(?:option|answer|choice|[*_`"'(\[]{{0,3}}+[A-Z]\b))
+    | ^[#*_>\ ]{{1,8}}+(?:the\s)?(?:final\s)?(?:answer|{_OTHER_LANGUAGES})[*_\ ]{{0,3}}+$
+    | ^\#\#\#\#(?=\ ?-?[$\\.\d])
+    """,
+    re.IGNORECASE | re.VERBOSE | re.MULTILINE,
+)
+_EMPHASIS_END = re.compile(r"\A[*_`]{1,3}+:?(?=\s)")
+_LAST_EMPHASIS = re.compile(r"\*\*(?=[.,;:!]?$)")
+
+_SYMMETRIC = ("```", "**", "__", "$$", "*", "_", "`", "$", '"', "'")
+_PAIRS = (
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("“", "”"),
+    ("\u2018", "\u2019"),
+    ("«", "»"),
+    ("„", "“"),
+    ("「", "」"),
+    ("『", "』"),
+)
+_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox|text\w{0,6}|math(?:rm|bf|it|sf|tt|normal)|mbox|displaystyle)\s?\{")
+_ELEMENT = re.compile(r"<([A-Za-z_]\w{0,20})>")
+_LEADING = re.compile(
+    r"#{1,6}\s|>\s|[-*+•]\s(?![\d.\s])|\\displaystyle\b|(?:so|thus|hence|therefore)\b[,:]?\s", re.IGNORECASE
+)
+_TRAILING = " \t\r\n.,;:。、"
+_FENCE = re.compile(r"\s{0,12}+(`{3,}+|~{3,}+)[ \t]{0,4}+([\w+#.-]{0,20}+)[ \t]{0,4}+$")
+
+
+class Parts(NamedTuple):
+    """Where a response may state its answer: in its last box, else in its last `<answer>` tag (`marked`); in what
+    follows its last "the answer is" (`announced`); both unwrapped. `text` is the content of the tag, else all."""
+
+    marked: str | None
+    announced: str | None
+    text: str
 
 
 def answer_in(solution_str: str) -> str | None:
-    """The response without its thought, `folded`; None where it is too long."""
+    """Return the response without its thought, `folded`; None if it is longer than MAX_CHARS."""
     answer = answer_of(solution_str)
-    return folded(answer) if len(answer) <= MOST else None
+    return folded(answer) if len(answer) <= MAX_CHARS else None
 
 
 def folded(text: str) -> str:
-    """Full-width characters and minus signs as ASCII."""
+    """Return the text with full-width characters and minus signs as ASCII."""
     return text.translate(_FULL_WIDTH)
 
 
+def parts_of(answer: str) -> Parts | None:
+    """Return where the response may state its answer; None if it is empty or its last tag or box is not closed."""
+    text, tags = answer, list(_TAG.finditer(answer))
+    opened = [index for index, tag in enumerate(tags) if not tag[1]]
+    if opened:
+        after = tags[opened[-1] + 1 :]
+        if not after:
+            return None
+        text = answer[tags[opened[-1]].end() : after[0].start()].strip()
+    in_box = boxed(text)
+    if not text or (in_box is None and _BOX.search(text)):
+        return None
+    marked = in_box if in_box is not None else text if opened else None
+    said = announced(text)
+    return Parts(*(None if part is None else unwrapped(part) for part in (marked, said)), text)
+
+
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds; None where there is none that is closed."""
-    starts = [match.end() for match in _BOXED.finditer(text)]
-    depth = 1
-    for place in range(starts[-1], len(text)) if starts else ():
-        depth += (text[place] == "{") - (text[place] == "}")
-        if not depth:
-            return text[starts[-1] : place].strip()
+    r"""Return the content of the last `\boxed{...}`; None if there is none or it is not closed."""
+    start = max((match.end() for match in _BOX.finditer(text)), default=None)
+    if start is None:
+        return None
+    rest = text[start:].lstrip()
+    if not rest.startswith("{"):  # \boxed 5, as MATH has it
+        return rest.partition("\n")[0].partition("$")[0].strip() or None
+    end = _closing(rest)
+    return None if end is None else rest[1:end].strip()
+
+
+def _closing(text: str) -> int | None:
+    """Return the index of the brace that closes the first one; None if there is none."""
+    depth = 0
+    for match in _BRACE.finditer(text):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0 and match[0] == "}":
+            return match.start()
     return None
 
 
 def announced(text: str) -> str | None:
-    """The rest of the line after the last "answer is", "option is", "answer:" and so on; None where there is none."""
-    starts = [match.end() for match in _PHRASE.finditer(text)]
-    return text[starts[-1] :].partition("\n")[0].strip() or None if starts else None
+    """Return what follows the last "answer is", "Final answer:", "答案" and so on: the rest of the line, the next line
+    if the rest is empty, or a displayed formula; None if nothing is announced."""
+    end = max((match.end() for match in _ANNOUNCEMENT.finditer(text)), default=None)
+    if end is None:
+        return None
+    rest = _after_announcement(text[end:])
+    for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):
+        if rest.startswith(opening):
+            return rest[2:].partition(closing)[0].strip() or None
+    line = rest.partition("\n")[0].strip()
+    if line.count("**") % 2:  # half of an emphasis that includes the announcement
+        line = line.removeprefix("**") if line.startswith("**") else _LAST_EMPHASIS.sub("", line)
+    return line.strip() or None
+
+
+def _after_announcement(text: str) -> str:
+    return _EMPHASIS_END.sub("", text.lstrip(" :="), count=1).lstrip(" \t\n:=")
+
+
+def unwrapped(text: str) -> str:
+    """Return the text without the tags, emphasis, quotes, delimiters, commands, announcements and final punctuation
+    that enclose all of it."""
+    text = text.strip()
+    for _ in range(_LAYERS):
+        inner = _layer_removed(text)
+        if inner == text:
+            break
+        text = inner
+    return text
+
+
+def _layer_removed(text: str) -> str:
+    for mark in _SYMMETRIC:
+        inner = text[len(mark) : -len(mark)]
+        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark) and mark not in inner:
+            blocks = fenced(text) if mark == "```" else []
+            return blocks[0][1] if blocks else inner.strip()
+    for opening, closing in _PAIRS:
+        inner = text[len(opening) : -len(closing)]
+        if text.startswith(opening) and text.endswith(closing) and opening not in inner:
+            return inner.strip()
+    if command := _COMMAND.match(text):
+        brace = command.end() - 1
+        if _closing(text[brace:]) == len(text) - brace - 1:
+            return text[brace + 1 : -1].strip()
+    if (element := _ELEMENT.match(text)) and text.endswith(f"</{element[1]}>"):
+        return text[element.end() : -len(element[1]) - 3].strip()
+    if leading := _LEADING.match(text):
+        return text[leading.end() :].strip()
+    lead = _ANNOUNCEMENT.search(text, 0, 80)
+    if lead and text[: lead.start()].strip(" *_#").casefold() in _BEFORE_NOUN:
+        return (announced(text) if "\n" not in text else _after_announcement(text[lead.end() :])) or text
+    return text.rstrip(_TRAILING)
+
+
+_BEFORE_NOUN = {
+    f"{article}{adjective}".strip()
+    for article in ("", "the ", "my ", "la ", "die ", "el ", "so the ", "so, the ", "thus, the ", "therefore, the ")
+    for adjective in ("", "final", "correct", "right", "best")
+}
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """Return (language, content) of each closed code block. A fence closes the last open one of its kind that is not
+    longer, as in CommonMark."""
+    blocks, fence, language, content = [], "", "", []
+    for line in text.splitlines():
+        match = _FENCE.match(line)
+        if not fence and match:
+            fence, language, content = match[1], match[2].lower(), []
+        elif fence and match and match[1].startswith(fence) and not match[2]:
+            blocks.append((language, "\n".join(content)))
+            fence = ""
+        elif fence:
+            content.append(line)
+    return blocks
 
 
 def verdict(score: float, reason: str = "", *, right: bool | None = None, found: bool = True) -> dict[str, Any]:
-    """A verifier's result. `right` where the score is more than right or wrong."""
+    """Return a verifier's result. Pass `right` if the score is more than right or wrong."""
     accurate = bool(score) if right is None else right
     result = {"score": float(score), "acc": float(accurate), "format": float(found)}
     return {**result, "reason": reason} if reason else result
 
 
 def not_found(answer: str | None, wanted: str) -> dict[str, Any]:
-    """The result where the response holds no answer of the kind."""
+    """Return the result of a response that holds no answer of the kind."""
     if answer is None:
-        return verdict(0.0, f"the answer is longer than {MOST} characters", found=False)
+        return verdict(0.0, f"the answer is longer than {MAX_CHARS} characters", found=False)
     return verdict(0.0, f"no {wanted} in {excerpt(answer)}", found=False)
 
 
 def wrong(found: Any, truth: Any) -> dict[str, Any]:
-    """The result where the answer is not the right one."""
+    """Return the result of a wrong answer."""
     return verdict(0.0, f"answered {excerpt(found)}, right is {excerpt(truth)}")
 
 
 def overlapping(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:
-    """The result of an answer that covers so much of the true one, in words; right from `threshold` on."""
+    """Return the result of an answer that overlaps the true one; right from `threshold` on."""
     right = overlap >= threshold
     return verdict(overlap, "" if right else f"answered {given}, right is {true}", right=right)
 
 
 def bad_truth(ground_truth: Any, valid: str) -> ValueError:
-    """The error for a ground truth that can't be read."""
+    """Return the error for a ground truth that cannot be read."""
     return ValueError(f"ground_truth: got {ground_truth!r:.500}; valid is {valid}. Correct the row.")
 
 
 def excerpt(value: Any) -> str:
-    """A value in a reason: its end, where answers stand."""
+    """Return the end of a value's representation, where an answer is, for a reason."""
     try:
         text = repr(value)
     except ValueError:  # Python's limit

@@ -1,9 +1,10 @@
 """A box in a picture, `[x1, y1, x2, y2]`: the overlap with the true one (box IoU).
 
-The last four numbers in brackets count, `[...]`, `(...)` or `<bbox>...</bbox>`. Corners in the wrong order are put
-right; a box without area, or with what is no number, is none. Pixels and shares of the picture must not be mixed up:
-where one box lies within 0 to 1 and the other does not, `size` (width and height) turns the shares into pixels, and
-without it there is no common measure, so that the answer is wrong.
+Boxes are four numbers in `[...]`, `(...)` or `<bbox>...</bbox>`, two corners as `(x1, y1), (x2, y2)` between Qwen's box
+tokens or without them, `{"bbox_2d": [...]}`, and keys as in `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`. The one in
+the last box or `<answer>` tag counts, else the first one announced, else the last one. Corners are put in order; a box
+without area is none. Pixels and shares of the picture are not compared: if one box lies within 0 to 1 and the other
+does not, `size` (width and height) converts the shares to pixels, and without `size` the answer is wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, parts_of, verdict
 
-_NUMBER = r"\s*([-+]?\d{1,9}(?:\.\d{1,15})?)\s*"
-_FOUR = "[,\\s]".join([_NUMBER] * 4)
-_BOX = re.compile(rf"(?:\[|\(|<bbox>){_FOUR}(?:\]|\)|</bbox>)", re.ASCII)
+# All quantifiers are bounded and white space is collapsed before, so that searching is linear.
+_NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,15})?+)"
+_NEXT = r"(?:\s?,\s?|\s)"
+_CORNERS = r"\s?[\])]\s?(?:,\s?)?[\[(]\s?"
+_BOX = re.compile(
+    rf"[\[(>]\s?{_NUMBER}{_NEXT}{_NUMBER}(?:{_NEXT}|{_CORNERS}){_NUMBER}{_NEXT}{_NUMBER}\s?(?:[\])]|</?bbox>)", re.ASCII
+)
+_KEYS = (("x1", "xmin", "x_min", "left"), ("y1", "ymin", "y_min", "top"),
+         ("x2", "xmax", "x_max", "right"), ("y2", "ymax", "y_max", "bottom"))  # fmt: skip
+_KEYED = re.compile(
+    rf"(?<!\w)({'|'.join(key for keys in _KEYS for key in keys)})[\"']?\s?[:=]\s?{_NUMBER}(?![\w.])", re.ASCII
+)
 
 Box = tuple[float, float, float, float]
 
@@ -38,7 +48,7 @@ def score(
     true = _true_box(ground_truth)
     size = _size(size if size is not None else (extra_info or {}).get("size"))
     answer = answer_in(solution_str)
-    given = box_in(answer) if answer else None
+    given = _stated(answer) if answer else None
     if given is None:
         return not_found(answer, "box [x1, y1, x2, y2]")
     if _shares(given) != _shares(true):
@@ -48,10 +58,25 @@ def score(
     return overlapping(box_iou(given, true), threshold, _words(given), _words(true))
 
 
-def box_in(text: str) -> Box | None:
-    """The last box in a text, corners in order; None where there is none."""
+def _stated(answer: str) -> Box | None:
+    """Return the box that the response states; None if it states none."""
+    parts = parts_of(answer)
+    if parts is None:
+        return None
+    if parts.marked is not None:
+        return box_in(parts.marked)
+    return (box_in(parts.announced, first=True) if parts.announced else None) or box_in(parts.text)
+
+
+def box_in(text: str, *, first: bool = False) -> Box | None:
+    """Return the last or `first` box in a text, corners in order; None if there is none."""
+    text = " ".join(text.split())
     found = _BOX.findall(text)
-    return _ordered([float(number) for number in found[-1]]) if found else None
+    if not found:
+        values = {match[1]: match[2] for match in _KEYED.finditer(text)}
+        found = [[values[key] for keys in _KEYS for key in keys if key in values]]
+    numbers = [float(number) for number in found[0 if first else -1]]
+    return _ordered(numbers) if len(numbers) == 4 else None
 
 
 def box_iou(one: Box, other: Box) -> float:

@@ -1,8 +1,10 @@
 r"""Multiple choice: a letter, or the text of an option.
 
-A letter is taken from `\boxed{}`, from after "the answer is", from the last line or the first: `B`, `(B)`, `B.`,
-`**B**`, `\text{B}`, `Option B`, `B) Paris`. A bare `A` or `I` before more words is a word, not a letter. Two letters at
-once ("A or B") are none. An option's text counts where it is all that the box, the announcement or the line says.
+A letter is taken from the last box or `<answer>` tag, else from the last announcement ("the answer is", "I would go
+with"), the last line or the first: `B`, `(B)`, `B.`, `**B**`, `\text{B}`, `Option B`, `B. Paris`, `Paris (B)`, `B is
+correct`, `B, because ...`. A letter before other words is a word, as in "A dog" or "A is wrong". Two letters at once
+("A or B"), or a letter with the text of another option, state nothing. An option's text counts if it is all that the
+box, the announcement or the line says.
 """
 
 from __future__ import annotations
@@ -13,19 +15,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, folded, not_found, verdict, wrong
+from rlfuse.rewards.verifiers.answers import (
+    Parts,
+    announced,
+    answer_in,
+    bad_truth,
+    folded,
+    not_found,
+    parts_of,
+    unwrapped,
+    verdict,
+    wrong,
+)
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_MAX_CHARS = 1_000
+"""Longer boxes, announcements and lines are cut; an option's text is compared in full."""
 
-_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_MARKUP = re.compile(r"\\(?:text\w{0,6}|math\w{2}|mbox)\s?\{([^{}]{0,200}+)\}|[*`\"“”$]|\\[()\[\]]|<[^<>]{0,40}+>")
 _LEADING = re.compile(
-    r"(?:the\s+)?(?:option|choice|answer|letter)?\s*"
-    r"(?:[(\[](?P<bracketed>[A-Za-z])[)\]]|(?P<marked>[A-Z])[).:](?=\s|$)|(?P<alone>[A-Za-z])$|(?P<bare>[A-Z])(?=[\s,;]))"
-    r"(?P<rest>.*)",
-    re.IGNORECASE | re.DOTALL | re.ASCII,
+    r"""(?:(?:the|it['\u2019]s|it|that|this|is|must|be|would|most|likely|definitely|clearly|correct|right|best|final|my|
+            option|choice|answer|letter)\b[\s:]{1,3}+){0,6}+
+        (?: [(\[]\s?(?P<bracketed>[A-Z])\s?[)\]] | (?P<marked>[A-Z])(?:\s?[).:]|\s[-\u2013\u2014])(?=\s|$) | (?P<alone>[A-Z])$
+          | (?P<bare>[A-Z])(?=[\s,;]) )
+        (?P<rest>.*)""",
+    re.IGNORECASE | re.DOTALL | re.ASCII | re.VERBOSE,
 )
-_SECOND = re.compile(r"\s*(?:,|/|&|or\b|and\b)+\s*(?:option\s+)?[(\[]?[A-Z](?:[)\].:,]|\s|$)")
-_AFTER_A = re.compile(r"\s*(?:[,;]|because|since|as|for|is|or|and|which|\(|-)")
+_AFTER_BARE = re.compile(
+    r"\s?(?:[,;(-]|(?:because|since|as|for|which)\b|is\s(?:the\s|my\s)?(?:most\s)?(?:correct|right|best|true|likely|answer))"
+)
+_SECOND = re.compile(r"[\s,/&]{0,4}+(?:(?:or|and)\s)?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:,;]|\s|$)")
+_A_OR_I = re.compile(r"[\s,]{0,3}+(?:or|and|/|&)\s?(?:option\s)?[(\[]?[AI](?:[)\].:,;]|\s|$)")
+_RETRACTED = re.compile(
+    r"\b(?:wait|no|but|actually|instead|rather|however|sorry)\b[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
+)
+_NAMED = re.compile(r"(?<!\w)[A-Z](?!\w)")
+_LETTERED = re.compile(r"\s[(\[](?P<letter>[A-Z])[)\]]$")
 
 
 @answer_only
@@ -44,14 +69,24 @@ def score(
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "choice")
-    lines = answer.splitlines()
-    for part in (boxed(answer), announced(answer), lines[-1], lines[0]):
-        letter = _choice(part, texts) if part else None
-        if letter is not None:
-            break
-    else:
+    parts = parts_of(answer)
+    letter = _stated(parts, texts) if parts else None
+    if letter is None:
         return not_found(answer, f"choice of {', '.join(texts)}" if texts else "letter")
     return verdict(1.0) if letter == truth else wrong(letter, truth)
+
+
+def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
+    """Return the letter that the response chooses; None if it chooses none, or several."""
+    lines = parts.text.splitlines()
+    places = [parts.marked, parts.announced, lines[-1], lines[0]]
+    if parts.marked is not None and _NAMED.search(parts.marked[:_MAX_CHARS]):
+        places = [parts.marked, announced(parts.marked)]  # nothing else counts
+    for place in places:
+        letter = _choice(place, texts) if place else None
+        if letter is not None:
+            return letter
+    return None
 
 
 def _options(given: Any) -> dict[str, str]:
@@ -74,7 +109,7 @@ def _options(given: Any) -> dict[str, str]:
 
 
 def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
-    truth = folded(ground_truth).strip() if isinstance(ground_truth, str) else ""
+    truth = unwrapped(folded(ground_truth)) if isinstance(ground_truth, str) else ""
     by_text = [letter for letter, text in texts.items() if _plain(text) == _plain(truth)]
     letter = by_text[0] if len(by_text) == 1 else truth.strip("().").upper()
     if len(letter) != 1 or letter not in (texts or LETTERS):
@@ -82,21 +117,30 @@ def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
     return letter
 
 
-def _choice(part: str, texts: dict[str, str]) -> str | None:
-    """The letter that a text says, or None."""
-    text = _MARKUP.sub(r"\1", part).strip().strip("*_`$ \n").strip()
-    named = [letter for letter, option in texts.items() if _plain(option) == _plain(text)]
+def _choice(place: str, texts: dict[str, str]) -> str | None:
+    """Return the letter that a box, announcement or line states, or None."""
+    plain = _plain(place)
+    named = [letter for letter, option in texts.items() if _plain(option) == plain]
     if len(named) == 1:
         return named[0]
+    text = _MARKUP.sub(r"\1", unwrapped(place[:_MAX_CHARS])).strip()
+    lettered = _LETTERED.search(text)
+    if lettered and not _NAMED.search(text[: lettered.start()]):  # Paris (B)
+        text = f"({lettered['letter']}) {text[: lettered.start()]}"
     match = _LEADING.match(text)
-    if match is None or _SECOND.match(match["rest"].strip("*_`")):
+    if match is None:
         return None
+    rest = match["rest"]
     letter = match["bracketed"] or match["marked"] or match["alone"] or match["bare"]
-    if match["bare"] and (letter.islower() or (letter in "AI" and not _AFTER_A.match(match["rest"]))):
+    if match["bare"] and (letter.islower() or not _AFTER_BARE.match(rest)):
         return None
-    letter = letter.upper()
-    return letter if letter in (texts or LETTERS) else None
+    letter, said = letter.upper(), _plain(rest.strip(" -\u2013\u2014:).]"))
+    if letter not in (texts or LETTERS):
+        return None
+    if said in {_plain(text) for text in texts.values()}:
+        return letter if said == _plain(texts[letter]) else None
+    return None if any(search(rest) for search in (_SECOND.match, _A_OR_I.match, _RETRACTED.search)) else letter
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).rstrip(".").casefold()
+    return " ".join(_MARKUP.sub(r"\1", unwrapped(text)).split()).rstrip(".").casefold()

@@ -1,11 +1,11 @@
-"""Exact match: the answer is the text of the ground truth, up to white space."""
+"""Exact match: the answer is the text of the ground truth, up to white space and wrapping."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, boxed, not_found, verdict, wrong
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, parts_of, unwrapped, verdict, wrong
 
 
 @answer_only
@@ -17,18 +17,20 @@ def score(
     *,
     ignore_case: bool = False,
 ) -> dict[str, Any]:
-    r"""1 if the whole answer, or what its last `\boxed{}` holds, is the ground truth or one of a list of them."""
+    """1 if the answer is the ground truth or one of a list of them: the content of the last box or `<answer>` tag, else
+    what the response announces, else all of it."""
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truths, list | tuple) or not truths or not all(isinstance(t, str) and t.strip() for t in truths):
         raise bad_truth(ground_truth, "a text that is not empty, or a list of such")
     answer = answer_in(solution_str)
-    if not answer:
-        return not_found(answer, "text")
-    right = {_plain(truth, ignore_case) for truth in truths}
-    given = [answer, boxed(answer) or answer]
-    if any(_plain(text, ignore_case) in right for text in given):
+    if answer and _plain(answer, ignore_case) in {_plain(truth, ignore_case) for truth in truths}:
         return verdict(1.0)
-    return wrong(given[1], truths[0])
+    parts = parts_of(answer) if answer else None
+    if parts is None:
+        return not_found(answer, "text")
+    given = parts.marked or parts.announced or parts.text
+    right = {_plain(unwrapped(truth), ignore_case) for truth in truths}
+    return verdict(1.0) if _plain(unwrapped(given), ignore_case) in right else wrong(given, truths[0])
 
 
 def _plain(text: str, ignore_case: bool) -> str:

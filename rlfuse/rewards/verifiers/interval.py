@@ -1,23 +1,36 @@
 """A stretch of time in a video: the overlap with the true one (temporal IoU).
 
-Read are `3.2 to 5.0`, `[3.2, 5.0]`, `3.2s - 5.0s`, `from 3.2 seconds to 5`, `00:03.2 to 01:05`, `1:02:03-1:02:08`; the
-last one in the answer counts. An end before its start, or none of its length, is no interval.
+Intervals are `3.2 to 5.0`, `[3.2, 5.0]`, `3.2s - 5.0s`, `from 3.2 seconds to 5`, `00:03.2 to 01:05`, `1:02:03-1:02:08`,
+`00:03.200 --> 00:05.000` (also with a decimal comma, as in SRT) and `{"start": 3.2, "end": 5.0}`. The one in the last
+box or `<answer>` tag counts, else the first one announced, else the last one. An end before its start, or none of its
+length, is no interval.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, parts_of, unwrapped
 
+# All quantifiers are bounded, so that searching is linear; white space is collapsed before.
 _TIME = r"((?:\d{1,6}:){0,2}\d{1,6}(?:\.\d{1,6})?)(?![\d:]|\.\d)"
-_UNIT = r"(?:\s?(?:s|sec|secs|seconds?)\b)?"
-_DASH = r"(?:to|until|and|,|-|\u2013|\u2014|~)"
+_UNIT = r"(?:\s?(?:s|secs?|seconds?|秒)(?![a-z]))?"
+_TO = r"(?:to|till|until|and|bis|à|hasta|до|到|至|,|;|-{1,2}>?|\u2013|\u2014|~|→)"
 _INTERVAL = re.compile(
-    rf"\[?\s?(?<![\d.:-]){_TIME}{_UNIT}\s?{_DASH}\s?{_TIME}{_UNIT}\s?\]?",
-    re.ASCII | re.IGNORECASE,
+    rf"(?<![\w.:-])[\[(<]?\s?(?<![\w.:-]){_TIME}{_UNIT}[>\])\"']?\s?{_TO}\s?[<\[(\"']?{_TIME}{_UNIT}\s?[>\])]?",
+    re.IGNORECASE,
+)
+_KEYED = re.compile(
+    rf"(?<!\w)[\"']?(?:(?P<start>start|begin|from)|end|to)(?:s|ning)?(?:[_ ]?(?:time|seconds|sec|s))?[\"']?"
+    rf"(?:\s?[:=]\s?|\s(?:at|is)\s)[\"']?{_TIME}{_UNIT}[\"']?",
+    re.IGNORECASE,
+)
+_COMMA = re.compile(r"(?<=:\d\d),(?=\d{3}(?!\d))")
+_MINUTES = re.compile(
+    r"(?<![\d.:])(\d{1,4})\s?m(?:in(?:ute)?s?)?\s?(?:and\s)?(\d{1,2}(?:\.\d{1,6})?)(?=\s?s)", re.IGNORECASE
 )
 
 
@@ -25,7 +38,7 @@ _INTERVAL = re.compile(
 def score(
     data_source: str,
     solution_str: str,
-    ground_truth: str | list[float],
+    ground_truth: str | Sequence[float] | dict[str, float],
     extra_info: dict[str, Any] | None = None,
     *,
     threshold: float = 0.5,
@@ -33,23 +46,58 @@ def score(
 ) -> dict[str, Any]:
     """Seconds in both over seconds in either; `acc` is 1 from `threshold` on. With `whole` the answer must be the
     interval and nothing else."""
-    true = interval_in(ground_truth if isinstance(ground_truth, str) else str(list(ground_truth)), whole=True)
-    if true is None:
-        raise bad_truth(ground_truth, "an interval as in '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
+    true = _true_interval(ground_truth)
     answer = answer_in(solution_str)
-    given = interval_in(answer, whole) if answer else None
+    given = _stated(answer, whole) if answer else None
     if given is None:
         return not_found(answer, "interval")
     return overlapping(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
 
 
-def interval_in(text: str, whole: bool = False) -> tuple[float, float] | None:
-    """Start and end in seconds of the last interval in a text, or of the one that it is as a `whole`; else None."""
-    found = [_INTERVAL.fullmatch(text.strip())] if whole else list(_INTERVAL.finditer(text))
-    if not found or found[-1] is None:
+def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
+    """Return the interval that the response states; None if it states none."""
+    if whole:
+        return interval_in(unwrapped(answer), whole=True)
+    parts = parts_of(answer)
+    if parts is None:
         return None
-    start, end = map(_seconds, found[-1].groups())
+    if parts.marked is not None:
+        return interval_in(parts.marked)
+    return (interval_in(parts.announced, first=True) if parts.announced else None) or interval_in(parts.text)
+
+
+def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:
+    """Return start and end, in seconds, of the last or `first` interval in a text; with `whole`, of the interval that
+    the text consists of. None if there is none."""
+    text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(text.split())))
+    starts, ends = (
+        [match[2] for match in _KEYED.finditer(text) if bool(match["start"]) is wanted] for wanted in (True, False)
+    )
+    if starts and ends and (not whole or not _KEYED.sub("", text).strip("{}[](),; ")):
+        clocks = (starts[0], ends[0]) if first else (starts[-1], ends[-1])
+    else:
+        found = [_INTERVAL.fullmatch(text)] if whole else list(_INTERVAL.finditer(text))
+        if not found or found[0] is None:
+            return None
+        clocks = found[0 if first else -1].groups()
+    start, end = map(_seconds, clocks)
     return (start, end) if start < end else None
+
+
+def _true_interval(ground_truth: Any) -> tuple[float, float]:
+    try:
+        if isinstance(ground_truth, str):
+            text = unwrapped(ground_truth)
+        elif isinstance(ground_truth, dict):
+            text = ", ".join(f"{key}: {float(value)}" for key, value in ground_truth.items())
+        else:
+            text = str([float(time) for time in ground_truth])
+    except (TypeError, ValueError):
+        text = ""
+    true = interval_in(text, whole=True)
+    if true is None:
+        raise bad_truth(ground_truth, "an interval as in '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
+    return true
 
 
 def interval_iou(one: tuple[float, float], other: tuple[float, float]) -> float:

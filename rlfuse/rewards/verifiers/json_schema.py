@@ -1,4 +1,4 @@
-"""JSON that fits a schema: all of the answer, or its last fenced block.
+"""JSON that fits a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
 
 The schema is the ground truth, as JSON text (parquet gives structures keys they don't have) or as a dict, in the draft
 that its `$schema` names, else 2020-12; a `$ref` to another place is not fetched. Validating runs in a process of its
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from typing import Any
 
 from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, fenced, not_found, parts_of, unwrapped, verdict
 
 SECONDS = 3.0
 """Of CPU time."""
 
 _worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @answer_only
@@ -44,14 +42,22 @@ def score(
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "JSON")
-    blocks = _FENCED.findall(answer)
     try:
-        said = _worker({"schema": schema, "answer": blocks[-1] if blocks else answer}, timeout_s)
+        said = _worker({"schema": schema, "answers": _texts(answer)}, timeout_s)
     except Refused as refused:
         return verdict(0.0, f"validating {refused}")
     if "schema" in said:  # a reference that only this answer led to
         raise bad_truth(ground_truth, f"a JSON schema ({said['schema']})")
     return verdict(not said["problem"], said["problem"], found=said["json"])
+
+
+def _texts(answer: str) -> list[str]:
+    """The texts that may be the JSON, in order: the answer as written, its last code block, its unwrapped parts."""
+    parts = parts_of(answer)
+    text = parts.text if parts else answer
+    blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
+    given = [answer, *blocks[-1:], text, unwrapped(text), *(parts[:2] if parts else ())]
+    return list(dict.fromkeys(given_text for given_text in given if given_text))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -21,17 +21,23 @@ def main() -> None:
 
 
 def _validate(job: dict[str, Any]) -> dict[str, Any]:
-    """`schema`: what is wrong with it. Else `json`: whether the answer is any; `problem`: where it does not fit."""
+    """Validate the first of `answers` that is JSON. Return `schema`, the fault of the schema, or `json`, whether one of
+    them is JSON, and `problem`, where it does not fit."""
     try:
         validator = _validator(job["schema"])
     except (ValueError, RecursionError, SchemaError) as error:
         return {"schema": _line(error)}
-    if "answer" not in job:
+    if "answers" not in job:
         return {}
-    try:
-        given = json.loads(job["answer"], parse_constant=_not_json)
-    except (ValueError, RecursionError) as error:
-        return {"json": False, "problem": f"no JSON: {_line(error)}"}
+    problem = ""
+    for text in job["answers"]:
+        try:
+            given = json.loads(text, parse_constant=_not_json)
+            break
+        except (ValueError, RecursionError) as error:
+            problem = problem or f"no JSON: {_line(error)}"
+    else:
+        return {"json": False, "problem": problem}
     try:
         error = best_match(validator.iter_errors(given))
     except Unresolvable as unresolvable:

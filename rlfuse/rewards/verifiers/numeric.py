@@ -1,8 +1,9 @@
-r"""A number within a tolerance: the last one that the answer gives.
+r"""A number within a tolerance: the one in the last box or `<answer>` tag, else the one announced, else the last one.
 
-Read are `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, in `\boxed{}`, after "the
-answer is", or last in the answer, in this order. Where one of answer and ground truth is in percent and the other is
-not, both 45 and 0.45 are 45%. Calculation is exact, in fractions.
+Numbers are `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `10^{5}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with
+or without a unit. A box or tag that holds several numbers, such as "3 or 5", states none, unless the last one follows
+an equals sign. If only one of answer and ground truth is in percent, both 45 and 0.45 are 45%. Calculation is exact,
+in fractions.
 """
 
 from __future__ import annotations
@@ -12,25 +13,30 @@ from fractions import Fraction
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, folded, not_found, verdict, wrong
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, boxed, folded, not_found, parts_of, verdict, wrong
 
 LONGEST = 400
-"""Characters of a number, so also digits; and the largest power of ten, as that of a float about."""
+"""Characters of a number, so also digits; and the largest power of ten, about that of a float."""
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
-# No number begins within a word or another number, as in x1 or 2024-05-06.
+_POWER = r"10\s?(?:\^|\*\*)\s?\{?(?P<{}>[-+]?\d++)\}?"
+# No number begins within a word, another number, an index or an exponent, as in x1, 2024-05-06 or m^2.
 _NUMBER = re.compile(
-    rf"""(?<![\w.])(?P<sign>[-+])?(?:\\?\$)?
-    (?: (?P<lead>\d+)?\s?\\[dt]?frac\s*\{{\s*(?P<up>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<down>-?{_DECIMAL})\s*\}}
-      | (?:(?P<whole>\d+)[ ]+)?(?P<over>{_DIGITS})\s?/\s?(?P<under>{_DIGITS})(?![\d/])
+    rf"""(?<![\w.^])(?<!\^\{{)(?P<sign>[-+])?(?:\\?\$|[€£¥₹])?
+    (?: (?P<lead>\d++)?\s?\\[dt]?frac\s?\{{\s?(?P<up>-?{_DECIMAL})\s?\}}\s?\{{\s?(?P<down>-?{_DECIMAL})\s?\}}
+      | (?:(?P<whole>\d++)[ ])?(?P<over>{_DIGITS})\s?/\s?(?P<under>{_DIGITS})(?![\d/])
+      | {_POWER.replace("{}", "bare")}
       | (?P<decimal>{_DECIMAL})
-        (?: [eE](?P<power>[-+]?\d+) | {_TIMES}10\s?(?:\^|\*\*)\s?\{{?(?P<ten>[-+]?\d+)\}}? )?
-    )(?P<percent>\s?\\?%)?""",
+        (?: [eE](?P<power>[-+]?\d++) | {_TIMES}{_POWER.replace("{}", "ten")} )?
+    )(?!\s?\^)(?P<percent>\s?\\?%)?""",
     re.VERBOSE | re.ASCII,
 )
-_LATEX = re.compile(r"\\[,!; ]|\{,\}|\\left|\\right|[\u2009\u202f]")
+_LATEX = re.compile(r"\\[,!; ]|\{,\}|\\left(?![a-z])|\\right(?![a-z])|[\u2009\u202f]")
+_EXPONENT = re.compile(r"(?<=[A-Za-z}])(?:\^|_)\s?\{?\s?[-+]?\d{1,9}")
+_ABOUT = re.compile(r"\\approx|≈")
+_CLAUSE_END = re.compile(r"[,;.]\s|\s\(|\b(?:because|since|as)\b")
 
 
 @answer_only
@@ -67,24 +73,38 @@ def _near(value: Fraction, true: Fraction, relative: float | None, absolute: flo
 
 
 def number_in(text: str) -> tuple[Fraction, bool] | None:
-    """The number that the text gives as its answer, and whether it is in percent; None where there is none."""
-    inner = boxed(text)
-    if inner is not None:
-        return _last(inner)
-    said = announced(text)
-    return (_last(said, first=True) if said else None) or _last(text)
+    """Return the number that the text gives as its answer, and whether it is in percent; None if there is none."""
+    parts = parts_of(text)
+    if parts is None:
+        return None
+    said = _numbers(_clause(parts.announced)) if parts.announced else []
+    if parts.marked is not None and (boxed(parts.text) is not None or not said):
+        found = _numbers(_after_equals(parts.marked))
+        return found[0] if len(found) == 1 else None
+    return (said or _numbers(parts.text) or [None])[0 if said else -1]
 
 
-def _last(text: str, first: bool = False) -> tuple[Fraction, bool] | None:
-    found = list(_NUMBER.finditer(_LATEX.sub("", text)))
-    return _value(found[0 if first else -1]) if found else None
+def _clause(announced: str) -> str:
+    """Return the announcement up to the end of its first clause, without the left side of an equation."""
+    return _after_equals(_CLAUSE_END.split(announced, maxsplit=1)[0])
+
+
+def _after_equals(text: str) -> str:
+    """Return the right side of an equation, without a rounded value after it; all if there is none."""
+    exact, *rounded = _ABOUT.split(text, maxsplit=1)
+    result = exact.rpartition("=")[2]
+    return result if not rounded or _NUMBER.search(result) else rounded[0]
+
+
+def _numbers(text: str) -> list[tuple[Fraction, bool] | None]:
+    return [_value(match) for match in _NUMBER.finditer(_EXPONENT.sub("", _LATEX.sub("", text)))]
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
     if len(match[0]) > LONGEST:
         return None
     group = {name: (value or "").replace(",", "") for name, value in match.groupdict().items()}
-    power = int(group["power"] or group["ten"] or 0)
+    power = int(group["power"] or group["ten"] or group["bare"] or 0)
     if abs(power) > LONGEST:
         return None
     try:
@@ -93,7 +113,7 @@ def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
         elif group["over"]:
             value = int(group["whole"] or 0) + Fraction(int(group["over"]), int(group["under"]))
         else:
-            value = Fraction(group["decimal"]) * Fraction(10) ** power
+            value = Fraction(group["decimal"] or 1) * Fraction(10) ** power
     except ZeroDivisionError:
         return None
     return (-value if group["sign"] == "-" else value), bool(group["percent"])

@@ -1,6 +1,6 @@
-"""A regular expression that the answer fits, as the `regex` package has them (Python's syntax and more).
+"""A regular expression that matches the answer, in the syntax of the `regex` package (Python's and more).
 
-Matching is bounded in time, since a pattern such as `(a+)+b` may take for ever to find that an answer does not fit.
+Matching is bounded in time: a pattern such as `(a+)+b` takes exponential time to find that a text does not match.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import regex
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, parts_of, unwrapped, verdict
 
 SECONDS = 1.0
 
@@ -24,9 +24,11 @@ def score(
     extra_info: dict[str, Any] | None = None,
     *,
     anywhere: bool = False,
+    as_written: bool = False,
     timeout_s: float = SECONDS,
 ) -> dict[str, Any]:
-    """1 if the whole answer fits the pattern or, with `anywhere`, a part of it. Too slow to tell counts as no fit."""
+    """1 if the pattern matches the whole answer, unwrapped (not with `as_written`) or as written, or with `anywhere` a
+    part of it as written. Matching that exceeds `timeout_s` counts as no match."""
     try:
         pattern = _compiled(ground_truth)
     except (regex.error, TypeError, ValueError) as error:
@@ -34,11 +36,13 @@ def score(
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "text")
+    parts = None if anywhere or as_written else parts_of(answer)
+    given = [answer, *([unwrapped(parts.marked or parts.announced or parts.text)] if parts else ())]
     try:
-        fits = (pattern.search if anywhere else pattern.fullmatch)(answer, timeout=timeout_s)
+        fits = any((pattern.search if anywhere else pattern.fullmatch)(text, timeout=timeout_s) for text in given)
     except TimeoutError:
         return verdict(0.0, f"matching took longer than {timeout_s:g} s")
-    return verdict(1.0) if fits else verdict(0.0, f"{excerpt(answer)} does not fit {ground_truth!r:.100}")
+    return verdict(1.0) if fits else verdict(0.0, f"{excerpt(answer)} does not match {ground_truth!r:.100}")
 
 
 @functools.lru_cache(maxsize=1000)

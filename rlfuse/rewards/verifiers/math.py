@@ -1,39 +1,41 @@
-r"""Symbolic mathematics: an expression that equals the true one, whichever way it is written.
+r"""Mathematics: an expression that equals the true one, whichever way it is written.
 
-Taken are the last `\boxed{}`, what follows "the answer is", or the whole answer, with or without `$`. It is parsed as
-LaTeX and compared by math-verify (numbers, expressions, sets, intervals, equations, matrices), in a process of its own
-(`math_worker`) that is bounded in time and memory and confined. Only its LaTeX grammar is used: what it does with plain
-text goes through `eval`. Where one side is in percent and the other is not, both 45 and 0.45 are 45%.
-Expressions are refused unseen if they are longer than LONGEST, nested deeper than DEEPEST, or name numbers too large to
-be worked out.
+The expression is the content of the last `\boxed{}` or `<answer>` tag, else what the response announces, else the last
+formula between dollar signs or the like, else the last line. It is compared with the true one as text, then part by
+part, then by value (`math_structure`). Nothing is refused because it is not understood: a truth that is no readable
+expression, such as "3:45 p.m." or "100!^{100!}", is compared as text.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import announced, answer_in, bad_truth, boxed, not_found, verdict, wrong
-
-LONGEST, DEEPEST = 500, 12
-SECONDS = 5.0
-"""Of CPU time, for reading the true expression, and for reading and comparing the answer."""
-
-_worker = BoundedFunction("rlfuse.rewards.verifiers.math_worker")
-_DELIMITED = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_HUGE = re.compile(
-    r"\d{60}"  # digits
-    r"|(?:\^|\*\*)[\s{(]*[-+]?\d{4}"  # exponents of four digits
-    r"|\d[\s)}]*(?:\^|\*\*)[\s{(]*\d+[\s{()}]*(?:\^|\*\*)"  # towers of powers
-    r"|\d{4}[\s)}]*!|!\s*!"  # factorials
+from rlfuse.rewards.verifiers.answers import (
+    Parts,
+    answer_in,
+    bad_truth,
+    boxed,
+    folded,
+    not_found,
+    parts_of,
+    unwrapped,
+    verdict,
+    wrong,
 )
-_PLAIN = {"**": "^", "π": r"\pi ", "∞": r"\infty ", "\u00d7": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le "}
-_PLAIN |= {"≥": r"\ge ", "²": "^2", "³": "^3", "\u222a": r"\cup "}
-_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)|√\s*\(([^()]*)\)|√\s*(\d+|[a-z])")
-_NAMES = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln|exp|infty)(?![a-zA-Z])")
+from rlfuse.rewards.verifiers.math_structure import same
+from rlfuse.rewards.verifiers.math_text import canonical, key
+
+MAX_CHARS, MAX_DEPTH = 500, 12
+"""Characters and nested brackets of an expression; larger ones are compared as text."""
+
+_DELIMITER = re.compile(r"(?<!\\)(?:\$\$?|\\[()[\]])")
+_CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+_WORD = re.compile(r"[A-Za-z]+")
+_CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|where|as|by|using|given|so)\b")
 
 
 @answer_only
@@ -42,71 +44,86 @@ def score(
     solution_str: str,
     ground_truth: str | float,
     extra_info: dict[str, Any] | None = None,
-    *,
-    timeout_s: float = SECONDS,
 ) -> dict[str, Any]:
-    """1 if the answer equals the true expression. Comparing that takes longer than `timeout_s` is a wrong answer."""
-    truth, true_percent = _truth(ground_truth, timeout_s)
+    """1 if the answer equals the true expression."""
+    truth = _true_expression(ground_truth)
     answer = answer_in(solution_str)
-    part = (boxed(answer) or announced(answer) or answer) if answer else None
-    if not part:
+    parts = parts_of(answer) if answer else None
+    if parts is None:
         return not_found(answer, "expression")
-    latex, percent = _latex(part)
-    if problem := _refusal(latex):
-        return verdict(0.0, problem, found=False)
-    try:
-        said = _worker({"truth": truth, "answer": latex, "percent": percent - true_percent}, timeout_s)
-    except Refused as refused:
-        return verdict(0.0, f"comparing {latex!r:.100} {refused}")
-    if not said["parsed"]:
+    part = _stated(parts)
+    given = canonical(part)
+    if not given:
         return not_found(part, "expression")
-    return verdict(1.0) if said["equal"] else wrong(part, ground_truth)
+    if key(given) == key(truth):
+        return verdict(1.0)
+    for text in (given, truth):
+        if problem := _too_large(text):
+            return verdict(0.0, f"{problem}; compared as text only", found=text is truth)
+    return verdict(1.0) if same(truth, given) else wrong(part, ground_truth)
 
 
-def _truth(ground_truth: Any, timeout_s: float) -> tuple[str, bool]:
-    """The true expression as LaTeX and whether it is in percent; ValueError where it is none."""
-    text = str(ground_truth) if isinstance(ground_truth, str | int | float) else ""
-    latex, percent = _latex(boxed(text) or text)
-    problem = _refusal(latex) or _parses(latex, timeout_s)
-    if problem:
-        raise bad_truth(ground_truth, f"an expression in LaTeX ({problem})")
-    return latex, percent
+def _true_expression(ground_truth: Any) -> str:
+    """Return the true expression in canonical form."""
+    valid = isinstance(ground_truth, str) or (isinstance(ground_truth, int | float) and math.isfinite(ground_truth))
+    text = str(ground_truth) if valid else ""
+    in_box = boxed(text)
+    truth = canonical(unwrapped(folded(in_box if in_box is not None else text)))
+    if not truth:
+        raise bad_truth(ground_truth, "an expression in LaTeX")
+    return truth
 
 
-@functools.lru_cache(maxsize=10_000)
-def _parses(latex: str, timeout_s: float) -> str:
-    """Say why the expression does not parse; "" where it does."""
-    try:
-        return "" if _worker({"truth": latex}, timeout_s)["parsed"] else "it can't be parsed"
-    except Refused as refused:
-        return str(refused)
+def _stated(parts: Parts) -> str:
+    """Return the expression that a response states."""
+    if parts.marked is not None and boxed(parts.text) is not None:
+        return parts.marked
+    if parts.announced is not None:
+        return _CLAUSE_END.split(parts.announced, maxsplit=1)[0]
+    return _last_formula(parts.text)
 
 
-def _refusal(latex: str) -> str:
-    """Why nothing is done with the expression; "" where it is harmless as far as one sees."""
-    if not latex:
-        return "no expression"
-    if len(latex) > LONGEST:
-        return f"an expression of {len(latex)} characters; {LONGEST} at most"
+def _last_formula(text: str) -> str:
+    """Return the last line if it is a formula and a few words, else the last formula, else the last line."""
+    text = unwrapped(text)
+    spans = _formulas(text)
+    line_start = text.rfind("\n") + 1
+    line = unwrapped(text[line_start:])
+    if not spans:
+        return line
+    start, end = spans[-1]
+    words = _WORD.findall("".join(_outside(text, spans, line_start)))
+    if start >= line_start and (len(words) < 2 or set(words) <= {"and", "or"}):
+        return line
+    return text[start:end]
+
+
+def _formulas(text: str) -> list[tuple[int, int]]:
+    """Return start and end of what stands between delimiters."""
+    spans, opened, start = [], "", 0
+    for match in _DELIMITER.finditer(text):
+        if not opened and match[0] in _CLOSING:
+            opened, start = match[0], match.end()
+        elif opened and match[0] == _CLOSING[opened]:
+            spans.append((start, match.start()))
+            opened = ""
+    return spans
+
+
+def _outside(text: str, spans: list[tuple[int, int]], place: int) -> Iterator[str]:
+    """Yield the text after `place` that is in no formula."""
+    for start, end in spans:
+        if start >= place:
+            yield text[place:start]
+            place = end
+    yield text[place:]
+
+
+def _too_large(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        return f"an expression of {len(text)} characters; {MAX_CHARS} at most"
     depth = deepest = 0
-    for character in latex:
+    for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(depth, deepest)
-    if deepest > DEEPEST:
-        return f"an expression nested {deepest} deep; {DEEPEST} at most"
-    return "an expression of numbers too large to be worked out" if _HUGE.search(latex) else ""
-
-
-def _latex(text: str) -> tuple[str, bool]:
-    """An expression in LaTeX without its delimiters, and whether it was in percent."""
-    if len(text) > 10 * LONGEST:
-        return text, False
-    for found in _DELIMITED.finditer(text):
-        text = next(group for group in found.groups() if group)
-    text = text.strip().rstrip(".,;").strip()
-    percent = text.endswith("%")
-    text = text.rstrip("%").rstrip("\\").strip() if percent else text
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{next(group for group in match.groups() if group is not None)}}}", text)
-    for plain, latex in _PLAIN.items():
-        text = text.replace(plain, latex)
-    return _NAMES.sub(r"\\\1 ", text).replace("$", ""), percent
+    return f"an expression nested {deepest} deep; {MAX_DEPTH} at most" if deepest > MAX_DEPTH else ""

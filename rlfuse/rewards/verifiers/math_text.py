@@ -1,0 +1,146 @@
+r"""One spelling for each way in which an expression is written: LaTeX's variants, plain text, Unicode.
+
+Role: `canonical` gives the text that `math_structure` takes apart and `math_value` reads; two expressions with the same
+`key` are equal, whether or not anything else understands them. Invariant: time is linear in the text's length.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SPELLINGS = {
+    **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
+    **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
+    **dict.fromkeys((r"\leq", r"\leqslant", "≤"), r"\le "),
+    **dict.fromkeys((r"\geq", r"\geqslant", "≥"), r"\ge "),
+    **dict.fromkeys((r"\ne", r"\not=", "≠"), r"\neq "),
+    **dict.fromkeys((r"\lt",), "<"),
+    **dict.fromkeys((r"\gt",), ">"),
+    **dict.fromkeys((r"\cdot", r"\times", r"\ast", "\u00d7", "·", "⋅", "\u2217"), "*"),
+    **dict.fromkeys((r"\div", "÷", "\u2215"), "/"),
+    **dict.fromkeys((r"\lbrace",), r"\{"),
+    **dict.fromkeys((r"\rbrace",), r"\}"),
+    **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"),
+    **dict.fromkeys((r"\infin", "∞"), r"\infty "),
+    **dict.fromkeys((r"\varnothing", "∅"), r"\emptyset "),
+    **dict.fromkeys((r"\degree", r"\deg", "°", "º"), r"\degree "),
+    **dict.fromkeys((r"\colon", "\u2236"), ":"),
+    **dict.fromkeys((r"\bmod", r"\mod"), r"\pmod "),
+    **dict.fromkeys((r"\ldots", r"\cdots", r"\dots", "…"), "..."),
+    **dict.fromkeys(("±",), r"\pm "),
+    **dict.fromkeys(("∪",), r"\cup "),
+    **dict.fromkeys(("∩",), r"\cap "),
+    **dict.fromkeys(("∈",), r"\in "),
+    **dict.fromkeys(("√",), r"\sqrt "),
+    **dict.fromkeys(("π",), r"\pi "),
+    **dict.fromkeys(("ℝ", r"\R", r"\reals"), r"\mathbb{R}"),
+    **dict.fromkeys(("ℤ", r"\Z"), r"\mathbb{Z}"),
+    **dict.fromkeys(("\u2013", "\u2010"), "-"),
+    **dict.fromkeys((r"\euro", "€"), r"\text{euro}"),
+    r"\pounds": r"\text{pound}", "£": r"\text{pound}", "¢": r"\text{cent}",
+    r"\%": "%", r"\#": "#", r"\&": "&", r"\_": "_", "**": "^",
+    **{letter: rf"\{name} " for letter, name in zip("αβγδεθλμνρστφψωΔΩµ", ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi", "psi", "omega", "Delta", "Omega", "mu"], strict=True)},
+    # Of no meaning for the value:
+    **dict.fromkeys((r"\left", r"\right", r"\big", r"\Big", r"\bigg", r"\Bigg", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr",
+                     r"\displaystyle", r"\textstyle", r"\limits", r"\nolimits", r"\nonumber", r"\!", r"\(", r"\)", r"\[",
+                     r"\]", "\u200b"), ""),
+    **dict.fromkeys((r"\,", r"\;", r"\:", r"\ ", r"\quad", r"\qquad", r"\enspace", r"\thinspace", "~", "\u00a0",
+                     "\u2009", "\u202f"), " "),
+}  # fmt: skip
+_SPELLED = re.compile(r"\\\\|\\[A-Za-z]++\.?|\\.|\*\*|[^\x00-\x7f]|~", re.DOTALL)
+_SCRIPTS = {
+    **{ord(raised): f"^{plain} " for raised, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)},
+    **{ord(low): f"_{plain} " for low, plain in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)},
+    ord("⁻"): "^-",
+    **{ord(char): rf"\frac{{{over}}}{{{under}}}" for char, over, under in ("½12", "⅓13", "⅔23", "¼14", "¾34")},
+}
+_RAISED = re.compile(r"\^(\d) \^(\d) |_(\d) _(\d) ")
+_GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
+_TEXT = re.compile(
+    r"\\(?:text\w{0,6}|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|operatorname|rm|bf)\*?\s?\{([^{}]{0,300}+)\}"
+)
+_DEGREES = re.compile(r"\^\s?\{?\s?(?:\\circ|\\degree)\s?\}?|\\circ\b")
+_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s?(?=\()")
+_ROOT_OF = re.compile(r"\\sqrt\s?\(([^()]{1,100}+)\)")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|log|ln|exp|infty)(?![a-zA-Z])")
+_ORDINAL = re.compile(r"(?<=\d)\s?\^\s?\{?\s?(?:\\text\{)?\s?(st|nd|rd|th)\s?\}?\s?\}?")
+_BRACED = re.compile(r"(?<=[\^_])\{\s?(\w|\\[a-z]{1,10})\s?\}")
+_SPACE = re.compile(r"\s++")
+_FREE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
+_PUNCTUATION = re.compile(r"[-',.&]")
+_BARE_STYLE = re.compile(r"\\(?:math|text)(?:rm|bf|it|sf|tt)\s([A-Za-z])(?![A-Za-z])")
+_OLD_STYLE = re.compile(r"\{\s?\\(?:rm|bf|it)\s([^{}]{1,100}+)\}")
+_FUNCTIONS = {
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "log",
+    "ln",
+    "exp",
+    "sinh",
+    "cosh",
+    "tanh",
+}
+
+
+def canonical(text: str) -> str:
+    """Return the expression in one spelling, white space collapsed, text in `\\text{}`."""
+    text = _currency(text)
+    text = _GROUPED.sub("", text).translate(_SCRIPTS)
+    text = text.replace("^-^", "^-")
+    text = _RAISED.sub(lambda match: f"^{{{match[1]}{match[2]}}}" if match[1] else f"_{{{match[3]}{match[4]}}}", text)
+    text = _DEGREES.sub(r"\\degree ", _ORDINAL.sub(r"\\text{\1}", text))
+    text = _BARE_STYLE.sub(r" \1 ", _OLD_STYLE.sub(r"\\text{\1}", text))
+    text = _TEXT.sub(_plain_text, text)
+    text = _SPELLED.sub(_respelled, text)
+    text = _FUNCTION.sub(r"\\\1 ", _ROOT.sub(r"\\sqrt", text))
+    text = _BRACED.sub(r"\1", _ROOT_OF.sub(r"\\sqrt{\1}", text))
+    return _SPACE.sub(" ", text.replace("{:}", ":")).strip().rstrip(".,;").strip().removeprefix("+")
+
+
+def key(canonical_text: str) -> str:
+    """Return the canonical text without what does not distinguish expressions: white space and the case of words."""
+    return words_of(canonical_text) or _FREE_SPACE.sub("", canonical_text)
+
+
+def words_of(canonical_text: str) -> str:
+    """Return the words, case folded, if the text consists of words; "" for anything else, as for x or AB."""
+    plain = _PUNCTUATION.sub(" ", canonical_text.replace(r"\text{", " ").replace("}", " "))
+    words = plain.casefold().split()
+    letters = "".join(plain.split())
+    is_text = canonical_text.startswith(r"\text{") or len(letters) > 3 or letters.casefold() in ("yes", "no")
+    return " ".join(words) if is_text and letters.isalpha() and not letters.isupper() else ""
+
+
+def _currency(text: str) -> str:
+    r"""Keep a dollar sign that is no delimiter as \text{dollar}; drop delimiters."""
+    text = text.replace(r"\$", r"\text{dollar} ")
+    if text.count("$") % 2 and not text.count("$$"):
+        text = text.replace("$", r"\text{dollar} ", 1)
+    return text.replace("$", "")
+
+
+def _plain_text(match: re.Match[str]) -> str:
+    content = " ".join(match[1].split())
+    if content in _FUNCTIONS:
+        return rf"\{content} "
+    bare = content.strip("(). ")
+    if len(bare) == 1 or not any(character.isalpha() for character in content):
+        return f" {bare if len(bare) == 1 else content} "
+    return rf" \text{{{content}}} "
+
+
+def _respelled(match: re.Match[str]) -> str:
+    token = match[0]
+    if token.endswith(".") and len(token) > 1 and token[:-1] not in (r"\left", r"\right"):
+        return _SPELLINGS.get(token[:-1], token[:-1]) + "."
+    spelled = _SPELLINGS.get(token.rstrip("."))
+    if spelled is None:
+        return token
+    return spelled

@@ -39,7 +39,8 @@ _ANNOUNCEMENT = re.compile(
     rf"""\b(?:{_NOUN}|{_OTHER_LANGUAGES})(?:\(s\))?{_GAP}(?:{_VERB}(?=[\s:*_`$"'(\[\\]|$)(?!\snot\b)|:|=|->|[→≈—-](?=\s))
     | (?:最终|最終|正确|正確)?(?:答案|答え|正解|정답|答){_GAP}(?:{_VERB}|[:=→]|选|選)
     | (?:选择?|選択?)(?=\s?[A-Z](?![a-z]))
-    | \b(?:I|we)(?:['\u2019](?:d|ll|m)|\s(?:would|will|must|should|am))?\s(?:go(?:ing)?\swith|opt\sfor|settle\s(?:on|for))\b
+    | \b(?:I|we)(?:['\u2019](?:d|ll|m)|\s(?:would|will|must|should|am))?
+      \s(?:go(?:ing)?\swith|opt\sfor|settle\s(?:on|for))\b
     | \b(?:I|we)(?:['\u2019](?:d|ll)|\s(?:would|will|must|should))?\s(?:choose|chose|pick|select)(?:ed)?\b
       (?=\s(?:option|answer|choice|[*_`"'(\[]{{0,3}}+[A-Z]\b))
     | ^[#*_>\ ]{{1,8}}+(?:the\s)?(?:final\s)?(?:answer|{_OTHER_LANGUAGES})[*_\ ]{{0,3}}+$

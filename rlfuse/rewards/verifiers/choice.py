@@ -36,8 +36,8 @@ _MARKUP = re.compile(r"\\(?:text\w{0,6}|math\w{2}|mbox)\s?\{([^{}]{0,200}+)\}|[*
 _LEADING = re.compile(
     r"""(?:(?:the|it['\u2019]s|it|that|this|is|must|be|would|most|likely|definitely|clearly|correct|right|best|final|my|
             option|choice|answer|letter)\b[\s:]{1,3}+){0,6}+
-        (?: [(\[]\s?(?P<bracketed>[A-Z])\s?[)\]] | (?P<marked>[A-Z])(?:\s?[).:]|\s[-\u2013\u2014])(?=\s|$) | (?P<alone>[A-Z])$
-          | (?P<bare>[A-Z])(?=[\s,;]) )
+        (?: [(\[]\s?(?P<bracketed>[A-Z])\s?[)\]] | (?P<alone>[A-Z])$
+          | (?P<marked>[A-Z])(?:\s?[).:]|\s[-\u2013\u2014])(?=\s|$) | (?P<bare>[A-Z])(?=[\s,;]) )
         (?P<rest>.*)""",
     re.IGNORECASE | re.DOTALL | re.ASCII | re.VERBOSE,
 )

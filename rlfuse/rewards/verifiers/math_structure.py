@@ -1,6 +1,6 @@
 r"""Whether two expressions are equal: first as text, then part by part, at last by value.
 
-Role: `same` takes canonical expressions (`math_text`). Sets are compared without order, tuples and intervals with it and
+Role: `same` takes canonical expressions (`math_text`). Sets are compared in any order, tuples and intervals in order,
 with their brackets; equations up to a constant factor; inequalities also as intervals; numbers in other bases, times
 and ratios digit by digit; quantities in units that can be converted. A missing unit is not wrong, another one is.
 Invariant: what is not understood is equal to the same text only.
@@ -13,8 +13,9 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from rlfuse.rewards.verifiers.math_reader import Unreadable
 from rlfuse.rewards.verifiers.math_text import key
-from rlfuse.rewards.verifiers.math_value import Unreadable, inexact, values
+from rlfuse.rewards.verifiers.math_value import inexact, values
 from rlfuse.rewards.verifiers.units import factor_between, quantity
 
 MAX_PARTS = 40
@@ -30,8 +31,10 @@ _CONNECTIVE = re.compile(r"\\text\{\s?(and|or)\s?\}")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 _BASE = re.compile(r"(?:\(|\\text\{)?\s?([0-9A-Z]{1,400}+)\s?[)}]?\s?_\s?\{?\s?(\d{1,2}|\\text\{\w{1,10}\})\s?\}?")
 _BASE_WORDS = re.compile(r"([0-9A-Z]{1,400}+)\s?(?:\\text\{\s?)?(?:in )?base (\w{1,10})\s?\}?", re.IGNORECASE)
-_BASE_NAMES = {name: str(base) for base, name in enumerate(
-    ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"], 2)}  # fmt: skip
+_BASE_NAMES = dict(
+    two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", eleven="11", twelve="12",
+    sixteen="16",
+)  # fmt: skip
 _CLOCK = re.compile(r"(\d{1,4}(?:\s?:\s?\d{1,4}){1,3})\s?(?:\\text\{)?\s?([ap]\.?\s?m\.?)?\s?\}?", re.IGNORECASE)
 _NAME = re.compile(
     r"(?:[A-Za-z]|\\[a-z]{2,8})\s?'{0,2}(?:_\s?(?:\w|\{\w{1,10}\}))?(?:\s?\([a-z]\))?|\\text\{[^{}]{1,40}\}"
@@ -287,7 +290,9 @@ def _is_name(text: str) -> bool:
     if not _LETTERS.fullmatch(letters):
         return False
     known = letters == "abc" or not set("xyz").isdisjoint(letters) or set("aeiou").isdisjoint(letters)
-    return not (letters.islower() and len(letters) <= 4 and (known or len(letters) == 2) and set("eio").isdisjoint(letters))
+    return not (
+        letters.islower() and len(letters) <= 4 and (known or len(letters) == 2) and set("eio").isdisjoint(letters)
+    )
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -28,25 +28,43 @@ _SPELLINGS = {
     **dict.fromkeys((r"\bmod", r"\mod"), r"\pmod "),
     **dict.fromkeys((r"\ldots", r"\cdots", r"\dots", "…"), "..."),
     **dict.fromkeys(("±",), r"\pm "),
-    **dict.fromkeys(("∪",), r"\cup "),
+    **dict.fromkeys(("\u222a",), r"\cup "),
     **dict.fromkeys(("∩",), r"\cap "),
     **dict.fromkeys(("∈",), r"\in "),
     **dict.fromkeys(("√",), r"\sqrt "),
     **dict.fromkeys(("π",), r"\pi "),
-    **dict.fromkeys(("ℝ", r"\R", r"\reals"), r"\mathbb{R}"),
-    **dict.fromkeys(("ℤ", r"\Z"), r"\mathbb{Z}"),
+    **dict.fromkeys(("\u211d", r"\R", r"\reals"), r"\mathbb{R}"),
+    **dict.fromkeys(("\u2124", r"\Z"), r"\mathbb{Z}"),
     **dict.fromkeys(("\u2013", "\u2010"), "-"),
     **dict.fromkeys((r"\euro", "€"), r"\text{euro}"),
     r"\pounds": r"\text{pound}", "£": r"\text{pound}", "¢": r"\text{cent}",
     r"\%": "%", r"\#": "#", r"\&": "&", r"\_": "_", "**": "^",
-    **{letter: rf"\{name} " for letter, name in zip("αβγδεθλμνρστφψωΔΩµ", ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "nu", "rho", "sigma", "tau", "phi", "psi", "omega", "Delta", "Omega", "mu"], strict=True)},
-    # Of no meaning for the value:
-    **dict.fromkeys((r"\left", r"\right", r"\big", r"\Big", r"\bigg", r"\Bigg", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr",
-                     r"\displaystyle", r"\textstyle", r"\limits", r"\nolimits", r"\nonumber", r"\!", r"\(", r"\)", r"\[",
-                     r"\]", "\u200b"), ""),
-    **dict.fromkeys((r"\,", r"\;", r"\:", r"\ ", r"\quad", r"\qquad", r"\enspace", r"\thinspace", "~", "\u00a0",
-                     "\u2009", "\u202f"), " "),
 }  # fmt: skip
+_GREEK = {
+    "\u03b1": "alpha", "β": "beta", "\u03b3": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda",
+    "μ": "mu", "\u00b5": "mu", "\u03bd": "nu", "\u03c1": "rho", "\u03c3": "sigma", "τ": "tau", "φ": "phi", "ψ": "psi",
+    "ω": "omega", "Δ": "Delta", "Ω": "Omega",
+}  # fmt: skip
+_DROPPED = (
+    r"\left", r"\right", r"\big", r"\Big", r"\bigg", r"\Bigg", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\displaystyle",
+    r"\textstyle", r"\limits", r"\nolimits", r"\nonumber", r"\!", r"\(", r"\)", r"\[", r"\]", "\u200b",
+)  # fmt: skip
+_SPACES = (
+    r"\,",
+    r"\;",
+    r"\:",
+    "\\ ",
+    r"\quad",
+    r"\qquad",
+    r"\enspace",
+    r"\thinspace",
+    "~",
+    "\u00a0",
+    "\u2009",
+    "\u202f",
+)
+_SPELLINGS |= {letter: rf"\{name} " for letter, name in _GREEK.items()}
+_SPELLINGS |= dict.fromkeys(_DROPPED, "") | dict.fromkeys(_SPACES, " ")
 _SPELLED = re.compile(r"\\\\|\\[A-Za-z]++\.?|\\.|\*\*|[^\x00-\x7f]|~", re.DOTALL)
 _SCRIPTS = {
     **{ord(raised): f"^{plain} " for raised, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)},

@@ -1,103 +1,43 @@
-r"""The value of an expression in LaTeX, exact where it is rational, else to 60 digits.
+r"""The value of an expression, exact where it is rational, else to 60 digits.
 
-Role: `values` reads an expression into a tree and evaluates it at fixed pseudo-random values of its variables, so that
-two expressions are identical if their values are. Whatever is not understood in full is Unreadable and left to the
-comparison of texts: f(x), integrals, numbers in other bases, two numbers side by side.
-Invariants: work is bounded. A number has MAX_BITS bits at most, before and after the point; larger powers and
-factorials are Unreadable without being calculated. Digits that a sum would lose are Unreadable, too.
+Role: `values` evaluates an expression at fixed pseudo-random values of its variables, so that two expressions are
+identical if their values are. Invariants: work is bounded. A number has MAX_BITS bits at most, before and after the
+point; larger powers and factorials are Unreadable without being calculated. So are sums that would lose digits.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import mpmath
 
+from rlfuse.rewards.verifiers.math_reader import Unreadable, read
+
 MAX_BITS = 10_000
 MAX_FACTORIAL = 1_000
 DIGITS = 60
 POINTS = 6
-"""Values of the variables at which expressions are compared; at three of them both must be defined."""
+"""Values of the variables at which expressions are compared."""
 _LOST, _CANCELLED = 10**30, Fraction(1, 10**45)
 
 _context = mpmath.mp.clone()
 _context.dps = DIGITS
 
-_TOKEN = re.compile(
-    r"(?P<repeating>\d{0,400}\.\d{0,400}+\\(?:overline|bar|dot)\s?(?:\{\s?\d{1,400}+\s?\}|\d))"
-    r"|(?P<number>\d++(?:\.\d++(?:[eE][-+]?\d++)?|[eE](?:\d++|[-+]\d\d++)|(?<=\b1)[eE][-+]\d)?|\.\d++)"
-    r"|(?P<symbol>[A-Za-z]'{0,3}+)|(?P<command>\\[A-Za-z]++|\\.)|(?P<other>\S)",
-    re.ASCII,
-)
-_MIXED = re.compile(r"(?<![\d.^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d.])")
-_CAPITALS = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}+(?![A-Za-z])")
-_VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-df-hj-z](?![A-Za-z])")
-_GREEK = set(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "hbar",
-        "ell",
-    ]
-)
-_ACCENTS = {"vec", "hat", "tilde", "dot", "ddot", "bar", "overline", "overrightarrow"}
-_FUNCTIONS = {
-    "sin": "sin", "cos": "cos", "tan": "tan", "cot": "cot", "sec": "sec", "csc": "csc", "arcsin": "asin",
-    "arccos": "acos", "arctan": "atan", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "ln": "ln", "exp": "exp",
-    "log": "log10", "lg": "log10",
-}  # fmt: skip
-_INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"}
-_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 
-
-class Unreadable(ValueError):
-    """The expression is not understood, or too large to be evaluated."""
+class _Undefined(ValueError):
+    """The expression has no value at this point."""
 
 
 def values(latex: str) -> list[Any]:
     """Return the expression's values at the POINTS, None where it is undefined; just one if it has no variables."""
+    tree, variables = read(latex)
     try:
-        reader = _Reader(latex)
-        tree = reader.whole()
-        points = range(POINTS if reader.variables else 1)
-        return [_value_at(tree, reader.variables, point) for point in points]
-    except (RecursionError, OverflowError, TypeError, AttributeError) as error:
+        return [_value_at(tree, variables, point) for point in range(POINTS if variables else 1)]
+    except (RecursionError, OverflowError) as error:
         raise Unreadable(type(error).__name__) from None
 
 
@@ -105,7 +45,7 @@ def _value_at(tree: Any, variables: set[str], point: int) -> Any:
     known = {name: _sample(name, point) for name in variables}
     try:
         value = _bounded(_evaluate(tree, known))
-    except (ZeroDivisionError, _context.NoConvergence):
+    except (ZeroDivisionError, _Undefined):
         return None
     return value if _is_finite(value) else None
 
@@ -114,219 +54,6 @@ def _sample(name: str, point: int) -> Any:
     source = random.Random(f"{name} {point}")
     size = _context.mpf(source.randrange(10**17, 3 * 10**17)) / 10**17 - _context.mpf("0.61")
     return -size if point % 4 == 1 or (point % 4 == 3 and source.random() < 0.5) else size
-
-
-class _Reader:
-    """A recursive-descent reader: sums of products of powers, with products that are not written out."""
-
-    def __init__(self, latex: str):
-        if not _VARIABLE.search(latex):  # AB is a name of geometry, but the product of two variables in 3AB + x
-            latex = _CAPITALS.sub(lambda match: rf"\name{match[0]} ", latex)
-        latex = _MIXED.sub(r"\1\\frac{\2}{\3}", latex)
-        self.tokens = [(match.lastgroup, match[0]) for match in _TOKEN.finditer(latex)] + [("end", "")]
-        self.place = 0
-        self.bars = 0
-        self.variables: set[str] = set()
-
-    def whole(self) -> Any:
-        tree = self._sum()
-        if self._next != "":
-            raise Unreadable(self._next)
-        return tree
-
-    @property
-    def _next(self) -> str:
-        return self.tokens[self.place][1]
-
-    @property
-    def _kind(self) -> str:
-        return self.tokens[self.place][0]
-
-    def _take(self, *wanted: str) -> bool:
-        taken = self._next in wanted and self._kind != "end"
-        self.place += taken
-        return taken
-
-    def _expect(self, token: str) -> None:
-        if not self._take(token):
-            raise Unreadable(f"{self._next!r} instead of {token!r}")
-
-    def _sum(self) -> Any:
-        tree = self._product()
-        while self._next in ("+", "-"):
-            sign = self._next
-            self.place += 1
-            right = self._product()
-            tree = ("+", tree, right if sign == "+" else ("-", right))
-        return tree
-
-    def _product(self) -> Any:
-        if self._take("-"):
-            return ("-", self._product())
-        self._take("+")
-        tree = self._power()
-        while True:
-            if self._take("*"):
-                tree = ("*", tree, self._signed())
-            elif self._take("/"):
-                tree = ("/", tree, self._signed())
-            elif self._begins_factor() or (self._kind == "number" and self.tokens[self.place - 1][1] == "!"):
-                tree = ("*", tree, self._power())
-            else:
-                return tree
-
-    def _signed(self) -> Any:
-        return ("-", self._signed()) if self._take("-") else self._power()
-
-    def _begins_factor(self) -> bool:
-        if self._kind == "symbol" or self._next in ("(", "{", "[", r"\lfloor", r"\lceil"):
-            return True
-        name = self._next[1:]
-        known = name in _GREEK | _ACCENTS | _FUNCTIONS.keys() or name.startswith("name")
-        return (self._next == "|" and not self.bars) or (
-            self._kind == "command" and (known or name in ("frac", "sqrt", "pi", "binom"))
-        )
-
-    def _power(self) -> Any:
-        tree = self._atom()
-        while self._next in ("!", "^", r"\degree"):
-            if self._take(r"\degree"):
-                tree = ("*", tree, ("/", ("pi",), Fraction(180)))
-                continue
-            if self._take("!"):
-                tree = ("!", tree)
-                if self._next == "!":
-                    raise Unreadable("!!")
-                continue
-            self.place += 1
-            exponent = self._argument(signed=True)
-            if self._next == "^":
-                raise Unreadable("x^y^z")
-            tree = ("^", tree, exponent)
-        return tree
-
-    def _argument(self, signed: bool = False) -> Any:
-        """An exponent, or an argument of \\frac and the like: braces, or one token, a digit of a longer number."""
-        if signed and self._take("-"):
-            return ("-", self._argument())
-        if self._kind == "number" and self._next.isdecimal() and not signed:
-            digits = self._next
-            self.tokens[self.place] = ("number", digits[1:])
-            self.place += len(digits) == 1
-            return Fraction(digits[0])
-        return self._atom()
-
-    def _atom(self) -> Any:
-        kind, token = self.tokens[self.place]
-        self.place += 1
-        if kind == "number":
-            return self._number(token)
-        if kind == "repeating":
-            return _repeating(token)
-        if kind == "symbol":
-            return self._symbol(token)
-        if kind == "command":
-            return self._command(token[1:], token)
-        if token in _CLOSING:
-            tree = self._sum()
-            self._expect(_CLOSING[token])
-            return tree
-        if token == "|" and not self.bars:
-            self.bars += 1
-            tree = self._sum()
-            self.bars -= 1
-            self._expect("|")
-            return ("abs", tree)
-        raise Unreadable(token)
-
-    def _number(self, token: str) -> Any:
-        mantissa, _, power = token.lower().partition("e")
-        if len(mantissa) > MAX_BITS // 4 or len(power) > 5 or self._next == "_":
-            raise Unreadable(token[:20])
-        value = ("*", Fraction(mantissa), ("^", Fraction(10), Fraction(power))) if power else Fraction(mantissa)
-        if self._kind == "number" or self._kind == "repeating":
-            raise Unreadable("two numbers side by side")
-        if self._next == r"\frac" and token.isdecimal():  # a mixed number
-            return ("+", value, self._atom())
-        return value
-
-    def _symbol(self, token: str) -> Any:
-        if token in ("e", "i") and self._next != "_":
-            return (token,)
-        name = token
-        if self._take("_"):
-            start = self.place
-            if self._take("{"):
-                while self._kind != "end" and not self._take("}"):
-                    self.place += 1
-            else:
-                self.place += 1
-            name += "_" + "".join(text for _, text in self.tokens[start : self.place] if text not in "{}")
-        ahead = [text for _, text in self.tokens[self.place : self.place + 3]]
-        is_function = ahead[0] == "(" and (name in ("f", "g", "h") or (name.isupper() and ahead[2] == ")"))
-        if is_function or ("'" in name and ahead[0] == "("):
-            raise Unreadable(f"{name}(")
-        self.variables.add(name)
-        return ("symbol", name)
-
-    def _command(self, name: str, token: str) -> Any:
-        if name == "frac":
-            return ("/", self._argument(), self._argument())
-        if name == "binom":
-            return ("binom", self._argument(), self._argument())
-        if name == "sqrt":
-            index: Any = Fraction(2)
-            if self._take("["):
-                index = self._sum()
-                self._expect("]")
-            return ("root", self._argument(), index)
-        if name == "pi":
-            return ("pi",)
-        if name in _FUNCTIONS:
-            return self._function(name)
-        if name in ("lfloor", "lceil"):
-            tree = self._sum()
-            self._expect(_CLOSING[token])
-            return (name, tree)
-        if name in _ACCENTS:
-            start = self.place
-            self._argument()
-            return self._symbol(
-                token + "".join(text for _, text in self.tokens[start : self.place] if text not in "{}")
-            )
-        if name in _GREEK or name.startswith("name"):
-            return self._symbol(token)
-        raise Unreadable(token)
-
-    def _function(self, name: str) -> Any:
-        function, base, exponent = _FUNCTIONS[name], None, None
-        if name == "log" and self._take("_"):
-            base = self._argument()
-        if self._take("^"):
-            exponent = self._argument(signed=True)
-        if exponent == ("-", Fraction(1)) or exponent == Fraction(-1):
-            function, exponent = _INVERSE.get(function, ""), None
-            if not function:
-                raise Unreadable(rf"\{name}^{{-1}}")
-        argument = self._power() if self._next in ("(", "{", "[") else self._function_argument()
-        tree = ("call", function, argument)
-        if base is not None:
-            tree = ("/", ("call", "ln", argument), ("call", "ln", base))
-        return tree if exponent is None else ("^", tree, exponent)
-
-    def _function_argument(self) -> Any:
-        tree = self._signed()
-        while self._begins_factor() and self._next[1:] not in _FUNCTIONS and self._next != "(":
-            tree = ("*", tree, self._power())
-        return tree
-
-
-def _repeating(token: str) -> Fraction:
-    plain, repeated = re.split(r"\\[a-z]+", token)
-    repeated = repeated.strip("{} ")
-    whole, _, tail = plain.partition(".")
-    nines = 10 ** len(repeated) - 1
-    return Fraction(int(whole or 0)) + (Fraction(int(tail or 0)) + Fraction(int(repeated), nines)) / 10 ** len(tail)
 
 
 def _evaluate(tree: Any, known: dict[str, Any]) -> Any:
@@ -418,10 +145,10 @@ def _call(name: str, value: Any) -> Any:
     if (_context.mag(value) > 12 and name in ("exp", "sinh", "cosh", "tanh")) or _context.mag(value) > 200:
         raise Unreadable("too large to be evaluated")
     if name in ("ln", "log10") and not value:
-        raise ZeroDivisionError
-    result = getattr(_context, name)(value)
-    # Rounding of pi leaves sin(pi) a little above 0.
-    return Fraction(0) if abs(result) < inexact(_CANCELLED) and name not in ("exp",) and abs(value) > 1e-30 else result
+        raise _Undefined(f"{name}(0)")
+    result = _defined(getattr(_context, name), value)
+    is_rounding = abs(result) < inexact(_CANCELLED) and abs(value) > 1e-30 and name != "exp"  # as in sin(pi)
+    return Fraction(0) if is_rounding else result
 
 
 def _whole(value: Any) -> int:
@@ -431,15 +158,23 @@ def _whole(value: Any) -> int:
 
 
 def _factorial(value: Any) -> Any:
-    if not isinstance(value, Fraction):
-        return _context.gamma(_small(value) + 1)
-    return Fraction(math.factorial(_whole(value)))
+    if isinstance(value, Fraction):
+        return Fraction(math.factorial(_whole(value)))
+    return _defined(_context.gamma, _small(value) + 1)
 
 
 def _binomial(above: Any, below: Any) -> Any:
     if not (isinstance(above, Fraction) and isinstance(below, Fraction)):
-        return _context.binomial(_small(inexact(above)), _small(inexact(below)))
+        return _defined(_context.binomial, _small(inexact(above)), _small(inexact(below)))
     return Fraction(math.comb(_whole(above), _whole(below)))
+
+
+def _defined(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of mpmath, which raises ValueError at poles."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise _Undefined(str(error)) from None
 
 
 def _small(value: Any) -> Any:
@@ -448,12 +183,10 @@ def _small(value: Any) -> Any:
     return value
 
 
-def _rounded(name: str) -> Callable[[Any], Any]:
-    def apply(value: Any) -> Any:
-        floor = -(-value.numerator // value.denominator) if name == "ceil" else value.numerator // value.denominator
-        return Fraction(floor)
-
-    return apply
+def _floor(value: Any) -> Any:
+    if isinstance(value, _context.mpc):
+        raise Unreadable("floor of a complex number")
+    return Fraction(math.floor(value)) if isinstance(value, Fraction) else _context.floor(value)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -466,6 +199,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "!": _factorial,
     "binom": _binomial,
-    "lfloor": _rounded("floor"),
-    "lceil": _rounded("ceil"),
+    "lfloor": _floor,
+    "lceil": lambda value: -_floor(-value),
 }

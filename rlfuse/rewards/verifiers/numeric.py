@@ -80,8 +80,9 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
     said = _numbers(_clause(parts.announced)) if parts.announced else []
     if parts.marked is not None and (boxed(parts.text) is not None or not said):
         found = _numbers(_after_equals(parts.marked))
-        return found[0] if len(found) == 1 else None
-    return (said or _numbers(parts.text) or [None])[0 if said else -1]
+        return _value(found[0]) if len(found) == 1 else None
+    found = said[:1] or _numbers(parts.text)[-1:]
+    return _value(found[0]) if found else None
 
 
 def _clause(announced: str) -> str:
@@ -96,8 +97,8 @@ def _after_equals(text: str) -> str:
     return result if not rounded or _NUMBER.search(result) else rounded[0]
 
 
-def _numbers(text: str) -> list[tuple[Fraction, bool] | None]:
-    return [_value(match) for match in _NUMBER.finditer(_EXPONENT.sub("", _LATEX.sub("", text)))]
+def _numbers(text: str) -> list[re.Match[str]]:
+    return list(_NUMBER.finditer(_EXPONENT.sub("", _LATEX.sub("", text))))
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:

@@ -30,17 +30,20 @@ _METRIC: list[tuple[str, str, str, Dimensions]] = [
     ("H", "henry", "1", _JOULE | {"A": -2}), ("eV", "electronvolt", "1602176634/10000000000000000000000000000", _JOULE),
     ("cal", "calorie", "4184/1000", _JOULE), ("B", "byte", "8", {"bit": 1}), ("bit", "", "1", {"bit": 1}),
 ]  # fmt: skip
+# Names, value in base units, dimensions. Some dimensions are units that are not converted.
 _OTHER: list[tuple[str, str, Dimensions]] = [
-    ("min minute", "60", {"s": 1}), ("h hr hour", "3600", {"s": 1}), ("sec", "1", {"s": 1}), ("day d", "86400", {"s": 1}),
-    ("week wk", "604800", {"s": 1}), ("year yr", "1", {"year": 1}), ("month", "1", {"month": 1}),
-    ("in inch inches", "254/10000", {"m": 1}), ("ft foot feet", "3048/10000", {"m": 1}), ("yd yard", "9144/10000", {"m": 1}),
-    ("mi mile", "1609344/1000", {"m": 1}), ("mph", "44704/100000", {"m": 1, "s": -1}), ("kph", "5/18", {"m": 1, "s": -1}),
+    ("min minute", "60", {"s": 1}), ("h hr hour", "3600", {"s": 1}), ("sec", "1", {"s": 1}),
+    ("day d", "86400", {"s": 1}), ("week wk", "604800", {"s": 1}), ("year yr", "1", {"year": 1}),
+    ("month", "1", {"month": 1}), ("in inch inches", "254/10000", {"m": 1}), ("ft foot feet", "3048/10000", {"m": 1}),
+    ("yd yard", "9144/10000", {"m": 1}), ("mi mile", "1609344/1000", {"m": 1}),
+    ("mph", "44704/100000", {"m": 1, "s": -1}), ("kph", "5/18", {"m": 1, "s": -1}), ("acre", "1", {"acre": 1}),
+    ("hectare ha", "10000", {"m": 2}), ("cc", "1/1000000", {"m": 3}), ("gal gallon", "1", {"gallon": 1}),
     ("atm atmosphere", "101325", _NEWTON | {"m": -1}), ("bar", "100000", _NEWTON | {"m": -1}),
-    ("lb lbs pound", "1", {"pound": 1}), ("oz ounce", "1", {"ounce": 1}), ("gal gallon", "1", {"gallon": 1}),
-    ("ton tonne t", "1000", {"kg": 1}), ("dollar usd buck", "1", {"dollar": 1}), ("cent", "1/100", {"dollar": 1}),
-    ("euro eur", "1", {"euro": 1}), ("unit", "1", {}), ("rad radian", "1", {"rad": 1}), ("cc", "1/1000000", {"m": 3}),
-    (r"\degree degree deg", "1", {"degree": 1}), ("st nd rd th", "1", {"ordinal": 1}), ("% percent pct", "1/100", {"percent": 1}),
-    ("am", "1", {"am": 1}), ("pm", "1", {"pm": 1}), ("acre", "1", {"acre": 1}), ("hectare ha", "10000", {"m": 2}),
+    ("lb lbs pound", "1", {"pound": 1}), ("oz ounce", "1", {"ounce": 1}), ("ton tonne t", "1000", {"kg": 1}),
+    ("dollar usd buck", "1", {"dollar": 1}), ("cent", "1/100", {"dollar": 1}), ("euro eur", "1", {"euro": 1}),
+    ("unit", "1", {}), ("rad radian", "1", {"rad": 1}), (r"\degree degree deg", "1", {"degree": 1}),
+    ("% percent pct", "1/100", {"percent": 1}), ("st nd rd th", "1", {"ordinal": 1}), ("am", "1", {"am": 1}),
+    ("pm", "1", {"pm": 1}),
 ]  # fmt: skip
 
 
@@ -48,17 +51,9 @@ def _table() -> dict[str, Unit]:
     table: dict[str, Unit] = {}
     for symbol, names, value, dimensions in _METRIC:
         for prefix, power in {**_PREFIXES, "": 0}.items():
-            scale = Fraction(value) * Fraction(10) ** power
-            # A long prefix goes with a long name.
-            spelled = (
-                names.split() if len(prefix) > 2 and prefix != r"\mu" else [symbol, *([] if prefix else names.split())]
-            )
-            table.update(
-                {
-                    f"{prefix} {each}".strip() if prefix == r"\mu" else prefix + each: (scale, dimensions)
-                    for each in spelled
-                }
-            )
+            is_spelled_out = prefix.isalpha() and len(prefix) > 2
+            words = names.split() if is_spelled_out else [symbol, *([] if prefix else names.split())]
+            table.update({prefix + word: (Fraction(value) * Fraction(10) ** power, dimensions) for word in words})
     for names, value, dimensions in _OTHER:
         table.update({name: (Fraction(value), dimensions) for name in names.split()})
     return table
@@ -108,10 +103,13 @@ def unit_of(text: str) -> Unit | None:
         if text[end : item.start()].strip():
             return None
         end = item.end()
-        if item["operator"] or item["word"] == "per":
-            sign = 1 if item["operator"] == "*" and not grouped else -1 if item["operator"] != "*" else sign
+        if item["operator"] == "/" or item["word"] == "per":
+            sign = -1  # of the next unit, or of all in the next brackets
         elif item["bracket"]:
-            grouped, sign = item["bracket"] == "(", sign if item["bracket"] == "(" else 1
+            grouped = item["bracket"] == "("
+            sign = sign if grouped else 1
+        elif item["operator"]:
+            continue
         elif item["word"].lower() in _POWERS:
             power = _POWERS[item["word"].lower()]
         else:
@@ -129,7 +127,7 @@ def unit_of(text: str) -> Unit | None:
 
 
 def _known(word: str) -> Unit | None:
-    word = word.replace(r"\mu", r"\mu ").replace(r"\mu  ", r"\mu ") if word.startswith(r"\mu") else word
+    word = word.replace(r"\mu ", r"\mu")
     if word.startswith(r"\degree") and len(word) > len(r"\degree"):
         return Fraction(1), {word[-1] + " degree": 1}
     lower = word.lower()

@@ -74,7 +74,8 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
     (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
     (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.prompt_key "
-     "data.truncation data.filter_overlong_prompts data.max_prompt_length"),
+     "data.prompt_is_chat data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts "
+     "data.max_prompt_length"),
     (Effect.EXPERIMENT, "another order: some prompts of this epoch come twice, others not at all",
      "data.shuffle data.seed"),
     (Effect.EXPERIMENT, "another batch; the place in the data is counted in batches", "data.train_batch_size "

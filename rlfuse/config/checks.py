@@ -339,6 +339,10 @@ def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     if config.cluster.drain:
         valid = "must be empty with trainer.task=reward_model, where all ranks work together"
         yield _problem(config, "cluster.drain", valid, "leave it out")
+    for name in ("data.apply_chat_template_kwargs", "data.prompt_is_chat"):
+        if value_of(config, name) != by_name()[name].default:
+            valid = "has no effect with trainer.task=reward_model, which reads pairs as reward models score them"
+            yield _problem(config, name, valid, "leave it out")
     if config.trainer.metrics:
         valid = "must be empty with trainer.task=reward_model: they are of samples, and pairs are none"
         yield _problem(config, METRICS, valid, "leave it out; accuracy, calibration, loss and margin are logged anyway")

@@ -118,7 +118,7 @@ def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
             same_group = [key for key in nearest(ours + name.removeprefix(prefix)) if key.name.startswith(ours)]
             near = _suggest(same_group) if same_group else ALL_KEYS
             return f"{shown}: a setting of verl with no counterpart here; {near}"
-    refused = "`+` adds keys only below rollout.engine_kwargs" if sign[:1] == "+" else ""
+    refused = "`+` adds keys only below free dictionaries such as rollout.engine_kwargs" if sign[:1] == "+" else ""
     refused += ", and presets from the folders in --config-dir; " if refused else ""
     return f"{shown}: unknown key; {refused}{_suggest(nearest(name))}"
 

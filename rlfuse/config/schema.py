@@ -30,6 +30,10 @@ class DataConfig:
     """Held-out rows; empty turns validation off."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string or a list of chat messages."""
+    prompt_is_chat: bool = True
+    """A string prompt is a user message, to which the chat template is applied; false: it is the prompt itself."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template wherever prompts are made, for instance enable_thinking; verl's name."""
     max_prompt_length: int = 512
     """Longest prompt, in tokens, chat template included."""
     max_response_length: int = 512

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
-from rlfuse.data.rows import chat_messages, raw_rows
+from rlfuse.data.messages import chat_messages
+from rlfuse.data.rows import raw_rows
 from rlfuse.data.tokenizers import conversation_ids
 from rlfuse.errors import DataError
 

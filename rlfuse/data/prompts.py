@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.clips import ClipReader
+from rlfuse.data.messages import map_texts
 from rlfuse.data.rows import DataRow, read_rows
+from rlfuse.data.templates import check_template, templated, tokenised
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Prompt, Visual
-from rlfuse.video.prompt import MARKERS
+from rlfuse.video.prompt import unquoted
 
 SHOWN = 10
 """Unusable rows that are named one by one."""
@@ -61,19 +63,22 @@ def load_prompts(
     `clips`: plans clips and images of rows that have some, for a video model; rows whose clips or images can't be used
     are left out and named, at most `video.max_failure_rate` of all.
     """
+    check_template(tokenizer, data)
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
     for file in files:
-        rows = read_rows(file, data.prompt_key)
+        rows = read_rows(file, data.prompt_key, data.prompt_is_chat)
         if clips is not None:
             clips.look_at(rows)
         for number, row in enumerate(rows):
             where = f"{file}, row {number}"
             try:
-                text, ids, visual = _assembled(row, tokenizer, where, clips)
+                text, ids, visual = _assembled(row, tokenizer, data, where, clips)
             except VideoError as error:
                 report.unusable.append(f"{where}: {error}")
                 continue
+            if not len(ids):
+                raise DataError(f"{where}, field {data.prompt_key}: {text!r:.60} has no tokens. Leave the row out.")
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     report.dropped += 1
@@ -81,9 +86,9 @@ def load_prompts(
                 ids = _fit(ids, data, where)
                 report.cut += 1
             ids = np.asarray(ids, dtype=np.int32)
-            index, source = len(prompts), row.data_source
+            index, source, messages = len(prompts), row.data_source, map_texts(unquoted, list(row.messages))
             prompts.append(
-                Prompt(index, ids, text, row.messages, source, row.ground_truth, _columns(row, visual), visual)
+                Prompt(index, ids, text, tuple(messages), source, row.ground_truth, _columns(row, visual), visual)
             )
     report.kept = len(prompts)
     modalities = Counter(modality for prompt in prompts for modality in {each.plan.modality for each in prompt.visual})
@@ -99,40 +104,28 @@ def load_prompts(
 
 
 def _assembled(
-    row: DataRow, tokenizer: PreTrainedTokenizerBase, where: str, clips: ClipReader | None
+    row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
 ) -> tuple[str, list[int] | np.ndarray, tuple[Visual, ...]]:
     """(text, token ids, clips and images with their places); VideoError for one that can't be used."""
+    if clips is None and row.shows:
+        columns = " and ".join(f"{modality}s" for modality in sorted(row.shows))
+        why = f"model.path has no visual part, so it can't be shown {columns}"
+        raise DataError(f"{where}, field {columns}: {why}. Leave the row out.")
+    marked = templated(row, tokenizer, data, where)
+    text = unquoted(marked)
     if clips is not None:
-        text = _templated(row, tokenizer)
-        return text, *clips.assemble(row, text)
-    for given, modality in ((row.videos, "video"), (row.images, "image")):
-        if given or any(MARKERS[modality] in str(message["content"]) for message in row.messages):
-            why = f"model.path has no visual part, so it can't be shown {modality}s"
-            raise DataError(f"{where}, field {modality}s: {why}. Leave the row out.")
-    text, ids = _tokenise(row, tokenizer)
-    return text, ids, ()
+        return text, *clips.assemble(row, marked)
+    return text, tokenised(text, tokenizer, row.is_chat and tokenizer.chat_template is not None), ()
 
 
 def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
-    """Those of the row, images by their files: all prompts are kept, and go to rewards and logs."""
+    """Those of the row, clips and images by their files: all prompts are kept, and go to rewards and logs."""
+    columns = row.columns | ({"videos": list(row.videos)} if row.videos and not row.columns.get("videos") else {})
     if not row.images:
-        return row.columns
+        return columns
     images, trls = [each.path for each in visual if each.plan.still], row.columns.get("image")
     light = {"image": images if isinstance(trls, list) else images[0]} if isinstance(trls, dict | bytes | list) else {}
-    return row.columns | {"images": images} | light
-
-
-def _tokenise(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """The prompt as text and tokens."""
-    text = _templated(row, tokenizer)
-    return text, tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-
-
-def _templated(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Through the chat template if the tokenizer has one, else as the text stands."""
-    if tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
-    return "\n".join(message["content"] for message in row.messages)
+    return columns | {"images": images} | light
 
 
 def _fit(ids: list[int], data: DataConfig, where: str) -> list[int]:

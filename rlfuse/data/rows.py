@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +19,22 @@ from typing import Any
 
 import pyarrow.parquet
 
+from rlfuse.data.messages import (
+    Message,
+    decoded,
+    map_texts,
+    marked_messages,
+    modality,
+    refuse_surrogates,
+    short,
+    tools_of,
+)
 from rlfuse.errors import DataError
+from rlfuse.video.prompt import unquoted
 
 TRUTHS = ("ground_truth", "answer", "solution")
 BATCH = 1000
 """Rows of a data set that are read at a time."""
-MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
-"""What parts of messages show, by their type."""
 NAMES = {"image": ("bytes", "path", "image", "image_url", "url"), "video": ("path", "video", "video_url", "url")}
 """Under which an object may hold it, a part of a message or what stands in a column."""
 
@@ -33,20 +43,26 @@ NAMES = {"image": ("bytes", "path", "image", "image_url", "url"), "video": ("pat
 class DataRow:
     """One usable row, in one shape whatever it came in."""
 
-    messages: tuple[dict[str, Any], ...]
-    """Chat messages; a plain string prompt becomes one user message."""
+    messages: tuple[Message, ...]
+    """Chat messages as `messages.marked_messages` gives them; a string prompt becomes one user message."""
     data_source: str
     ground_truth: Any
     columns: dict[str, Any]
-    """The row as it stood in the file, its messages as text."""
+    """The row as it stood in the file, its messages as `messages.chat_messages` gives them."""
     videos: tuple[str, ...] = ()
     """Files of its clips; relative paths begin at the folder of the data."""
     images: tuple[str | bytes, ...] = ()
     """The same of its images, or what their files hold."""
+    shows: frozenset[str] = frozenset()
+    """Modalities of its clips, images and message parts, with a file or without."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that its prompt offers."""
+    is_chat: bool = True
+    """False for a string that is the prompt itself, to be tokenised without a chat template."""
 
 
-def read_rows(path: str, prompt_key: str) -> list[DataRow]:
-    """All rows of a file, in order."""
+def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True) -> list[DataRow]:
+    """Return all rows of a file, in order. `prompt_is_chat`: a string prompt is a user message or encoded messages."""
     file, rows = Path(path).expanduser(), raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
         columns = sorted({name for _, row in rows for name in row})
@@ -55,7 +71,7 @@ def read_rows(path: str, prompt_key: str) -> list[DataRow]:
             f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. Set data.prompt_key, for "
             f"instance data.prompt_key={near[0]}."
         )
-    return [_checked(f"{path}, {where}", row, prompt_key, file) for where, row in rows]
+    return [_checked(f"{path}, {where}", row, prompt_key, file, prompt_is_chat) for where, row in rows]
 
 
 def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -111,17 +127,23 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}, byte {error.start}: not UTF-8. Save it as UTF-8.") from error
     if file.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            return ((f"row {i}", row) for i, row in enumerate(json.loads(text)))
+            rows = ((f"row {i}", row) for i, row in enumerate(json.loads(text)))
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, line {error.lineno}: not JSON ({error.msg}, column {error.colno}).") from error
         except RecursionError:
             raise DataError(f"{file}: brackets are nested too deep to be read.") from None
-    return _json_lines(file, text)
+    else:
+        rows = _json_lines(file, text)
+    escaped = re.search(r"\\u[dD][89a-fA-F]", text) is not None
+    for where, row in rows:
+        for name, value in row.items() if escaped and isinstance(row, dict) else ():
+            refuse_surrogates(f"{file}, {where}, field {name}", value)
+        yield where, row
 
 
 def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -135,57 +157,57 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{file}, line {number}: brackets are nested too deep to be read.") from None
 
 
-def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path) -> DataRow:
-    prompt = row.get(prompt_key)
-    messages = chat_messages(f"{where}, field {prompt_key}", prompt, "user")
+def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path, prompt_is_chat: bool) -> DataRow:
+    field, prompt = f"{where}, field {prompt_key}", row.get(prompt_key)
+    is_chat = prompt_is_chat or not isinstance(prompt, str)
+    prompt = decoded(field, prompt) if is_chat else prompt
+    messages = marked_messages(field, prompt, "user")
     marked = any("<image>" in message["content"] for message in messages)
     # TRL's column; text there is anything and no path where no marker asks for it.
     trls = row.get("image") if marked or isinstance(row.get("image"), dict | bytes) else None
-    videos = _shown(row, prompt_key, "video")
-    videos = tuple(_video(f"{where}, field {field}", each, file.parent) for field, each in videos)
-    images = _shown(row, prompt_key, "image", trls)
-    images = tuple(_image(f"{where}, field {field}", each, file.parent) for field, each in images)
+    parts = [] if isinstance(prompt, str) else [part for each in prompt for part in _parts(each)]
+    videos = _shown(row, prompt_key, parts, "video")
+    videos = tuple(_video(f"{where}, field {name}", each, file.parent) for name, each in videos)
+    images = _shown(row, prompt_key, parts, "image", trls)
+    images = tuple(_image(f"{where}, field {name}", each, file.parent) for name, each in images)
+    shows = {*["video"] * bool(videos), *["image"] * bool(images), *filter(None, map(modality, parts))}
     if images and not marked:
         messages = _in_front(messages, len(images))
+    columns = row if isinstance(prompt, str) else row | {prompt_key: [map_texts(unquoted, each) for each in messages]}
+    return DataRow(
+        messages,
+        str(row.get("data_source") or file.stem),
+        _ground_truth(where, row),
+        columns,
+        videos,
+        images,
+        frozenset(shows),
+        tuple(tools_of(f"{where}, field tools", row.get("tools"))),
+        is_chat,
+    )
+
+
+def _ground_truth(where: str, row: dict[str, Any]) -> Any:
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
-        raise DataError(f"{where}, field reward_model: {_short(reward_model)} where style and ground_truth belong.")
+        raise DataError(f"{where}, field reward_model: {short(reward_model)} where style and ground_truth belong.")
     truth = (reward_model or {}).get("ground_truth")
-    if truth is None:
-        truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
-    source = str(row.get("data_source") or file.stem)
-    columns = row if isinstance(prompt, str) else row | {prompt_key: list(messages)}
-    return DataRow(messages, source, truth, columns, videos, images)
+    return next((row[name] for name in TRUTHS if row.get(name) is not None), None) if truth is None else truth
 
 
-def chat_messages(where: str, given: Any, role: str) -> tuple[dict[str, Any], ...]:
-    """The messages of a field, their content as text; a string is one message of this role."""
-    if isinstance(given, str) and given:
-        return ({"role": role, "content": given},)
-    if not (isinstance(given, list) and given):
-        raise DataError(f"{where}: {_short(given)} where a non-empty string or list of chat messages belongs.")
-    for i, message in enumerate(given):
-        known = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not (known and isinstance(message.get("content"), str | list)):
-            raise DataError(f"{where}[{i}]: {_short(message)} is not a message with role and content.")
-    return _as_text(tuple(given))
-
-
-def _shown(row: dict[str, Any], prompt_key: str, modality: str, otherwise: Any = None) -> list[tuple[str, Any]]:
-    """(field, what stands there) of each clip or image of a row: parts of its messages, where these bring along what
-    they show, else verl's column `videos` or `images`, else `otherwise`."""
-    messages = row[prompt_key] if isinstance(row[prompt_key], list) else []
-    parts = [part for each in messages if isinstance(each["content"], list) for part in each["content"]]
-    alike = [part for part in parts if _modality(part) == modality]
-    if own := [part for part in alike if _inside(part, modality) is not None]:
-        return [(prompt_key, part) for part in own]
-    column = f"{modality}s"
+def _shown(
+    row: dict[str, Any], prompt_key: str, parts: list[Any], kind: str, otherwise: Any = None
+) -> list[tuple[str, Any]]:
+    """(field, value) of each clip or image of a row: those of `parts` of its messages that hold one, else verl's column
+    `videos` or `images`, else `otherwise`."""
+    if given := [part for part in parts if modality(part) == kind and _inside(part, kind) is not None]:
+        return [(prompt_key, part) for part in given]
+    column = f"{kind}s"
     return [(column, each) for each in _listed(row.get(column) or otherwise or [])]
 
 
-def _modality(part: Any) -> str | None:
-    """Of what a part of a message shows; None for text."""
-    return MODALITIES.get(str(part.get("type"))) if isinstance(part, dict) else None
+def _parts(message: Message) -> list[Any]:
+    return message["content"] if isinstance(message["content"], list) else []
 
 
 def _inside(given: Any, modality: str) -> Any:
@@ -214,7 +236,7 @@ def _image(where: str, given: Any, folder: Path) -> str | bytes:
 def _file(where: str, path: Any, given: Any, folder: Path, wanted: str) -> str:
     """The path, absolute; DataError says what is `wanted` in the place of what was `given`."""
     if not isinstance(path, str) or not path or path.startswith(("http://", "https://", "data:")):
-        raise DataError(f"{where}: {_short(given)} where {wanted}.")
+        raise DataError(f"{where}: {short(given)} where {wanted}.")
     return str(folder.absolute() / Path(path.removeprefix("file://")).expanduser())
 
 
@@ -227,24 +249,3 @@ def _in_front(messages: tuple[dict[str, Any], ...], images: int) -> tuple[dict[s
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _as_text(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Messages whose content comes in parts (`{"type": "video"}`, `{"type": "text", "text": ...}`) as strings."""
-
-    def text(part: Any) -> str:
-        if modality := _modality(part):
-            return f"<{modality}>"
-        return str(part.get("text") or "") if isinstance(part, dict) else str(part)
-
-    return tuple(
-        {**message, "content": "".join(map(text, message["content"]))}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -99,6 +99,8 @@ def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
             "step": source.step,
             "files": list(data.val_files),
             "prompt_key": data.prompt_key,
+            "prompt_is_chat": data.prompt_is_chat,
+            "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
             "max_prompt_length": data.max_prompt_length,
             "max_response_length": data.max_response_length,
             "seed": data.seed,

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.config.rewards import MODEL_PART, Given
-from rlfuse.data.rows import chat_messages, raw_rows
+from rlfuse.data.messages import chat_messages
+from rlfuse.data.rows import raw_rows
 from rlfuse.errors import DataError
 from rlfuse.notebook.pictures import BUSY, new_axes
 from rlfuse.notebook.scoring import need, score

@@ -57,7 +57,9 @@ def answer_of(response: str, opened: bool = False) -> str:
 
 
 def is_opened(item: Item) -> bool:
-    """Whether the prompt ends within a thought that its template opened, or a message that the model is to go on."""
+    """Whether the prompt ends within a thought that its template opened, or a final assistant message, a prefill."""
+    if prefill := _prefill(item):
+        return prefill.rfind(OPEN) > prefill.rfind(CLOSE)
     text = item.prompt_text.rstrip()
     if not text.endswith(OPEN):
         return False
@@ -73,8 +75,18 @@ def without_thought(item: Item) -> Item:
     opened = is_opened(item)
     if not opened and OPEN not in item.response and CLOSE not in item.response:
         return item  # to the last blank, which a reward model's tokens show
-    prompt = item.prompt_text.rstrip().removesuffix(OPEN) if opened else item.prompt_text
-    return replace(item, response=answer_of(item.response, opened), prompt_text=prompt)
+    shown = replace(item, response=answer_of(item.response, opened))
+    if not opened:
+        return shown
+    messages = item.messages
+    if prefill := _prefill(item):
+        messages = [*messages[:-1], messages[-1] | {"content": prefill.rpartition(OPEN)[0]}]
+    return replace(shown, prompt_text=item.prompt_text.rpartition(OPEN)[0], messages=messages)
+
+
+def _prefill(item: Item) -> str:
+    last = item.messages[-1] if item.messages else {}
+    return str(last["content"]) if last.get("role") == "assistant" else ""
 
 
 def format_gate(samples: Sequence[Item]) -> list[Reward]:

@@ -23,6 +23,8 @@ from rlfuse.video.plan import VideoPlan
 
 MARKERS = {"video": "<video>", "image": "<image>"}
 """By modality, what stands in a row's text where a clip or an image belongs."""
+_QUOTED = {marker: f"<\ufdd0{marker[1:]}" for marker in MARKERS.values()}
+"""Spelling of a marker that is text, with a noncharacter; only the assembly of prompts sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,20 @@ def assemble(
     return VideoPrompt(np.asarray(ids, dtype=np.int32), tuple(positions[index] for index in range(len(plans))))
 
 
+def quoted(text: str) -> str:
+    """Return `text` with its markers spelled so that `assemble` reads them as text."""
+    for marker, spelled in _QUOTED.items():
+        text = text.replace(marker, spelled)
+    return text
+
+
+def unquoted(text: str) -> str:
+    """Undo `quoted`."""
+    for marker, spelled in _QUOTED.items():
+        text = text.replace(spelled, marker)
+    return text
+
+
 def _check_count(text: str, modality: str, markers: int, plans: int) -> None:
     if markers == plans:
         return
@@ -102,7 +118,7 @@ def _check_count(text: str, modality: str, markers: int, plans: int) -> None:
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens) -> list[int]:
     """Ids of a text, none of them visual; other special tokens, such as those of a chat template, are read as such."""
-    parts = [text]
+    parts = [unquoted(text)]
     for word in (visual.video, visual.image):
         half = len(word) // 2
         parts = [cut for part in parts for cut in _split(part, word, (word[:half], word[half:]))]

@@ -21,12 +21,17 @@ from rlfuse.tasks.small_video_models import write_small_qwen25_vl, write_small_v
 from rlfuse.video import decoding, images
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.plan import FixedSampling, plan_video
+from rlfuse.video.prompt import quoted, unquoted
 from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
 WRITERS = {"qwen": write_small_qwen25_vl, "llama": write_small_video_llama3}
-ROWS = [("<video>Which is last?", "red", "blue"), ("<image>Which?", "a <video>", "blue"), ("1 + 1?", "2", "3")]
-"""Question, response, reference; no marker in a response stands for a clip."""
+ROWS = [
+    ("<video>Which is last?", "red", "blue"),
+    ("<image>Which?", "a <video>", "blue"),
+    (quoted("Is <image> a tag?"), "2", "3"),
+]
+"""Question, response, reference; no marker in a response stands for a clip, nor one in a row that shows nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,7 @@ class Scores:
 
 
 def sample(number: int, name: str, row, visual) -> Sample:
-    question, response, reference = row
+    question, response, reference = unquoted(row[0]), *row[1:]
     messages = ({"role": "user", "content": question},)
     prompt = Prompt(number, np.array([3], np.int32), question, messages, name, reference, visual=visual)
     said = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, response)
@@ -177,7 +182,7 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
     load = AutoModelForImageTextToText.from_pretrained
     wholes = {name: load(folder, dtype=torch.float32).eval() for name, folder in folders.items()}
     for (name, (question, response, reference), visual), found in zip(asked, results, strict=True):
-        answers = response.replace("<video>", "< video>"), reference
+        answers = quoted(response), reference
         p, q = (first(wholes[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
         assert found.value == pytest.approx((p + 1 - q) / 2, abs=1e-4), (name, question, found)
         unseen = first(wholes[name], models[name], question, *answers, visual, light=0.0)

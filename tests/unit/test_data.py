@@ -1,6 +1,7 @@
 """Real files in, prompts out; every kind of bad row is named."""
 
 import json
+import re
 
 import datasets
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.rows import read_rows
-from rlfuse.errors import DataError
+from rlfuse.errors import DataError, UserError
 
 VERL = {
     "data_source": "sums",
@@ -151,3 +152,127 @@ def test_order_is_deterministic_covers_an_epoch_and_resumes(tmp_path, tokenizer)
     assert [p.index for p in plain.next_batch()] == [0, 1, 2]
     with pytest.raises(DataError, match=r"train_batch_size=11.*10 prompts"):
         PromptSource(prompts, 11, True, 1)
+
+
+TEMPLATE = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}"
+    "{% if enable_thinking is defined %}<{{ enable_thinking }}>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late system') }}{% endif %}"
+    "{{ m.role }}:{% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    "{% endif %} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}go{% endif %}"
+)
+USER = {"role": "user", "content": "1 2"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+TEXTS = [
+    ({"prompt": "1 2"}, {}, "user: 1 2\ngo"),
+    ({"prompt": "1 2"}, {"prompt_is_chat": False}, "1 2"),
+    ({"prompt": [USER]}, {"prompt_is_chat": False}, "user: 1 2\ngo"),
+    ({"prompt": json.dumps([USER])}, {}, "user: 1 2\ngo"),
+    ({"prompt": json.dumps(json.dumps([USER]))}, {}, "user: 1 2\ngo"),
+    ({"prompt": f" [ {json.dumps(USER)} ]\n"}, {}, "user: 1 2\ngo"),
+    ({"prompt": json.dumps(USER)}, {}, "user: 1 2\ngo"),
+    ({"prompt": [json.dumps(USER)]}, {}, "user: 1 2\ngo"),
+    ({"prompt": json.dumps([USER])}, {"prompt_is_chat": False}, json.dumps([USER])),
+    ({"prompt": '[{"role": "user", "content": "1"}] sort'}, {}, 'user: [{"role": "user", "content": "1"}] sort\ngo'),
+    ({"prompt": '{"role": "admin"} sort'}, {}, 'user: {"role": "admin"} sort\ngo'),
+    ({"prompt": "[1, 2]"}, {}, "user: [1, 2]\ngo"),
+    ({"prompt": [USER, {"role": "assistant", "content": "3"}]}, {}, "user: 1 2\nassistant: 3"),
+    ({"prompt": [USER, {"role": "assistant", "content": "3 "}]}, {}, "user: 1 2\nassistant: 3 "),
+    ({"prompt": [USER, {"role": "assistant", "content": ""}]}, {}, "user: 1 2\nassistant: "),
+    ({"prompt": "1 2", "tools": [TOOL]}, {}, f"[{json.dumps([TOOL])}]user: 1 2\ngo"),
+    ({"prompt": "1 2", "tools": json.dumps([TOOL])}, {}, f"[{json.dumps([TOOL])}]user: 1 2\ngo"),
+    ({"prompt": "1 2", "tools": [json.dumps(TOOL)]}, {}, f"[{json.dumps([TOOL])}]user: 1 2\ngo"),
+    ({"prompt": "1 2", "tools": json.dumps(TOOL)}, {}, f"[{json.dumps([TOOL])}]user: 1 2\ngo"),
+    ({"prompt": "1 2", "tools": []}, {}, "user: 1 2\ngo"),
+    ({"prompt": "1 2", "tools": None}, {}, "user: 1 2\ngo"),
+    ({"prompt": "1 2"}, {"apply_chat_template_kwargs": {"enable_thinking": False}}, "<False>user: 1 2\ngo"),
+    (
+        {"prompt": [USER, CALL, {"role": "tool", "content": "3"}]},
+        {},
+        'user: 1 2\nassistant:{"name": "add", "arguments": {"a": 1}} \ntool: 3\ngo',
+    ),
+    ({"prompt": "what is <video> ?"}, {}, "user: what is <video> ?\ngo"),
+    ({"prompt": "an <image> tag", "images": [], "videos": None}, {}, "user: an <image> tag\ngo"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}]}, {}, "user: <image>\ngo"),
+    ({"prompt": "1", "tools": [{"name": "<image>"}]}, {}, '[[{"name": "<image>"}]]user: 1\ngo'),
+]
+
+
+@pytest.mark.parametrize(("row", "values", "text"), TEXTS)
+def test_prompts_are_what_the_chat_template_makes_of_a_row(tmp_path, chat_tokenizer, row, values, text):
+    [prompt], _ = load_prompts([jsonl(tmp_path / "a.jsonl", row)], chat_tokenizer, settings(**values))
+    assert prompt.text == text
+    given = prompt.columns["prompt"]
+    assert isinstance(given, str) or tuple(given) == prompt.messages, "rewards read what the template read"
+    assert "\ufdd0" not in json.dumps([prompt.messages, prompt.text], ensure_ascii=False)
+
+
+def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokenizer):
+    rows = [
+        {"prompt": [USER, CALL, {"role": "tool", "content": "3", "name": "add"}], "tools": [TOOL | {"strict": True}]},
+        {"prompt": [USER, {"role": "assistant", "content": "3"}], "tools": [TOOL]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
+    for name in ("a.parquet", "folder"):
+        _, prompt = load_prompts([str(tmp_path / name)], chat_tokenizer, settings())[0]
+        assert (
+            prompt.text == f"[{json.dumps([TOOL])}]user: 1 2\nassistant: 3" and [*prompt.messages] == rows[1]["prompt"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "words"),
+    [
+        ({"prompt": "[{'role': 'user', 'content': '1'}]"}, {}, ["field prompt", "not JSON", "prompt_is_chat=false"]),
+        ({"prompt": '[{"role": "user", "content": "1"'}, {}, ["field prompt", "not JSON"]),
+        ({"prompt": [json.dumps(USER), "x"]}, {}, ["field prompt[1]", "role and content"]),
+        ({"prompt": [USER, CALL]}, {}, ["field prompt", "tool_calls", "can't continue"]),
+        ({"prompt": [USER, {"role": "system", "content": "1"}]}, {}, ["field prompt", "TemplateError", "late system"]),
+        ({"prompt": [USER | {"content": [{"type": "audio", "audio": "a"}]}]}, {}, ["field prompt[0]", "audio"]),
+        ({"prompt": [USER | {"content": [{"type": "text", "content": "a"}]}]}, {}, ["field prompt[0]", "content"]),
+        ({"prompt": "a \ud800"}, {}, ["field prompt", "lone surrogate", "U+D800"]),
+        ({"prompt": json.dumps([USER | {"content": "\udc00"}])}, {}, ["field prompt", "lone surrogate", "U+DC00"]),
+        ({"prompt": "1", "answer": {"a": ["\ud83d"]}}, {}, ["field answer", "lone surrogate"]),
+        ({"prompt": "1", "tools": '[{"name": "\\ud800"}]'}, {}, ["field tools", "lone surrogate"]),
+        ({"prompt": " "}, {"prompt_is_chat": False}, ["field prompt", "has no tokens"]),
+        ({"prompt": ""}, {"prompt_is_chat": False}, ["field prompt", "non-empty"]),
+        ({"prompt": "1", "tools": "a hammer"}, {}, ["field tools", "JSON schemas", "Rename"]),
+        ({"prompt": "1", "tools": [3]}, {}, ["field tools", "JSON schemas"]),
+        ({"prompt": [USER | {"content": [{"type": "image"}]}]}, {}, ["images", "no visual part"]),
+        ({"prompt": [USER | {"content": [{"type": "video_url"}]}]}, {}, ["videos", "no visual part"]),
+        ({"prompt": "<image>", "images": ["a.png"]}, {}, ["images", "no visual part"]),
+    ],
+)
+def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat_tokenizer, row, values, words):
+    with pytest.raises(DataError) as error:
+        load_prompts([jsonl(tmp_path / "bad.jsonl", TRL, row)], chat_tokenizer, settings(**values))
+    assert all(word in str(error.value) for word in ["bad.jsonl", *words]), str(error.value)
+    assert re.search("row 1|line 2", str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "given", "words"),
+    [
+        (TEMPLATE, TRL, {"enable_thinkin": True}, ["enable_thinkin=true", "does not read"]),
+        (TEMPLATE, TRL, {"tools": []}, ["tools=[]", "is set by rlfuse"]),
+        (None, TRL, {"enable_thinking": True}, ["no chat template"]),
+        (None, TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "no chat template"]),
+        ("{{ messages }}", TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "does not read"]),
+    ],
+)
+def test_what_a_chat_template_would_ignore_is_refused(tmp_path, chat_tokenizer, template, row, given, words):
+    chat_tokenizer.chat_template = template
+    with pytest.raises(UserError) as error:
+        load_prompts([jsonl(tmp_path / "a.jsonl", row)], chat_tokenizer, settings(apply_chat_template_kwargs=given))
+    assert all(word in str(error.value) for word in words), str(error.value)

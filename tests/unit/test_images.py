@@ -212,6 +212,20 @@ def test_parts_without_what_they_show_take_it_from_the_column(tmp_path):
     assert row.messages[0]["content"] == "<image><image> alike ?"
 
 
+@pytest.mark.slow
+def test_a_tag_in_a_text_part_is_text(folder):
+    text = "what does <image> or <video> mean in"
+    content = [{"type": "text", "text": text}, {"type": "image"}, {"type": "text", "text": " ?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in (content, content[::2])]
+    (shown, plain), report = load(folder, rows[0] | {"images": ["0.png"]}, rows[1])
+    [visual] = shown.visual
+    tokenizer = load_tokenizer(Config().model.__class__(path=str(folder)))
+    assert report.unusable == [] and plain.visual == ()
+    assert tokenizer.decode(np.delete(shown.token_ids, visual.positions)).count(text) == 1
+    assert tokenizer.decode(plain.token_ids).count(f"{text} ?") == 1 and text in plain.text
+    assert shown.messages == ({"role": "user", "content": f"{text}<image> ?"},)
+
+
 def test_bytes_become_one_file_for_as_many_rows(tmp_path):
     kept = KeptImages(tmp_path / "kept")
     paths = {kept.file_of(encoded(picture(30, 40))) for _ in range(3)}

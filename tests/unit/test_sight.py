@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
 from rlfuse.config.reward_labels import OWN_CLASS
 from rlfuse.errors import RewardError
+from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models import sight, vllm_engine
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge
@@ -79,12 +80,12 @@ def test_the_policys_embedding_is_taken_where_the_tower_is_the_same_and_made_whe
 
 
 def test_a_question_whose_clip_did_not_come_along_is_not_judged_by_its_text(folder):
-    saved = SimpleNamespace(
-        visual=(), messages=[{"content": "<video>Which?"}], response="red", column={"ground_truth": "blue"}.__getitem__
-    )
+    row = {"prompt": "<video>Which?", "response": "red", "ground_truth": "blue", "videos": ["a.mp4"]}
+    saved = item_of_row(row)
     judge = Judge(str(folder))
     judge._sight = seeing(folder)
     assert "none came along, as none does from saved samples; blind=true" in judge._orders(saved).message
+    assert item_of_row(row | {"videos": []}).lacks_visual is False, "a tag that is text"
 
 
 def test_what_cannot_be_shown_is_refused_with_what_to_change(folder, pictures, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from rlfuse.rewards.api.entries import load_entries
-from rlfuse.rewards.api.items import item_of_row
+from rlfuse.rewards.api.items import conversation, item_of_row
 from rlfuse.rewards.thoughts import answer_of, answer_only, format_gate, is_opened, split_thought, without_thought
 from rlfuse.rewards.workers.reward_worker import pack, unpack
 
@@ -72,9 +72,30 @@ def test_tags_in_the_question_open_nothing_but_the_template_does():
     plain = [{"role": "user", "content": "2+2?"}]
     assert is_opened(item(plain, prompt_text="<u>2+2?<a><think>\n"))
     assert is_opened(item([*plain, {"role": "assistant", "content": "<think>"}]))
+    assert is_opened(item([*plain, {"role": "assistant", "content": "<think>\nOkay,"}]))
+    assert not is_opened(item([*plain, {"role": "assistant", "content": "<think>so</think>"}]))
     assert is_opened(item("Question: 2+2? Assistant: <think>"))
     for question in ("2 >", "", [{"type": "text", "text": "2+2?"}]):  # of which none is the template's last word
         assert is_opened(item([{"role": "user", "content": question}], prompt_text="<u>?<a><think>"))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "response", "read"),
+    [
+        (None, " four", " four"),
+        ("It is", " four", "It is four"),
+        ("It is <think>", "so</think> four", "It is four"),
+        ("<think>\nOkay,", " so</think>four", "four"),
+        ("<think>\nOkay,", " so", ""),
+    ],
+)
+def test_a_response_continues_a_prefill(prefill, response, read):
+    """What a reward model reads of it, which is shown answers alone."""
+    asked = [{"role": "user", "content": "2+2?"}]
+    given = item([*asked, {"role": "assistant", "content": prefill}] if prefill else asked, response)
+    shown = without_thought(given)
+    assert conversation(shown, shown.response) == [*asked, {"role": "assistant", "content": read}]
+    assert "Okay" not in shown.prompt_text
 
 
 def test_the_gate_says_why_it_is_closed():

@@ -73,6 +73,11 @@ class Item:
         unknown = isinstance(self.response_ids, UnknownTokens) and self.response_ids.count is None
         return 0 if unknown else len(self.response_ids)
 
+    @property
+    def lacks_visual(self) -> bool:
+        """Whether its row has clips or images that did not come along, as none does from saved samples."""
+        return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
+
     def column(self, name: str) -> Any:
         """A column of the row by name; KeyError where the row has none."""
         if name in self.columns:
@@ -141,6 +146,14 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},
         visual=tuple(replace(each, positions=NOWHERE) for each in prompt.visual),
     )
+
+
+def conversation(item: Item, response: str) -> list[dict[str, Any]]:
+    """Return the messages with `response` as the assistant's; it continues a final assistant message, a prefill."""
+    last = item.messages[-1] if item.messages else {}
+    if last.get("role") != "assistant":
+        return [*item.messages, {"role": "assistant", "content": response}]
+    return [*item.messages[:-1], last | {"content": f"{last['content']}{response}"}]
 
 
 def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:

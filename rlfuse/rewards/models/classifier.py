@@ -27,7 +27,7 @@ from rlfuse.config.reward_labels import check_trust, columns, read_config, saved
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.api.items import Item, conversation
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.pooling import KEY, OTHERWISE, Asked, Pooling, check_head, sees, sight_of
 from rlfuse.rewards.models.sight import Sight
@@ -219,7 +219,7 @@ class Transformers:
         """By the reward model's own chat template; without one, the policy's prompt text and the response."""
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
-        messages = [*item.messages, {"role": "assistant", "content": item.response}]
+        messages = conversation(item, item.response)
         return Asked(tuple(conversation_ids(tokenizer, messages, item.prompt_text + item.response)))
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:

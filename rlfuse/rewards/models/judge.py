@@ -150,7 +150,7 @@ class Judge:
         question = contents[0] if len(contents) == 1 else "\n\n".join(several)
         if not visual:
             shown, question = question, self._sight.quoted(question)
-            if shown != question and not self._blind:
+            if shown != question and item.lacks_visual and not self._blind:
                 return _failure(
                     "the question has the marker of a clip or image, and none came along, as none does from saved "
                     "samples; blind=true has the judge go by the text"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfuse.config.reward_labels import OWN_CLASS, head_labels
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.items import Item
+from rlfuse.rewards.api.items import Item, conversation
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.sight import Sight, portions
 from rlfuse.samples import FramePlan, RewardFailure, Visual
@@ -73,16 +73,19 @@ class Pooling:
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
         """What is asked of the item. RewardError or VideoError where its markers and what it shows don't match."""
+        from rlfuse.data.messages import map_texts
         from rlfuse.data.tokenizers import conversation_text
 
         quoted, response = self._sight.quoted, self._sight.quoted(item.response)
-        contents = [message.get("content") for message in item.messages]
-        if not item.visual and any(isinstance(content, str) and quoted(content) != content for content in contents):
-            raise RewardError(
-                "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
-            )
-        messages = [*item.messages, {"role": "assistant", "content": response}]
-        text, special = conversation_text(tokenizer, messages, item.prompt_text + response)
+        messages, text = conversation(item, response), item.prompt_text
+        if not item.visual:
+            unmarked = map_texts(quoted, messages)
+            if item.lacks_visual and unmarked != messages:
+                raise RewardError(
+                    "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
+                )
+            messages, text = unmarked, quoted(text)
+        text, special = conversation_text(tokenizer, messages, text + response)
         made = self._sight.assemble(text, item.visual, special)
         shown = tuple((each.path, each.plan) for each in item.visual)
         return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)

@@ -147,12 +147,10 @@ class Sight:
         return self._model.prompt(self._tokenizer, text, [each.plan for each in visual], NO_LIMIT)
 
     def quoted(self, text: str) -> str:
-        """The text with its markers spelled so that they are none."""
-        from rlfuse.video.prompt import MARKERS
+        """Return the text with its markers spelled as text, for `assemble`."""
+        from rlfuse.video.prompt import quoted
 
-        for marker in MARKERS.values() if self._model else ():
-            text = text.replace(marker, f"< {marker[1:]}")
-        return text
+        return quoted(text) if self._model else text
 
     def prompt(self, made: VideoPrompt, visual: Sequence[Visual]) -> dict[str, Any]:
         """For vLLM. VideoError, ValueError or EngineError where a clip or image can't be shown."""

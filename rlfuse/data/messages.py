@@ -1,0 +1,159 @@
+"""Chat messages and tools of a row in the one form that chat templates, prompts and rewards read.
+
+Role: used by `rows`, `preferences` and notebooks. Pure.
+Invariants:
+- the content of a message is a string: parts that show something become `<video>` and `<image>` markers, in order;
+- nulls, which Arrow writes into nested columns for keys that other rows have, never reach a chat template;
+- what looks like JSON-encoded messages is decoded or refused, never shown to the model as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rlfuse.errors import DataError
+from rlfuse.video.prompt import MARKERS, quoted, unquoted
+
+MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""Type of a message part -> modality that it shows."""
+ENCODED = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
+"""Start of encoded messages, white space removed."""
+START = 200
+"""Characters in which the first key of encoded messages must appear."""
+
+Message = dict[str, Any]
+
+
+def chat_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
+    """Return the messages of a field, content as text; a string is one message of this role."""
+    return tuple(map_texts(unquoted, each) for each in marked_messages(where, decoded(where, given), role))
+
+
+def marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
+    """As `chat_messages` of what `decoded` returned, but `<video>` and `<image>` that are text are `quoted`: those in
+    text parts, names and tool calls. In content that is a string they are markers, as in verl."""
+    if isinstance(given, str) and given:
+        return ({"role": role, "content": given},)
+    if not (isinstance(given, list) and given):
+        raise DataError(f"{where}: {short(given)} where a non-empty string or list of chat messages belongs.")
+    return tuple(_message(f"{where}[{i}]", each) for i, each in enumerate(given))
+
+
+def decoded(where: str, given: Any) -> Any:
+    """Decode messages that are JSON text, as a whole or one by one; DataError for text that only resembles them."""
+    if isinstance(given, list) and given and all(isinstance(each, str) for each in given):
+        entries = [decoded(f"{where}[{i}]", each) for i, each in enumerate(given)]
+        return [message for entry in entries for message in (entry if isinstance(entry, list) else [entry])]
+    found = given
+    while isinstance(found, str) and ENCODED.match("".join(found[:START].split())):
+        try:
+            found, end = json.JSONDecoder().raw_decode(text := found.strip())
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: {short(given)} looks like chat messages but is not JSON ({error}). Store a list of "
+                "messages or its JSON text, or set data.prompt_is_chat=false if it is the prompt itself."
+            ) from None
+        if text[end:]:
+            return given  # a prompt that begins with a conversation
+    messages = found if isinstance(found, list) else [found]
+    is_chat = messages and all(isinstance(each, dict) and "role" in each for each in messages)
+    return refuse_surrogates(where, messages if isinstance(given, str) and is_chat else given)
+
+
+def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a row's `tools` column, a list or JSON text; [] where it is null or empty."""
+    if isinstance(given, str):
+        given = _json(given) if given.strip() else None
+    elif isinstance(given, list):
+        given = [_json(each) if isinstance(each, str) else without_nulls(each) for each in given]
+    given = [given] if isinstance(given, dict) else given or []
+    if not (isinstance(given, list) and all(isinstance(each, dict) for each in given)):
+        raise DataError(f"{where}: {short(given)} where a list of JSON schemas, or its JSON text, belongs. Rename the "
+                        "column if it does not hold the tools of the chat template.")  # fmt: skip
+    return refuse_surrogates(where, given)
+
+
+def modality(part: Any) -> str | None:
+    """Return what a part of a message shows, None for text."""
+    return MODALITIES.get(str(part.get("type"))) if isinstance(part, dict) else None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested lists and dicts without the keys whose value is null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def map_texts(function: Callable[[str], str], value: Any) -> Any:
+    """Return nested lists and dicts with `function` applied to every string that is a value."""
+    if isinstance(value, dict):
+        return {key: map_texts(function, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [map_texts(function, each) for each in value]
+    return function(value) if isinstance(value, str) else value
+
+
+def refuse_surrogates(where: str, value: Any) -> Any:
+    """Return `value`; DataError where a string in it holds a lone surrogate, which no tokenizer takes."""
+
+    def encode(text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(text[error.start]):04X} at character {error.start}"
+            raise DataError(f"{where}: a lone surrogate, {found}, is not valid Unicode. Remove it.") from None
+        return text
+
+    return map_texts(encode, value)
+
+
+def short(value: Any) -> str:
+    """Return the beginning of a value's repr, for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _message(where: str, given: Any) -> Message:
+    message = without_nulls(given)
+    if isinstance(message, dict) and message.get("tool_calls") and "content" not in message:
+        message["content"] = ""
+    known = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if not (known and isinstance(message.get("content"), str | list)):
+        raise DataError(f"{where}: {short(given)} is not a message with role and content.")
+    if "tool_calls" in message:
+        message["tool_calls"] = _with_arguments(message["tool_calls"])
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(_text(where, part) for part in content)
+    return map_texts(quoted, message) | {"content": text}
+
+
+def _text(where: str, part: Any) -> str:
+    """Return a part of a message's content as text, with a marker for what it shows."""
+    if shown := modality(part):
+        return MARKERS[shown]
+    text = part.get("text", "" if part == {"type": "text"} else None) if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {short(part)} is not a part with text, an image or a video. Remove it.")
+    return quoted(text)
+
+
+def _with_arguments(calls: Any) -> Any:
+    """Return tool calls with arguments as objects: templates encode them, and OpenAI's API has them as JSON text."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = _json(function["arguments"])
+            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return calls
+
+
+def _json(text: str) -> Any:
+    """Return what JSON text holds; the text itself where it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,95 @@
+"""A row's messages and tools as the text that the policy reads, by the chat template of its tokenizer.
+
+Role: called by `prompts.load_prompts` for every row. What the template refuses is a `DataError` that names file, row
+and field; settings that it would ignore are a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import re
+from inspect import signature
+
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.config.documentation import as_typed
+from rlfuse.config.schema import DataConfig
+from rlfuse.data.messages import map_texts, refuse_surrogates
+from rlfuse.data.rows import DataRow
+from rlfuse.errors import ConfigError, DataError
+from rlfuse.video.prompt import quoted
+
+KEY = "data.apply_chat_template_kwargs"
+SET_HERE = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
+"""Arguments of transformers' `apply_chat_template` that follow from the row."""
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Raise ConfigError for entries of data.apply_chat_template_kwargs without an effect on the chat template."""
+    if not data.apply_chat_template_kwargs:
+        return
+    if tokenizer.chat_template is None:
+        raise ConfigError([f"{KEY}: the tokenizer of model.path has no chat template. Leave it out."])
+    template = tokenizer.get_chat_template()
+    problems = [
+        f"{KEY}.{name}={as_typed(value)}: "
+        + ("is set by rlfuse. Leave it out." if name in SET_HERE else f"the chat template of model.path does not read "
+           f"`{name}`. Correct the name or leave it out.")
+        for name, value in data.apply_chat_template_kwargs.items()
+        if name in SET_HERE or not _reads(template, name)
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+
+
+def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
+    """Return the prompt as text, with markers as `DataRow.messages` has them. A final assistant message is a prefill:
+    it stays open, for the response to continue it."""
+    field = f"{where}, field {data.prompt_key}"
+    if not row.is_chat:
+        return row.messages[0]["content"]
+    if tokenizer.chat_template is None:
+        if row.tools:
+            raise DataError(
+                f"{where}, field tools: the tokenizer of model.path has no chat template to show tools. Use a model "
+                "that has one, or remove the column."
+            )
+        return "\n".join(message["content"] for message in row.messages)
+    if row.tools and not _reads(tokenizer.get_chat_template(tools=list(row.tools)), "tools"):
+        raise DataError(
+            f"{where}, field tools: the chat template of model.path does not read `tools`. Use a model whose template "
+            "does, or remove the column."
+        )
+    last = row.messages[-1]
+    prefill = last["role"] == "assistant"
+    if prefill and last.get("tool_calls"):
+        raise DataError(
+            f"{field}: the final assistant message has tool_calls, which a response can't continue. Append the message "
+            "of the tool, or remove the calls."
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(row.messages),
+            tools=map_texts(quoted, list(row.tools)) or None,
+            tokenize=False,
+            add_generation_prompt=not prefill,
+            continue_final_message=prefill,
+            **data.apply_chat_template_kwargs,
+        )
+    except Exception as error:  # the template is a program of the model's author
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"{field}: the chat template of model.path raised {type(error).__name__}: {reason}. Correct the row, or "
+            f"set {KEY}."
+        ) from error
+    return refuse_surrogates(field, text)
+
+
+def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
+    """Return the tokens of a prompt. A chat template has written all special tokens; any other text gets those that the
+    tokenizer adds, unless it begins with them."""
+    has_start = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return tokenizer(text, add_special_tokens=not (is_templated or has_start))["input_ids"]
+
+
+def _reads(template: str, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from rlfuse.rewards.sandbox import holdings
 from rlfuse.rewards.sandbox.confinement import confine_calls, confine_files, die_with_parent, limit
+from rlfuse.rewards.sandbox.known_names import known_names
 from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack, receive, send, write
 
 TICK_S = 0.01
@@ -64,6 +65,7 @@ def main() -> None:
     die_with_parent(job["parent"])
     limit(job["memory_bytes"], math.ceil(job["total_s"]) + 2, job["file_bytes"], OPEN_FILES)
     confine_files([os.getcwd()], ["/proc"])  # of processes, Landlock shows their own user only those it confines too
+    job["known"] = known_names()
     end = time.monotonic() + job["total_s"]
     for _ in range(job["tests"]):
         send(1, _test(job, end))
@@ -299,6 +301,7 @@ def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests
         requests, replies = os.dup2(requests, 62), os.dup2(replies, 63)
         os.closerange(3, 62)
         limit(job["memory_bytes"], math.ceil(job["timeout_s"]) + 2, job["file_bytes"], OPEN_FILES)
+        vars(builtins).update(job["known"])
         missing = [problem for problem in (confine_files([os.getcwd()]), confine_calls()) if problem]
         send(replies, "; ".join(missing))
         if program:

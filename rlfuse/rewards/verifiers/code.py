@@ -1,31 +1,27 @@
 """Python code that passes tests, run in the sandbox.
 
-The ground truth is a dict, or the same as JSON text, in one of verl's forms:
-
-    {"inputs": ["3\\n"], "outputs": ["4\\n"]}                            a program: standard input and output
-    {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}            a function, or a method of `Solution`
-    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions; `fn_name` where it names a built-in
-
-Outputs of programs are equal up to white space at ends of lines and of the whole; returned values where their types and
-numbers are, a tuple being a list and floats being equal to a millionth. Assertions run outside the code's process and
-call its functions with plain data: they can't look at objects it makes, nor at what it does to its arguments.
-The code is the last fenced block of the answer, or all of it.
+The code is that of `code_blocks.solution`; the ground truth has one of the forms of `code_tests`. Outputs of programs
+are equal up to white space at both ends of lines and of the whole, numbers in them up to a millionth; returned values
+where their types and numbers are, a tuple being a list and floats being equal to a millionth. Assertions run outside
+the code's process and call its functions with plain data: they can't look at objects it makes, nor at what it does to
+its arguments. What public data sets import in front of an answer (`List`, `Counter`, `heappush`, ...) is known to it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any
 
 from rlfuse.rewards.sandbox.sandbox import Kind, Limits, Outcome, run_code
-from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, verdict
+from rlfuse.rewards.thoughts import answer_of, answer_only
+from rlfuse.rewards.verifiers.answers import MOST, bad_truth, excerpt, not_found, verdict
+from rlfuse.rewards.verifiers.code_blocks import solution
+from rlfuse.rewards.verifiers.code_tests import Tests, read_tests
 
-_FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _DEFAULT = Limits()
-VALID = "inputs and outputs of the same length, with or without fn_name, or assert_case (see verifiers/code.py)"
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_WHOLE = re.compile(r"[+-]?\d+")
 
 
 @answer_only
@@ -44,17 +40,18 @@ def score(
     """1 if all tests pass; with `continuous` the share that does. `passed` is that share, `isolated` 1 where the kernel
     could isolate the code fully (`isolation` says what was missing); limits are those of `sandbox.Limits`."""
     limits = Limits(timeout_s, total_s, memory_mb, demand_isolation=demand_isolation)
-    kind, tests, outputs, options = _tests(ground_truth)
-    answer = answer_in(solution_str)
-    blocks = _FENCED.findall(answer) if answer else []
-    code = blocks[-1] if blocks else answer
+    tests = read_tests(ground_truth)
+    answer = answer_of(solution_str)
+    if len(answer) > MOST:
+        return not_found(None, "code")
+    code = solution(answer, tests.fn_name, is_program=tests.kind is Kind.PROGRAM)
     if not code:
-        return not_found(answer, "code")
+        return not_found(answer, "Python code")
     try:
-        report = run_code(code, kind, tests, limits=limits, **options)
+        report = run_code(code, tests.kind, tests.given, fn_name=tests.fn_name, setup=tests.setup, limits=limits)
     except ValueError as error:
         raise bad_truth(ground_truth, str(error)) from error
-    problems = [_problem(kind, outcome, right) for outcome, right in zip(report.outcomes, outputs, strict=True)]
+    problems = [_problem(tests, outcome, right) for outcome, right in zip(report.outcomes, tests.expected, strict=True)]
     passed = problems.count("") / len(problems)
     failed = [f"test {number}: {problem}" for number, problem in enumerate(problems, 1) if problem]
     result = verdict(passed if continuous else passed == 1, "; ".join(failed), right=passed == 1)
@@ -62,39 +59,36 @@ def score(
     return result | ({"isolation": report.missing} if report.missing else {})
 
 
-def _tests(ground_truth: Any) -> tuple[Kind, list[Any], list[Any], dict[str, Any]]:
-    """Kind, tests, what each has to give, and the options of `run_code`."""
-    try:
-        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
-        # Parquet gives each row all keys that any row has.
-        truth = {key: value for key, value in truth.items() if value is not None}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise bad_truth(ground_truth, f"{VALID} ({error})") from None
-    if unknown := set(truth) - {"inputs", "outputs", "fn_name", "assert_case", "setup"}:
-        raise bad_truth(ground_truth, f"{VALID}, not {sorted(unknown)}")
-    name = truth.get("fn_name")
-    if "assert_case" in truth:
-        cases = truth["assert_case"]
-        cases = [cases] if isinstance(cases, str) else list(cases)
-        return Kind.ASSERTS, cases, [True] * len(cases), {"fn_name": name, "setup": truth.get("setup", "")}
-    inputs, outputs = (list(truth.get(key, ())) for key in ("inputs", "outputs"))
-    if not inputs or len(inputs) != len(outputs):
-        raise bad_truth(ground_truth, f"{VALID}; got {len(inputs)} and {len(outputs)}")
-    if name is None and not all(isinstance(text, str) for text in outputs):
-        raise bad_truth(ground_truth, f"{VALID}; outputs of a program are texts")
-    return (Kind.CALLS if name else Kind.PROGRAM), inputs, outputs, {"fn_name": name}
-
-
-def _problem(kind: Kind, outcome: Outcome, right: Any) -> str:
+def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
     """Why a test failed; "" where it passed."""
     if outcome.reason:
         return f"{outcome.reason}: {outcome.text}"
-    equal = _lines(outcome.value) == _lines(right) if kind is Kind.PROGRAM else _same(outcome.value, right)
+    if tests.kind is Kind.PROGRAM:
+        equal = _same_output(outcome.value, right)
+    else:
+        equal = _same(outcome.value, right) or (tests.is_wrapped and _same(outcome.value, right[0]))
     return "" if equal else f"wrong: got {excerpt(outcome.value)}, right is {excerpt(right)}"
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _same_output(given: str, right: str) -> bool:
+    """Equal line by line."""
+    lines, expected = ([line.strip() for line in text.strip().split("\n")] for text in (given, right))
+    return len(lines) == len(expected) and all(map(_same_line, lines, expected))
+
+
+def _same_line(given: str, right: str) -> bool:
+    if given == right:
+        return True
+    words, expected = given.split(), right.split()
+    return len(words) == len(expected) and all(map(_same_number, words, expected))
+
+
+def _same_number(given: str, right: str) -> bool:
+    """Equal as numbers, of which whole ones have to be spelled alike."""
+    numbers = _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right)
+    if not numbers or (_WHOLE.fullmatch(given) and _WHOLE.fullmatch(right)):
+        return bool(numbers) and given == right
+    return _close(float(given), float(right))
 
 
 def _same(given: Any, right: Any) -> bool:

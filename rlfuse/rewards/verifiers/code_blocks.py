@@ -1,0 +1,120 @@
+"""The Python code of an answer: fenced blocks of Markdown, and which of them is the solution.
+
+Role: pure functions of text, linear in its length. Called by `code`.
+Invariants: fences are paired as in CommonMark, so that the end of one block never opens another; a block in another
+language is never taken for Python.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+
+_FENCE = re.compile(
+    r"(?P<prefix>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<ticks>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
+)
+"""A line that opens or closes a block, also in a list or a quotation."""
+_LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
+"""An opening fence behind other text: `Code: ```python`."""
+_LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")
+_PYTHON = re.compile(r"(?:i?python|py)[\d.]*")
+_STATEMENT = re.compile(
+    r"^[ \t]*(?:(?:def|class|for|while|if|with|try)\b.*:|(?:import|from|return)\b|[A-Za-z_]\w*[ \t]*[=(])", re.MULTILINE
+)
+"""Tells code from output in a block without a language."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One fenced block."""
+
+    ticks: str
+    prefix: str
+    language: str
+    """In lower case; "" where none is given."""
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def code(self) -> str:
+        """The content without the indentation of its fence."""
+        text = "\n".join(self.lines)
+        return textwrap.dedent(text) if text[:1] in (" ", "\t") else text
+
+    def append(self, line: str) -> None:
+        if quotes := self.prefix.count(">"):
+            line = line[re.match(rf"(?:[ \t]*> ?){{0,{quotes}}}", line).end() :]
+        margin = line[: _width(self.prefix)]
+        self.lines.append(line[len(margin) - len(margin.lstrip(" \t")) :])
+
+    def ends_at(self, fence: re.Match[str] | None) -> bool:
+        """Whether a line's fence ends the block: one as long, and not indented further than code in it may be."""
+        return (
+            fence is not None
+            and fence["ticks"].startswith(self.ticks)
+            and not fence["prefix"].strip(" \t>")
+            and _width(fence["prefix"]) <= _width(self.prefix) + 3
+        )
+
+
+def solution(text: str, name: str | None = None, *, is_program: bool = True) -> str | None:
+    """Return the code of an answer: the last Python block, else the last without a language, else a text without any
+    block as a whole. None where all blocks are in other languages.
+
+    Of several blocks the last that defines the function `name`, or any function where that is None, unless a program
+    is wanted: what follows are examples of its use.
+    """
+    found = blocks(text)
+    if not found:
+        return text
+    python = [block.code for block in found if _PYTHON.fullmatch(block.language)]
+    plain = [block.code for block in found if not block.language]
+    codes = python or [code for code in plain if _STATEMENT.search(code)] or plain
+    known = rf"(?:def[ \t]+{re.escape(name)}\b|{re.escape(name)}[ \t]*=[^=])" if name else r"(?:def|class)\b"
+    definition = re.compile(rf"^[ \t]*(?:async[ \t]+)?{known}", re.MULTILINE)
+    defining = [] if is_program else [code for code in codes if definition.search(code)]
+    return next(reversed(defining or codes), None)
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a Markdown text, in order; the last may lack its closing fence."""
+    found: list[Block] = []
+    current: Block | None = None
+    for line in text.split("\n"):
+        line, fence = line.rstrip("\r"), _FENCE.fullmatch(line.rstrip())
+        if current is None:
+            current = _opened(line, fence)
+            found += [current] if current else []
+        elif current.ends_at(fence):
+            # Code has no line that opens a block: where one does, the fence before it is missing.
+            current = _opened(line, fence) if _LANGUAGE.match(fence["info"]) else None
+            found += [current] if current else []
+        elif (body := _before_fence(line, current.ticks)) is not None:
+            current.append(body)
+            current = None
+        else:
+            current.append(line)
+    return found
+
+
+def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
+    """Return the block that a line opens."""
+    if fence:
+        language = _LANGUAGE.match(fence["info"])
+        return Block(fence["ticks"], fence["prefix"], language[1].lower() if language else "")
+    late = _LATE_FENCE.search(line)
+    language = late["info"].lower() if late else ""
+    is_opening = _PYTHON.fullmatch(language) and line[: late.start()].count("```") % 2 == 0
+    return Block(late["ticks"], "", language) if is_opening else None
+
+
+def _before_fence(line: str, ticks: str) -> str | None:
+    """Return the code in front of a fence that ends its last line; None for any other line."""
+    body = (stripped := line.rstrip()).rstrip("`")
+    is_end = ticks[0] == "`" and len(stripped) - len(body) >= len(ticks) and body.strip() and "```" not in body
+    return body if is_end else None
+
+
+def _width(prefix: str) -> int:
+    """Return the columns by which a fence is indented within its quotation."""
+    return len(prefix.rpartition(">")[2].removeprefix(" ") if ">" in prefix else prefix)
